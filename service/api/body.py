@@ -360,7 +360,7 @@ def only_token(raw: bytes | str | None) -> int | None:
     if raw is None or len(raw) > SHORT:
         return None
     try:
-        document = from_json(raw)
+        document = orjson.loads(raw)
     except ValueError:
         return None
     if type(document) is not dict or len(document) != 1:

@@ -250,6 +250,8 @@ class StepColumns:
         self._vocabulary = vocabulary
         self._size = vocabulary.size
         self._state_cache = state_cache
+        self._slots = state_cache.order
+        self._buffered = resident.buffered
         self._resident = resident
         self._locks = locks
         self._margin = margin
@@ -285,9 +287,10 @@ class StepColumns:
         number: int = 0,
     ) -> bool:
         """Takes in a step. False, and nothing was done, if it is one for the general procedure."""
-        slot = self._resident.slot(session)
+        slot = self._slots.get(session)
         if (
             slot is None
+            or not self._buffered[slot]
             or not 0 <= token < self._size
             or not 0 < top_k <= self._most_predictions
             or (expected_position is not None and not 0 <= expected_position <= MAX_POSITION)
@@ -434,9 +437,12 @@ class StepColumns:
         self._admission.leave()
 
     def _leave_all(self, sessions: Sequence[str]) -> None:
-        leave = self._locks.leave
+        waiting = self._locks.waiting
         for session in sessions:
-            leave(session)
+            if waiting[session] is None:  # like `leave`
+                del waiting[session]
+            else:
+                self._locks.leave(session)
         self._admission.leave(len(sessions))
 
     def _hand_back(self, batch: StepBatch, *, entered: bool) -> None:

@@ -107,28 +107,25 @@ class Admission:
         """Requests, ever."""
         self.active = 0
         """Those that are not over."""
-        self._closed = False
+        self.closed = False
+        """Whether no more are taken."""
         self._idle = asyncio.Event()
         self._idle.set()
 
     def enter(self) -> None:
         """Counts a request, until it leaves. Raises Unavailable when no more are taken."""
-        if self._closed:
+        if self.closed:
             raise Unavailable("the server is stopping")
+        if not self.active:
+            self._idle.clear()
         self.asked += 1
         self.active += 1
-        self._idle.clear()
 
     def leave(self, requests: int = 1) -> None:
         """One request has ended, or several."""
         self.active -= requests
         if not self.active:
             self._idle.set()
-
-    @property
-    def closed(self) -> bool:
-        """Whether no more are taken."""
-        return self._closed
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -141,7 +138,7 @@ class Admission:
 
     def close(self) -> None:
         """No more are taken."""
-        self._closed = True
+        self.closed = True
 
     async def idle(self) -> None:
         """Waits until all are over."""

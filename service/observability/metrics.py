@@ -13,7 +13,6 @@ import asyncio
 import math
 import time
 from bisect import bisect_left
-from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
@@ -161,7 +160,8 @@ class Metrics:
             "WebSocket, without a message).",
             "reason",
         )
-        self._counted: list[tuple[str, str, int, float, str | None]] = []  # HTTP requests, not counted yet
+        # By route, method and status, the seconds and traces of requests that are not counted yet.
+        self._counted: dict[tuple[str, str, int], list[tuple[float, str | None]]] = {}
         # The metrics of these labels are looked up once: there are few, and many requests.
         self._of_request = cache(
             lambda route, *rest: (self.http_requests.labels(route, *rest), self.http_request_seconds.labels(route))
@@ -284,17 +284,19 @@ class Metrics:
         """Counts an HTTP request; those of one turn of the event loop together. `trace_id`: of one that is traced."""
         if not self._counted:
             asyncio.get_running_loop().call_soon(self._count_requests)
-        self._counted.append((route, method, status, seconds, trace_id))
+        labels = route, method, status
+        known = self._counted.get(labels)
+        if known is None:
+            known = self._counted[labels] = []
+        known.append((seconds, trace_id))
 
     def _count_requests(self) -> None:
-        counted, self._counted = self._counted, []
-        requests = Counts[tuple[str, str, int]]()
-        for route, method, status, seconds, trace_id in counted:
-            _, durations = self._of_request(route, method, status)
-            durations.observe(seconds, trace_id)
-            requests[route, method, status] += 1
-        for labels, count in requests.items():
-            self._of_request(*labels)[0].inc(count)
+        counted, self._counted = self._counted, {}
+        for labels, known in counted.items():
+            requests, durations = self._of_request(*labels)
+            requests.inc(len(known))
+            for seconds, trace_id in known:
+                durations.observe(seconds, trace_id)
 
     def count_message(self, status: int, seconds: float, trace_id: str | None = None) -> None:
         """Counts a message of a WebSocket that was answered."""

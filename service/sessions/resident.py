@@ -41,7 +41,7 @@ class ResidentSessions:
         self._ttl_s = ttl_s
         self._clock = clock
         # By slot, whether its session is one of these. A view: to read one item of an array takes longer.
-        self._buffered = np.zeros(state_cache.capacity, np.uint8).data
+        self.buffered = np.zeros(state_cache.capacity, np.uint8).data
         self._recent = np.zeros((state_cache.capacity, RECENT), np.uint32)
         self._counts = np.zeros(state_cache.capacity, np.int64)  # of tokens in `_recent`
         self.flushes = 0
@@ -56,13 +56,13 @@ class ResidentSessions:
         slot = self._state_cache.slot_of(record.session)
         if self._store is not None and slot is not None:
             self._store.buffer(record.session, self)
-            self._buffered[slot] = True
+            self.buffered[slot] = True
             self._counts[slot] = 0
 
     def slot(self, session: str) -> int | None:
         """The session's row, which is its state's slot; None if it is not stepped here."""
         slot = self._state_cache.slot_of(session)
-        return slot if slot is not None and self._buffered[slot] else None
+        return slot if slot is not None and self.buffered[slot] else None
 
     def alive(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Whether each of B sessions has not been idle for too long: bool (B)."""
@@ -84,7 +84,7 @@ class ResidentSessions:
             assert self._store is not None, "nothing is stepped here without such a store: this is a bug"
             for row in np.flatnonzero(counts == RECENT).tolist():
                 slot = int(slots[row])
-                if self._buffered[slot]:  # else the store, short of memory, has flushed it for one of those before
+                if self.buffered[slot]:  # else the store, short of memory, has flushed it for one of those before
                     self._counts[slot] = 0
                     self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
 
@@ -92,21 +92,21 @@ class ResidentSessions:
         """See `WriteBuffer`."""
         slot = self._state_cache.slot_of(session)
         assert slot is not None, "a buffered session has a state: this is a bug"
-        self._buffered[slot] = False
+        self.buffered[slot] = False
         self.flushes += 1
         tokens: list[int] = self._recent[slot, : self._counts[slot]].tolist()
         return tokens, self._clock() - self._state_cache.touched_s.item(slot)
 
     async def close(self) -> None:
         """Writes all tokens to the store, some sessions at a time."""
-        for count, slot in enumerate(np.flatnonzero(self._buffered).tolist()):
+        for count, slot in enumerate(np.flatnonzero(self.buffered).tolist()):
             session = self._state_cache.sessions[slot]
-            if self._buffered[slot] and session is not None and self._store is not None:
+            if self.buffered[slot] and session is not None and self._store is not None:
                 self._store.flush(session)
             if count % WRITTEN_AT_ONCE == WRITTEN_AT_ONCE - 1:
                 await asyncio.sleep(0)
 
     def _on_drop(self, session: str, slot: int) -> None:
         """The state of a session is forgotten."""
-        if self._buffered[slot] and self._store is not None:
+        if self.buffered[slot] and self._store is not None:
             self._store.flush(session)
