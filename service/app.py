@@ -125,17 +125,18 @@ def create_app(
             await loading
         await registry.close()
 
+    policy = RequestPolicy(
+        max_body_bytes=settings.max_body_bytes,
+        request_timeout_ms=settings.request_timeout_ms,
+        body_timeout_s=settings.body_timeout_s,
+        envelope=envelope,
+        metrics=metrics,
+        epochs=registry.epochs,
+        tracing=tracing,
+        guard=None if keys.keyring is None else Authenticator(keys.keyring),
+    )
     app = Application(
-        policy=RequestPolicy(
-            max_body_bytes=settings.max_body_bytes,
-            request_timeout_ms=settings.request_timeout_ms,
-            body_timeout_s=settings.body_timeout_s,
-            envelope=envelope,
-            metrics=metrics,
-            epochs=registry.epochs,
-            tracing=tracing,
-            guard=None if keys.keyring is None else Authenticator(keys.keyring),
-        ),
+        policy=policy,
         settings=settings,
         title="Wane",
         version=VERSION,
@@ -152,7 +153,7 @@ def create_app(
     app.state.keys = keys
     app.state.metrics = metrics
     app.state.settings = settings
-    app.state.tracing = tracing
+    app.state.policy = policy
     for router in ROUTERS:
         app.include_router(router)
     nowhere = app.router.default

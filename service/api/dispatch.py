@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from wane.service.api.body import LARGE_BYTES, read
 from wane.service.api.disconnect import until_hangup
-from wane.service.api.exchange import WHOLE_BODY, Exchange, RequestPolicy, ResponseSink
+from wane.service.api.exchange import WHOLE_BODY, HttpExchange, RequestPolicy, ResponseSink
 
 Endpoint = Callable[..., Awaitable[Response]]
 
@@ -56,11 +56,11 @@ class Dispatcher:
                 return True
         return False
 
-    def dispatch(self, scope: Scope, body: bytes, sink: ResponseSink) -> Exchange:
+    def dispatch(self, scope: Scope, body: bytes, sink: ResponseSink) -> HttpExchange:
         """Begins a request that matches and came whole."""
         scope["app"] = self._app
         scope[WHOLE_BODY] = body
-        exchange = Exchange(self._policy, scope)
+        exchange = HttpExchange(self._policy, scope)
         exchange.start(partial(call, Request(scope)), sink)
         return exchange
 

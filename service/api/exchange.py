@@ -176,21 +176,89 @@ class ResponseSink(Protocol):
 
 
 class Exchange:
-    """One HTTP request. It counts as in flight until `finish`."""
+    """One HTTP request, or one message of a WebSocket. It counts as in flight until `finish`.
 
-    __slots__ = ("_epoch", "_has_hung_up", "_started_s", "_task", "context", "over", "policy", "scope", "traced")
+    `context`: of the request, or of the request that opened the WebSocket. `traced`: its span, if it is sampled.
+    """
 
-    def __init__(self, policy: RequestPolicy, scope: Scope) -> None:
+    __slots__ = ("_epoch", "_started_s", "context", "policy", "scope", "traced")
+
+    def __init__(self, policy: RequestPolicy, scope: Scope, here: RequestContext) -> None:
         self._started_s = time.perf_counter()
         self.policy = policy
         self.scope = scope
-        self.context = scope["wane.context"] = RequestContext.of(scope)
+        self.context = here
         self._epoch = policy.epochs.enter()
         self.traced: Traced | None = None
         if policy.tracing is not None:
-            self.traced = begin_trace(policy.tracing, scope, self.context, self._started_s)
-            if self.traced is not None:
-                self.context.trace_id = self.traced.trace_id
+            states = [value for name, value in scope["headers"] if name == b"tracestate"]
+            self.traced = policy.tracing.begin(here.parent, states, self._started_s)
+
+    def _end(self, status: int, error: object | None) -> float:
+        """Ends the span and the time in flight; `error`: the code of the failure. Returns the seconds that it took."""
+        self._epoch.leave()
+        ended_s = time.perf_counter()
+        if error is not None:
+            self.policy.metrics.request_errors.labels(error, self.context.owner.name or "").inc()
+        if self.traced is not None:
+            self._end_span(self.traced, status, error, ended_s)
+        return ended_s - self._started_s
+
+    def _end_span(self, traced: Traced, status: int, error: object | None, ended_s: float) -> None:
+        """Gives the span the fields of the access log."""
+        scope, here = self.scope, self.context
+        method = scope.get("method", "WS")  # of a message
+        attributes = {
+            "http.request.method": scope.get("method"),
+            "http.route": route(scope),
+            "http.response.status_code": status,
+            "url.path": scope["path"][:LOGGED_CHARACTERS],
+            "wane.request_id": here.request_id,
+            **{f"wane.{name}": value for name, value in here.fields.items()},
+        }
+        known = method if method in METHODS or method == "WS" else "HTTP"
+        traced.end(f"{known} {route(scope)}", status, attributes, None if error is None else str(error), ended_s)
+
+    @property
+    def _trace_id(self) -> str | None:
+        return None if self.traced is None else self.traced.trace_id
+
+
+class MessageExchange(Exchange):
+    """One message of a WebSocket; its sink is a frame (`routes/stream.py`)."""
+
+    __slots__ = ("deadline",)
+
+    def __init__(self, policy: RequestPolicy, scope: Scope) -> None:
+        super().__init__(policy, scope, context(scope))
+        self.deadline = math.inf
+
+    def admit(self) -> None:
+        """Charges the key, and sets the deadline. Raises RateLimited, Unauthorized."""
+        here = self.context
+        if here.principal is not None:
+            here.principal.charge(1)
+        self.deadline = asyncio.get_running_loop().time() + here.timeout_s
+
+    def finish(self, status: int | None, error: str | None = None) -> None:
+        """Counts the message, which is over; one without a status was not answered, because the client left."""
+        if status is None:
+            self._epoch.leave()
+            return
+        seconds = self._end(status, error)
+        self.policy.metrics.count_message(status, seconds, self._trace_id)
+
+
+class HttpExchange(Exchange):
+    """One HTTP request; its sink is the HTTP protocol, in one write, or ASGI's `send`."""
+
+    __slots__ = ("_has_hung_up", "_task", "over")
+
+    def __init__(self, policy: RequestPolicy, scope: Scope) -> None:
+        here = scope["wane.context"] = RequestContext.of(scope)
+        super().__init__(policy, scope, here)
+        if self.traced is not None:
+            here.trace_id = self.traced.trace_id
         self._task: EagerTask[None] | None = None
         self._has_hung_up = False
         self.over = False
@@ -256,21 +324,15 @@ class Exchange:
 
     def finish(self, status: int, sent_bytes: int) -> None:
         """Counts and logs the request, which is over."""
-        self._epoch.leave()
-        ended_s = time.perf_counter()
-        scope, here, traced = self.scope, self.context, self.traced
-        method, metrics = scope["method"], self.policy.metrics
+        scope, here = self.scope, self.context
+        seconds = self._end(status, here.fields.get("error"))
+        method = scope["method"]
         known = method if method in METHODS else "other"
-        trace_id = None if traced is None else traced.trace_id
-        metrics.count_request(route(scope), known, status, ended_s - self._started_s, trace_id)
-        if "error" in here.fields:
-            metrics.request_errors.labels(here.fields["error"], here.owner.name or "").inc()
+        self.policy.metrics.count_request(route(scope), known, status, seconds, self._trace_id)
         if ACCESS.isEnabledFor(INFO):
-            line = log_line(scope, here, ended_s - self._started_s)
+            line = log_line(scope, here, seconds)
             line |= {"method": method[:LOGGED_CHARACTERS], "status": status, "bytes": sent_bytes}
             log_access("request", line | here.fields)
-        if traced is not None:
-            end_trace(traced, scope, here, status, ended_s)
 
 
 def log_line(scope: Scope, here: RequestContext, seconds: float) -> dict[str, object]:
@@ -296,27 +358,3 @@ def route(scope: Scope) -> str:
     """The template of the request's path; for one that there is nothing at, `unmatched`."""
     found: str = getattr(scope.get("route"), "path", "unmatched")
     return found
-
-
-def begin_trace(tracing: Tracing, scope: Scope, here: RequestContext, started_s: float) -> Traced | None:
-    """A request, or a WebSocket's message, if it is sampled; one without a parent begins a trace of its own."""
-    states = [value for name, value in scope["headers"] if name == b"tracestate"]
-    return tracing.begin(here.parent, states, started_s)
-
-
-def end_trace(
-    traced: Traced, scope: Scope, here: RequestContext, status: int, ended_s: float, error: object | None = None
-) -> None:
-    """Says of it what the access log says, and the `error` that a message was answered with."""
-    method = scope.get("method", "WS")  # of a message
-    attributes = {
-        "http.request.method": scope.get("method"),
-        "http.route": route(scope),
-        "http.response.status_code": status,
-        "url.path": scope["path"][:LOGGED_CHARACTERS],
-        "wane.request_id": here.request_id,
-        **{f"wane.{name}": value for name, value in here.fields.items()},
-    }
-    error = error or here.fields.get("error")
-    known = method if method in METHODS or method == "WS" else "HTTP"
-    traced.end(f"{known} {route(scope)}", status, attributes, None if error is None else str(error), ended_s)

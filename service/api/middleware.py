@@ -12,7 +12,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wane.service.api.exchange import HUNG_UP, Exchange, RequestContext, RequestPolicy, context, log_line
+from wane.service.api.exchange import HUNG_UP, HttpExchange, RequestContext, RequestPolicy, context, log_line
 from wane.service.auth.guard import chosen
 from wane.service.errors import Overloaded, TooLarge, WaneError
 from wane.service.observability.logs import log_access
@@ -40,7 +40,7 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = Exchange(self.policy, scope)
+        exchange = HttpExchange(self.policy, scope)
         token = CURRENT.set(exchange.traced)  # also where it is None: a pipelined request begins where another one ends
         status: int | None = None
         sent_bytes = 0

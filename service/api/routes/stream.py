@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from contextvars import copy_context
 from http import HTTPStatus
 
@@ -39,7 +38,7 @@ from wane.service.api.body import ONE_TOKEN, Decoder, only_token, tokens_of
 from wane.service.api.channel import channel_of
 from wane.service.api.deps import session_key, settings
 from wane.service.api.encode import json_bytes
-from wane.service.api.exchange import begin_trace, context, end_trace, registry
+from wane.service.api.exchange import MessageExchange, RequestPolicy, context, registry
 from wane.service.api.problem import described
 from wane.service.api.routes.sessions import step_request
 from wane.service.api.schemas.sessions import StreamBody
@@ -56,7 +55,7 @@ from wane.service.errors import (
 )
 from wane.service.net.receive_queue import CHANNEL, ClientDisconnected
 from wane.service.observability.metrics import Metrics
-from wane.service.observability.tracing import CURRENT, Traced, Tracing
+from wane.service.observability.tracing import CURRENT
 from wane.service.types import Answer, PredictRequest
 
 NORMAL = 1000
@@ -92,7 +91,7 @@ async def stream(socket: WebSocket, session: str) -> None:
         except WaneError as error:
             await _refuse(socket, error, _close_code(error) or NO_SESSION)  # what is no id is no session
             return
-        running = Stream(socket, engine, name, metrics).run()
+        running = Stream(socket, engine, name).run()
         # What the framework's own channel waits for may need an asyncio.Task.
         await (EagerTask(running, copy_context()) if CHANNEL in socket.scope else running)
 
@@ -100,14 +99,13 @@ async def stream(socket: WebSocket, session: str) -> None:
 class Stream:
     """One WebSocket, until it is closed by either side."""
 
-    def __init__(self, socket: WebSocket, engine: Engine, session: str, metrics: Metrics) -> None:
+    def __init__(self, socket: WebSocket, engine: Engine, session: str) -> None:
         """`session` is its key."""
         self.scope = socket.scope
         self.registry = registry(socket)
         self.engine = engine
         self.session = session
-        self.metrics = metrics
-        self.tracing: Tracing | None = socket.app.state.tracing
+        self.policy: RequestPolicy = socket.app.state.policy
         self.decoder: Decoder = socket.app.state.decoder
         self.idle_s = settings(socket).stream_idle_s
         self.loop = asyncio.get_running_loop()
@@ -162,18 +160,17 @@ class Stream:
 
         Raises ClientDisconnected.
         """
-        started_s = time.perf_counter()
-        traced: Traced | None = None
-        if self.tracing is not None:
-            traced = begin_trace(self.tracing, self.scope, self.here, started_s)
-            CURRENT.set(traced)
-        epoch = self.registry.epochs.enter()
+        exchange = MessageExchange(self.policy, self.scope)
+        if self.policy.tracing is not None:
+            CURRENT.set(exchange.traced)
+        status: int | None = None
+        failed: str | None = None
         try:
-            if self.here.principal is not None:
-                self.here.principal.charge(1)
+            exchange.admit()
             with self.channel.until_hangup():
-                answer = await self.answer(message)
+                answer = await self.answer(message, exchange.deadline)
             await self.channel.send_text(json_bytes(encode.answer(self.engine, answer)))
+            status = HTTPStatus.OK
         except Abandoned:
             self.log["error"] = Abandoned.code
             return True
@@ -182,20 +179,19 @@ class Stream:
         except Exception as error:
             failure, code = described(self.scope, error), _close_code(error)
             await self.channel.send_text(json_bytes({"error": failure.body(self.here.request_id)}))
-            self.count(failure.status, started_s, traced, failure.code)
+            status, failed = failure.status, failure.code
             if code is not None:
                 self.log["error"] = failure.code
                 await self.close(code, failure.code)
             return code is not None
         else:
-            self.count(HTTPStatus.OK, started_s, traced)
             return False
         finally:
-            epoch.leave()
+            self.answered += status is not None
+            exchange.finish(status, failed)
 
-    async def answer(self, message: str | bytes) -> Answer:
+    async def answer(self, message: str | bytes, deadline: float) -> Answer:
         """The prediction after one message."""
-        deadline = self.loop.time() + self.here.timeout_s
         token = only_token(message)
         body = ONE_TOKEN
         if token is None:
@@ -210,16 +206,6 @@ class Stream:
         return await engine.submit(
             step_request(self.session, tokens, body, deadline, body.expected_position, body.idempotency_key)
         )
-
-    def count(self, status: int, started_s: float, traced: Traced | None, error: str | None = None) -> None:
-        """One message was answered."""
-        self.answered += 1
-        if error is not None:
-            self.metrics.request_errors.labels(error, self.here.owner.name or "").inc()
-        ended_s = time.perf_counter()
-        self.metrics.count_message(status, ended_s - started_s, None if traced is None else traced.trace_id)
-        if traced is not None:
-            end_trace(traced, self.scope, self.here, status, ended_s, error)
 
     async def close(self, code: int, reason: str) -> None:
         self.log["code"] = code
