@@ -71,6 +71,7 @@ def test_the_client_of_the_readme_survives_a_killed_server() -> None:
             answer = session.step(token)
         server.wait_until_ready()
         body = {"tokens": tokens, "mode": "recurrent"}
+        session.http.close()
         whole = httpx.post(f"{server.url}/v1/predict", json=body, timeout=TIMEOUT_S).json()
     assert answer["position"] == len(tokens)
     assert answer["error_bound"] == 0.0
