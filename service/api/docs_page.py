@@ -28,7 +28,7 @@ summary { cursor: pointer } summary b { display: inline-block; min-width: 4.5em;
 table { border-collapse: collapse; margin: .5em 0 1em; width: 100% }
 th, td { text-align: left; vertical-align: top; padding: .2em 1em .2em 0; border-top: 1px solid #e8edf1 }
 th { font-weight: 600; border-top: 0 } code, pre { font: 14px/1.4 monospace }
-pre { background: #f3f6f8; padding: .6em; overflow-x: auto } h4 { margin: .8em 0 0 }
+pre { background: #f3f6f8; padding: .6em; white-space: pre-wrap; overflow-wrap: anywhere } h4 { margin: .8em 0 0 }
 """
 PAGE = """<!doctype html>
 <html lang="en">
@@ -45,6 +45,8 @@ and says how far the two can be apart.</p>
 <ul><li><a href="docs">Routes, fields and examples</a> (<a href="openapi.json">OpenAPI</a>)</li>
 <li><a href="v1/models">Models</a></li><li><a href="v1/report">Report: latency and agreement</a></li>
 <li><a href="metrics">Metrics for Prometheus</a></li></ul>"""
+MOST_LIMIT = 1e15
+"""Larger limits are those of 64-bit integers, and are not shown."""
 MOST_DEPTH = 3
 """Objects inside objects that a table of fields shows."""
 
@@ -167,7 +169,10 @@ def _table(rows: Sequence[Member], components: Schema) -> Iterator[str]:
     yield "<table><tr><th>name</th><th>type</th><th>meaning</th></tr>"
     for name, schema, required in rows:
         mark = "" if required else " (optional)"
-        kind = escape(", ".join(dict.fromkeys(_kinds(schema, components))))
+        kinds = dict.fromkeys(_kinds(schema, components))
+        if not required and len(kinds) > 1:
+            kinds.pop("null", None)
+        kind = escape(" or ".join(kinds))
         yield f"<tr><td><code>{escape(name)}</code>{mark}</td><td>{kind}</td><td>{_meaning(schema)}</td></tr>"
     yield "</table>"
 
@@ -200,7 +205,12 @@ def _meaning(schema: Schema) -> str:
         "maxItems": "at most {} items",
     }
     options = [schema, *schema.get("anyOf", ())]
-    notes = [text.format(one[name]) for one in options for name, text in limits.items() if name in one]
+    notes = [
+        text.format(f"{one[name]:g}")
+        for one in options
+        for name, text in limits.items()
+        if name in one and abs(one[name]) < MOST_LIMIT
+    ]
     if schema.get("default") is not None:
         notes.append(f"default {json.dumps(schema['default'])}")
     description = escape(str(schema.get("description", "")))
