@@ -130,7 +130,7 @@ def main() -> None:
     print("\n".join(table))
     sessions = f"{CONNECTIONS} connections, {CONNECTIONS * SESSIONS_EACH} sessions"
     how = f"{cpu()}, {os.cpu_count()} cores; {sessions}; {options.rounds} rounds of {options.seconds:g} s each"
-    write_json(options.json, {**provenance("benchmarks.clusters"), "how": how, "ways": ways})
+    write_json(options.json, {**provenance("benchmarks.clusters", bundles=["gated-stable"]), "how": how, "ways": ways})
     put(options.page, NAME, [f"{how}:", "", *table])
 
 

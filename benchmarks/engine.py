@@ -233,7 +233,7 @@ def main() -> None:
         Console(width=120).print(table(subject))
     if options.json:
         document = {
-            **provenance("benchmarks.engine", "onnxruntime", "numpy"),
+            **provenance("benchmarks.engine", "onnxruntime", "numpy", bundles=["gated-stable"]),
             "batch": BATCH,
             "clients": CLIENTS,
             "rounds": options.rounds,

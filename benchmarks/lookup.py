@@ -61,7 +61,7 @@ def main() -> None:
     for subject in subjects:
         Console().print(table(subject, "multiplied / looked up"))
     if options.json is not None:
-        origin = provenance("benchmarks.lookup", "onnxruntime", "numpy")
+        origin = provenance("benchmarks.lookup", "onnxruntime", "numpy", bundles=["lstm"])
         write_json(options.json, {**origin, "rounds": options.rounds, "subjects": subjects})
 
 

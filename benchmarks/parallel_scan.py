@@ -364,7 +364,7 @@ def main() -> None:
     if options.json:
         document = rounded(
             {
-                **provenance("benchmarks.parallel_scan", "onnxruntime", "numpy"),
+                **provenance("benchmarks.parallel_scan", "onnxruntime", "numpy", bundles=["gated-stable"]),
                 "tokens": options.tokens,
                 "rounds": options.rounds,
                 "threads": THREADS,

@@ -231,7 +231,7 @@ def main() -> None:
     results: list[Result] = rounded([apart(way, arguments.sessions, arguments.history) for way in WAYS])
     show(results)
     if arguments.json is not None:
-        write_json(arguments.json, {**provenance("benchmarks.parked"), "results": results})
+        write_json(arguments.json, {**provenance("benchmarks.parked", bundles=["gated-stable"]), "results": results})
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def main() -> None:
             f"{counted['total_variation']['mean']:.2g} in the mean and {counted['total_variation']['max']:.2g} at most"
         )
     if options.json:
-        origin = provenance("benchmarks.precision", "onnxruntime", "numpy")
+        origin = provenance("benchmarks.precision", "onnxruntime", "numpy", bundles=["gated-stable"])
         write_json(options.json, {**origin, "rounds": options.rounds, "subjects": subjects})
 
 

@@ -278,7 +278,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "measure":
         manifest = read_manifest(BUNDLE)
-        origin = provenance("benchmarks.shadow", "onnxruntime")
+        origin = provenance("benchmarks.shadow", "onnxruntime", bundles=["gated-stable"])
         known: dict[str, OfWindow] = {}
         if options.results.exists():
             known = Results.model_validate_json(options.results.read_bytes()).windows

@@ -309,7 +309,7 @@ async def measure(models: list[str], text: str, seconds: float) -> Result:
                 served += await serve(bundle, policy, server, text, seconds)
         async with Redis.from_url(server.url) as redis:
             version = (await redis.info("server"))["redis_version"]
-        origin = provenance("benchmarks.stores", "onnxruntime")
+        origin = provenance("benchmarks.stores", "onnxruntime", bundles=["gated-stable", "lstm"])
         return {
             **origin,
             "versions": origin["versions"] | {"redis": version},

@@ -217,7 +217,7 @@ async def measure(path: Path, rounds: int, within_s: float) -> dict[str, Any]:
     await subject.engine.close()
     manifest = subject.bundle.manifest
     return {
-        **provenance("benchmarks.storm", "onnxruntime", "numpy"),
+        **provenance("benchmarks.storm", "onnxruntime", "numpy", bundles=["gated-stable"]),
         "model": manifest.name,
         "model_version": manifest.version,
         "parked": PARKED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -65,9 +66,21 @@ def command(module: str, arguments: Iterable[str]) -> str:
     return shlex.join(["python", "-m", module, *words])
 
 
-def provenance(module: str, *packages: str) -> dict[str, Any]:
-    """This process's command, commit, machine, and the versions of Python and of some packages."""
+BUNDLES = Path(__file__).parents[1] / "models" / "bundles"
+
+
+def bundle_hashes(names: Iterable[str] | None = None) -> dict[str, str]:
+    """The first 16 digits of the SHA-256 of each shipped bundle's manifest, which has the hashes of its files.
+    `names`: absent: all that ship."""
+    found = sorted(path.parent.name for path in BUNDLES.glob("*/manifest.json")) if names is None else sorted(names)
+    return {name: hashlib.sha256((BUNDLES / name / "manifest.json").read_bytes()).hexdigest()[:16] for name in found}
+
+
+def provenance(module: str, *packages: str, bundles: Iterable[str] | None = None) -> dict[str, Any]:
+    """This process's command, commit, machine, the versions of Python and of some packages, and the hashes of the
+    shipped bundles that were measured. `bundles`: their names; absent: all."""
     return {
+        "bundles": bundle_hashes(bundles),
         "command": command(module, sys.argv[1:]),
         "commit": commit(),
         "machine": f"{cpu()}, {os.cpu_count()} cores",

@@ -147,7 +147,7 @@ def main() -> None:
                 table.add_row(f"{role}{length}, batch {batch}", *cells)
         console.print(table)
     if options.json:
-        origin = provenance("benchmarks.threads", "onnxruntime")
+        origin = provenance("benchmarks.threads", "onnxruntime", bundles=["gated-stable", "lstm"])
         write_json(options.json, {**origin, "rounds": options.rounds, "runs": found})
 
 

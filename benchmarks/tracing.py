@@ -115,7 +115,7 @@ def main() -> None:
         for way, took_s in found.items()
     }
     how = f"{cpu()}, {os.cpu_count()} cores; `python -m benchmarks.tracing`, {options.rounds} rounds of {EACH} steps"
-    origin = provenance("benchmarks.tracing", "opentelemetry-sdk")
+    origin = provenance("benchmarks.tracing", "opentelemetry-sdk", bundles=["gated-stable"])
     document = rounded({**origin, "how": how, "ways": ways})
     write_json(options.json, document)
     put(options.page, NAME, lines(document))

@@ -51,9 +51,9 @@ class Front(Frozen):
     Their memory is finite: what they put out depends on the last `reach + 1` tokens and on nothing before.
     """
 
-    blocks: int = Field(ge=1)
-    kernel_size: int = Field(ge=2, le=64)
-    feed_forward: int = Field(ge=1)
+    blocks: int = Field(ge=1, description="blocks, one above the other")
+    kernel_size: int = Field(ge=2, le=64, description="tokens that a convolution sees")
+    feed_forward: int = Field(ge=1, description="width of the feed-forward part")
 
     @property
     def reach(self) -> int:

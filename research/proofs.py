@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fewer", type=int, default=1000, help="positions of slow models, but at k = 64")
     parser.add_argument("--json", type=Path, default=Path("research/figures/proofs.json"))
     parser.add_argument("--figure", type=Path, default=Path("research/figures/proofs.png"))
-    parser.add_argument("--page", type=Path, default=Path("docs/stability.md"))
+    parser.add_argument("--page", type=Path, default=Path("research/stability.md"))
     parser.add_argument("--render", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
     if options.data is None and not options.render:

@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 TRAIN_FILES = [
     HERE / name
     for name in (
+        "docs/test_audit.py",
         "docs/test_readme_training.py",
         "docs/test_training.py",
         "models/test_cell_registry.py",

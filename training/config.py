@@ -21,24 +21,36 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ModelConfig(Frozen):
-    """The network. `contraction` is the lambda that `stable` cells are held to, one for all layers or one for each,
-    bottom to top; absent: unconstrained. `spectral_limit` (residual blocks) is the largest spectral norm of `mix`, of
-    the feed-forward matrices and of each gate's input matrix, their LayerNorm's gain folded in; absent: any.
-    """
+    """The network."""
 
-    cell: Cell
-    hidden: Whole
-    layers: Whole = 1
-    embedding: Whole | None = Field(default=None, description="absent: as wide as hidden")
-    block: Literal["plain", "residual"] = "plain"
-    feed_forward: int = Field(default=0, ge=0, strict=True)
-    tied: bool = True
-    front: Front | None = None
-    units: Whole | None = Field(default=None, description="absent: as many as hidden")
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    contraction: Share | tuple[Share, ...] | None = None
-    norm_epsilon: float = Field(default=1e-5, gt=0, le=1)
-    spectral_limit: Finite | None = Field(default=None, gt=0)
+    cell: Cell = Field(description="recurrent cell; `gated` has gates that read the input alone")
+    hidden: Whole = Field(description="width of the state that one layer passes to the next")
+    layers: Whole = Field(default=1, description="recurrent layers")
+    embedding: Whole | None = Field(default=None, description="width of the token embedding; absent: `hidden`")
+    block: Literal["plain", "residual"] = Field(
+        default="plain",
+        description="`residual` adds LayerNorm, skip connection and feed-forward part to each layer",
+    )
+    feed_forward: int = Field(
+        default=0, ge=0, strict=True, description="width of the feed-forward part of a residual block; 0: none"
+    )
+    tied: bool = Field(default=True, description="whether the output layer shares the embedding's matrix")
+    front: Front | None = Field(
+        default=None, description="causal convolutions below the first layer, of residual blocks; absent: none"
+    )
+    units: Whole | None = Field(default=None, description="units of a cell in a residual block; absent: `hidden`")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout while training")
+    contraction: Share | tuple[Share, ...] | None = Field(
+        default=None,
+        description="contraction factor that the weights are held to, one number, or one for each layer from below; "
+        "absent: unconstrained, and not certified",
+    )
+    norm_epsilon: float = Field(default=1e-5, gt=0, le=1, description="epsilon of the LayerNorms")
+    spectral_limit: Finite | None = Field(
+        default=None,
+        gt=0,
+        description="largest spectral norm of a residual block's matrices, the LayerNorm's gain included; absent: any",
+    )
 
     def architecture(self, vocabulary_size: int) -> Architecture:
         """The architecture over a vocabulary."""
@@ -74,33 +86,41 @@ class ModelConfig(Frozen):
 
 
 class DataConfig(Frozen):
-    """The corpus. `path` is a file or folder (for `wikitext-2`: the folder that holds its three files)."""
+    """The corpus."""
 
-    kind: Literal["wikitext-2", "text", "events"]
-    path: Path | None = Field(default=None, description="absent: --data, or a copy that is fetched")
-    vocabulary: Literal["bpe", "words"] = "bpe"
-    vocabulary_size: int = Field(
-        default=2048, ge=LEAST_VOCABULARY, strict=True, description="upper limit, specials included"
+    kind: Literal["wikitext-2", "text", "events"] = Field(
+        description="`text`: UTF-8 files; `events`: JSON lines, each a list of event names"
     )
-    valid_share: float = Field(default=0.05, gt=0, lt=0.5)
-    test_share: float = Field(default=0.05, gt=0, lt=0.5)
+    path: Path | None = Field(
+        default=None,
+        description="file or folder; for `wikitext-2` the folder of its three files; absent: `--data`, or a download",
+    )
+    vocabulary: Literal["bpe", "words"] = Field(
+        default="bpe", description="`bpe`: byte-level BPE; `words`: one token a word, and for events one an event"
+    )
+    vocabulary_size: int = Field(
+        default=2048, ge=LEAST_VOCABULARY, strict=True, description="largest vocabulary, special tokens included"
+    )
+    valid_share: float = Field(
+        default=0.05, gt=0, lt=0.5, description="share of the data for validation, where it is not split already"
+    )
+    test_share: float = Field(
+        default=0.05, gt=0, lt=0.5, description="share of the data for the test, where it is not split already"
+    )
 
 
 class ProofConfig(Frozen):
-    """A pressure towards answers that a window can prove (`training/proof.py`).
+    """A penalty on answers that a window cannot prove (`training/proof.py`)."""
 
-    window: of how many tokens; without it, of one chunk. Of a longer one, gates are taken to go on as in the chunk.
-    weight: nats of loss for an answer that is a factor e from provable, reached after `ramp` steps; rivals: how many
-    runners-up the first token is held against; slack: how much better than provable, in log units, is good enough;
-    ceiling: beyond it, in log units, nothing is gained by pressing harder.
-    """
-
-    window: Whole | None = None
-    weight: Finite = Field(gt=0)
-    rivals: Whole = 5
-    slack: Finite = Field(default=0.2, ge=0)
-    ceiling: Finite = Field(default=2.0, gt=0)
-    ramp: Whole = 1000
+    window: Whole | None = Field(
+        default=None,
+        description="window that is to prove, in tokens; absent: `chunk`. Its gates go on as in the chunk",
+    )
+    weight: Finite = Field(gt=0, description="loss in nats of an answer that is a factor e from provable")
+    rivals: Whole = Field(default=5, description="runners-up that the first token is compared with")
+    slack: Finite = Field(default=0.2, ge=0, description="log units beyond provable from which the loss is 0")
+    ceiling: Finite = Field(default=2.0, gt=0, description="log units from provable beyond which the loss is constant")
+    ramp: Whole = Field(default=1000, description="steps until `weight` is reached")
 
 
 class TrainingConfig(Frozen):
@@ -114,27 +134,36 @@ class TrainingConfig(Frozen):
     left, then linear to zero over `decay_steps`, then stop.
     """
 
-    regime: Literal["recurrent", "truncated"] = "recurrent"
-    steps: Whole
-    batch: Whole = 32
-    chunk: Whole = 64
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: Finite = Field(default=2e-3, gt=0)
-    schedule: Literal["constant", "cosine", "inverse_time", "plateau"] = "cosine"
-    warmup: int = Field(default=100, ge=0, strict=True)
-    decay_steps: int = Field(default=0, ge=0, strict=True)
-    patience: int = Field(default=0, ge=0, strict=True)
-    weight_decay: Finite = Field(default=0.0, ge=0)
-    clip_norm: Finite = Field(default=1.0, gt=0)
+    regime: Literal["recurrent", "truncated"] = Field(
+        default="recurrent",
+        description="`recurrent` carries the state over chunks; `truncated` starts each chunk from the zero state",
+    )
+    steps: Whole = Field(description="most optimizer steps")
+    batch: Whole = Field(default=32, description="sequences in a batch")
+    chunk: Whole = Field(default=64, description="tokens of a sequence that one step back-propagates through")
+    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="optimizer")
+    learning_rate: Finite = Field(default=2e-3, gt=0, description="learning rate after the warm-up")
+    schedule: Literal["constant", "cosine", "inverse_time", "plateau"] = Field(
+        default="cosine", description="learning rate after the warm-up"
+    )
+    warmup: int = Field(default=100, ge=0, strict=True, description="steps in which the learning rate rises from 0")
+    decay_steps: int = Field(
+        default=0, ge=0, strict=True, description="steps in which `plateau` falls to 0; other schedules: 0"
+    )
+    patience: int = Field(
+        default=0, ge=0, strict=True, description="evaluations without improvement until `plateau` falls; 0: any number"
+    )
+    weight_decay: Finite = Field(default=0.0, ge=0, description="weight decay of the matrices")
+    clip_norm: Finite = Field(default=1.0, gt=0, description="largest 2-norm of the gradient")
     project_every: Whole = Field(default=1, description="steps between projections of constrained weights")
-    evaluate_every: Whole = 500
-    checkpoint_every: Whole = 500
-    keep_every: int = Field(default=0, ge=0, strict=True, description="steps between weights kept for good; 0: none")
-    seed: int = Field(default=1, ge=0, strict=True)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["float32", "bf16"] = "float32"
-    threads: Whole | None = None
-    proof: ProofConfig | None = None
+    evaluate_every: Whole = Field(default=500, description="steps between evaluations on the validation split")
+    checkpoint_every: Whole = Field(default=500, description="steps between checkpoints")
+    keep_every: int = Field(default=0, ge=0, strict=True, description="steps between weights that are kept; 0: none")
+    seed: int = Field(default=1, ge=0, strict=True, description="seed of weights, batches and dropout")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto` takes CUDA if there is a GPU")
+    precision: Literal["float32", "bf16"] = Field(default="float32", description="arithmetic of the forward pass")
+    threads: Whole | None = Field(default=None, description="threads of torch; absent: torch's default")
+    proof: ProofConfig | None = Field(default=None, description="absent: no such penalty")
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainingConfig:
@@ -146,12 +175,12 @@ class TrainingConfig(Frozen):
 
 
 class ExportConfig(Frozen):
-    """What the bundle says of itself beyond what training knows."""
+    """What the bundle's manifest says."""
 
-    description: str = ""
-    window: Whole = 64
-    max_window: Whole = 256
-    attribution: str | None = None
+    description: str = Field(default="", description="one line for the list of models")
+    window: Whole = Field(default=64, description="tokens of the window that requests get by default")
+    max_window: Whole = Field(default=256, description="largest window, in tokens, that a request may ask for")
+    attribution: str | None = Field(default=None, description="authors and licence of the data; absent: none")
 
     @model_validator(mode="after")
     def _consistent(self) -> ExportConfig:
@@ -163,7 +192,7 @@ class ExportConfig(Frozen):
 class Experiment(Frozen):
     """One experiment file."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="name of the run and of the bundle")
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("document", "table"),
     [
-        ("README.md", figures.results_table),
         ("models/bundles/README.md", figures.results_table),
         ("models/bundles/README.md", figures.window_table),
         ("models/bundles/README.md", figures.training_table),

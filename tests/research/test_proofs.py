@@ -21,7 +21,7 @@ from wane.models.reference import Reference
 ROOT = Path(__file__).parents[2]
 BUNDLES = ROOT / "models" / "bundles"
 KEPT = ROOT / "research" / "figures" / "proofs.json"
-PAGE = ROOT / "docs" / "stability.md"
+PAGE = ROOT / "research" / "stability.md"
 STREAM = np.random.default_rng(0).integers(3, 2048, size=320)
 EMPTY = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("models", "distances", "answers"))
 

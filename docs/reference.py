@@ -1,0 +1,198 @@
+"""Writes the pages that are generated from types: docs/settings.md and docs/experiments.md.
+
+    python -m docs.reference
+
+Tests compare the pages with what this module makes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Interval, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from wane.models.manifest import Front
+from wane.service.settings import NOT_AN_OPTION, PREFIX, UNITS, Settings
+from wane.training.config import DataConfig, Experiment, ExportConfig, ModelConfig, ProofConfig, TrainingConfig
+
+HERE = Path(__file__).parent
+
+GROUPS: dict[str, list[str]] = {
+    title: names.split()
+    for title, names in {
+        "The five that matter first": "bundles default_model store session_budget_bytes api_keys_file",
+        "Network": "host port trusted_proxies max_connections max_header_bytes max_body_bytes receive_budget_bytes "
+        "header_timeout_s body_timeout_s send_timeout_s stream_idle_s",
+        "Keys": "api_keys",
+        "Models": "require_all model_poll_interval_s device threads",
+        "Batches and queues": "max_batch_size max_queue inline_batch_max_us",
+        "Limits of a request": "request_timeout_ms max_batch_inputs max_input_tokens max_scored_tokens "
+        "max_generated_tokens max_window top_k_limit",
+        "Sessions and their states": "session_history_tokens session_ttl_s session_file state_budget_bytes state_ttl_s",
+        "The shared store": "store_password_file store_namespace store_timeout_ms store_failure_mode store_policy "
+        "state_checkpoint_interval_tokens",
+        "Shutdown": "shutdown_delay_ms drain_timeout_ms",
+        "Observation": "shadow_rate log_level",
+    }.items()
+}
+"""Every setting, once."""
+
+TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
+    ("Top level", "", Experiment),
+    ("[model]", "The network.", ModelConfig),
+    ("[model.front]", "Causal convolutions below the first layer. Their memory is finite.", Front),
+    ("[data]", "The corpus.", DataConfig),
+    (
+        "[training]",
+        "How the weights are found. Schedules, after `warmup` steps: `constant`; `cosine`, to 0; `inverse_time`, "
+        "learning_rate / t; `plateau`, constant until validation stops improving, then linear to 0.",
+        TrainingConfig,
+    ),
+    ("[training.proof]", "A penalty on answers that a window cannot prove.", ProofConfig),
+    ("[export]", "What the bundle's manifest says.", ExportConfig),
+)
+
+
+def settings_page() -> str:
+    """docs/settings.md: every setting by group."""
+    lines = [
+        "# Settings",
+        "",
+        "Each setting is a variable `WANE_...` and an option of `wane serve`: `WANE_MAX_QUEUE=64` or `--max-queue 64`.",
+        "An option wins over the variable. An unknown `WANE_...` variable ends the server with an error. This page is",
+        "generated from `service/settings.py`.",
+    ]
+    for group, names in GROUPS.items():
+        lines += ["", f"## {group}", "", "| setting | default | unit | meaning |", "| --- | --- | --- | --- |"]
+        for name in names:
+            field = Settings.model_fields[name]
+            unit = next((unit for suffix, unit in UNITS.items() if name.endswith(suffix)), "")
+            variable = f"`{PREFIX}{name.upper()}`" + (" (no option)" if name in NOT_AN_OPTION else "")
+            default = "not set" if field.default is None else f"`{_default(name, field.default)}`"
+            lines.append(f"| {variable} | {default} | {unit} | {_cell(field.description or '')} |")
+    return "\n".join([*lines, ""])
+
+
+def _default(name: str, value: object) -> object:
+    """The folder of the shipped bundles depends on where Wane is installed."""
+    return "the shipped models" if name == "bundles" else value
+
+
+def experiments_page() -> str:
+    """docs/experiments.md: every field of an experiment file."""
+    lines = [
+        "# Experiment files",
+        "",
+        "`wane train FILE` trains the model that a TOML file describes. Every field is below, by table; an unknown",
+        "field is an error. The files of the shipped models are in [training/experiments](../training/experiments).",
+        "A small one:",
+        "",
+        "```toml",
+        'name = "mine"',
+        "",
+        "[model]",
+        'cell = "gated"',
+        "hidden = 64",
+        "contraction = 0.9",
+        "",
+        "[data]",
+        'kind = "events"',
+        'path = "sessions.jsonl"',
+        'vocabulary = "words"',
+        "",
+        "[training]",
+        "steps = 1000",
+        "```",
+        "",
+        "This page is generated from `training/config.py`.",
+    ]
+    for title, about, model in TABLES:
+        lines += ["", f"## {title}", ""]
+        if about:
+            lines += [about, ""]
+        lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
+        for name, field in model.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                continue  # a table of its own
+            default = "required" if field.is_required() else "absent" if field.default is None else f"`{_toml(field)}`"
+            if field.default is PydanticUndefined and not field.is_required():
+                default = "absent"
+            lines.append(f"| `{name}` | {_cell(_type(field))} | {default} | {_cell(field.description or '')} |")
+    return "\n".join([*lines, ""])
+
+
+def _toml(field: FieldInfo) -> str:
+    return json.dumps(field.default)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _type(field: FieldInfo) -> str:
+    """What a TOML value must be: its type and range."""
+    kinds = " or ".join(dict.fromkeys(_kinds(field.annotation)))
+    limits = ", ".join(_limits([*field.metadata, *_metadata(field.annotation)]))
+    return f"{kinds} {limits}".strip()
+
+
+def _kinds(annotation: Any) -> Iterator[str]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        yield ", ".join(f'`"{value}"`' for value in arguments)
+    elif hasattr(annotation, "__metadata__"):
+        yield from _kinds(arguments[0])
+    elif origin is tuple:
+        yield f"list of {next(_kinds(arguments[0]))}s"
+    elif arguments:
+        for argument in arguments:
+            if argument is not type(None):
+                yield from _kinds(argument)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield "table"
+    else:
+        yield {int: "integer", float: "number", bool: "boolean", str: "string", Path: "path"}[annotation]
+
+
+def _metadata(annotation: Any) -> list[Any]:
+    """The limits of the first part of a type that has some."""
+    found = getattr(annotation, "__metadata__", None)
+    if found is not None:
+        return [limit for one in found for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]
+    return next((limits for argument in get_args(annotation) if (limits := _metadata(argument))), [])
+
+
+def _limits(metadata: list[Any]) -> Iterator[str]:
+    for one in metadata:
+        parts = [one] if not isinstance(one, Interval) else list(one)
+        for part in parts:
+            match part:
+                case Ge(ge=value):
+                    yield f">= {value:g}"  # type: ignore[str-format]
+                case Gt(gt=value):
+                    yield f"> {value:g}"  # type: ignore[str-format]
+                case Le(le=value):
+                    yield f"<= {value:g}"  # type: ignore[str-format]
+                case Lt(lt=value):
+                    yield f"< {value:g}"  # type: ignore[str-format]
+                case _:
+                    pass
+
+
+PAGES = {"settings.md": settings_page, "experiments.md": experiments_page}
+
+
+def main() -> None:
+    """Writes both pages."""
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The pages `/` and `/docs`: plain HTML, without scripts and without resources of other sites.
+
+`/docs` shows every route of the OpenAPI description with its parameters, the fields of its body and of its answer, and
+its examples as curl commands, and the messages of the WebSocket route, which OpenAPI does not describe.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from wane.service.api.schemas.sessions import StreamBody
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+HEADERS = {
+    "content-security-policy": POLICY,
+    "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY",
+}
+"""Browsers load nothing from other sites, run no scripts, and show the page in no frame."""
+
+STYLE = """
+body { font: 16px/1.5 sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; color: #1c2733 }
+details { border: 1px solid #d4dbe2; border-radius: 6px; margin: .5em 0; padding: .4em .8em }
+summary { cursor: pointer } summary b { display: inline-block; min-width: 4.5em; color: #0b6e99 }
+table { border-collapse: collapse; margin: .5em 0 1em; width: 100% }
+th, td { text-align: left; vertical-align: top; padding: .2em 1em .2em 0; border-top: 1px solid #e8edf1 }
+th { font-weight: 600; border-top: 0 } code, pre { font: 14px/1.4 monospace }
+pre { background: #f3f6f8; padding: .6em; white-space: pre-wrap; overflow-wrap: anywhere } h4 { margin: .8em 0 0 }
+"""
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>{style}</style>
+{content}
+</html>
+"""
+FIRST = """<h1>Wane</h1>
+<p>Wane serves recurrent next-token and next-event models. It answers from a session's state or from the last k tokens,
+and says how far the two can be apart.</p>
+<ul><li><a href="docs">Routes, fields and examples</a> (<a href="openapi.json">OpenAPI</a>)</li>
+<li><a href="v1/models">Models</a></li><li><a href="v1/report">Report: latency and agreement</a></li>
+<li><a href="metrics">Metrics for Prometheus</a></li></ul>"""
+MOST_LIMIT = 1e15
+"""Larger limits are those of 64-bit integers, and are not shown."""
+MOST_DEPTH = 3
+"""Objects inside objects that a table of fields shows."""
+
+STREAM = "/v1/sessions/{session}/stream"
+CLOSES = (
+    (1002, "a frame is malformed"),
+    (1007, "a text is not UTF-8"),
+    (1008, "the key is missing, wrong or revoked; a message came too slowly or in too many frames"),
+    (1009, "the message is longer than a body may be"),
+    (1011, "unexpected failure; the log has it under the request id"),
+    (1012, "the server is loading or stopping: connect again"),
+    (1013, "over the key's rate, or the server receives too much: connect again later"),
+    (4404, "the session does not exist"),
+    (4409, "the session is at another position than the message says, or the idempotency key was used before"),
+)
+"""Close codes of the WebSocket route."""
+
+Schema = Mapping[str, Any]
+Member = tuple[str, Schema, bool]
+"""The dotted name of a field, its schema, and whether it is required."""
+
+
+def first_page() -> str:
+    """Returns the page `/`."""
+    return PAGE.format(title="Wane", style=STYLE, content=FIRST)
+
+
+def api_page(openapi: Schema) -> str:
+    """Returns the page `/docs` for an OpenAPI description."""
+    components = openapi.get("components", {}).get("schemas", {})
+    about = escape(openapi["info"].get("description", ""))
+    parts = [f'<h1>Wane: the API</h1>\n<p>{about} For programs: <a href="openapi.json">openapi.json</a>.</p>']
+    for path, operations in openapi["paths"].items():
+        for method, operation in operations.items():
+            parts += _operation(path, method, operation, components)
+    parts += _stream(components)
+    return PAGE.format(title="Wane: the API", style=STYLE, content="\n".join(parts))
+
+
+def _operation(path: str, method: str, operation: Schema, components: Schema) -> Iterator[str]:
+    description = escape(operation.get("description") or operation.get("summary", ""))
+    yield f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code></summary><p>{description}</p>"
+    parameters = [
+        (one["name"], one["schema"] | {"description": f"{one['in']}: {one.get('description', '')}"}, one["required"])
+        for one in operation.get("parameters", ())
+    ]
+    if parameters:
+        yield "<h4>Parameters</h4>"
+        yield from _table(parameters, components)
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json")
+    if body is not None:
+        yield "<h4>Body</h4>"
+        yield from _fields(body["schema"], components)
+    for example in (body or {}).get("examples", {}).values():
+        yield _curl(path, method, example["value"])
+    for status, response in operation.get("responses", {}).items():
+        answer = response.get("content", {}).get("application/json", {}).get("schema")
+        if answer is not None and status.isdigit():
+            yield f"<h4>Answer {status}</h4>"
+            yield from _fields(answer, components)
+    yield "</details>"
+
+
+def _stream(components: Schema) -> Iterator[str]:
+    """The WebSocket route, whose messages are bodies of steps and whose answers are those of steps."""
+    schema = StreamBody.model_json_schema()
+    yield f"<details><summary><b>WS</b> <code>{STREAM}</code></summary>"
+    yield "<p>One message is one step or one rewind, and is answered in order. A failed message is answered with "
+    yield '<code>{"error": ...}</code>, a problem document; the socket stays open unless a close code below says why '
+    yield "it does not.</p><h4>Message</h4>"
+    yield from _fields(schema, schema.get("$defs", {}))
+    messages = "\n".join(json.dumps(example) for example in StreamBody.examples)
+    yield f"<pre>{escape(messages)}</pre><h4>Answer</h4>"
+    yield from _fields({"$ref": "#/components/schemas/AnswerDocument"}, components)
+    yield "<h4>Close codes</h4><table>"
+    for code, meaning in CLOSES:
+        yield f"<tr><td>{code}</td><td>{escape(meaning)}</td></tr>"
+    yield "</table></details>"
+
+
+def _curl(path: str, method: str, body: object) -> str:
+    address = f"http://127.0.0.1:8000{path.replace('{session}', 'demo').replace('{name}', 'gated-stable')}"
+    command = f"curl -X {method.upper()} {address} -H 'content-type: application/json' -d '{json.dumps(body)}'"
+    return f"<pre>{escape(command)}</pre>"
+
+
+def _fields(schema: Schema, components: Schema) -> Iterator[str]:
+    """A table of the members of an object, and of the objects in it."""
+    yield from _table(list(_members(schema, components)), components)
+
+
+def _members(
+    schema: Schema, components: Schema, prefix: str = "", depth: int = 1
+) -> Iterator[tuple[str, Schema, bool]]:
+    """The fields of an object, and of the objects in it."""
+    found = _resolved(schema, components)
+    for option in found.get("anyOf", ()):
+        if option.get("type") != "null":
+            yield from _members(option, components, prefix, depth)
+    required = found.get("required", ())
+    for name, member in found.get("properties", {}).items():
+        yield prefix + name, member, name in required
+        if depth < MOST_DEPTH:
+            inner, suffix = _inner(_resolved(member, components), components)
+            yield from _members(inner, components, f"{prefix}{name}{suffix}.", depth + 1)
+
+
+def _inner(schema: Schema, components: Schema) -> tuple[Schema, str]:
+    """The object that a member is, or a list of which it is, and what its name is followed by."""
+    for option in schema.get("anyOf", (schema,)):
+        found = _resolved(option, components)
+        if found.get("type") == "array" and isinstance(found.get("items"), dict):
+            return found["items"], "[]"
+        if "properties" in found:
+            return found, ""
+    return {}, ""
+
+
+def _table(rows: Sequence[Member], components: Schema) -> Iterator[str]:
+    yield "<table><tr><th>name</th><th>type</th><th>meaning</th></tr>"
+    for name, schema, required in rows:
+        mark = "" if required else " (optional)"
+        kinds = dict.fromkeys(_kinds(schema, components))
+        if not required and len(kinds) > 1:
+            kinds.pop("null", None)
+        kind = escape(" or ".join(kinds))
+        yield f"<tr><td><code>{escape(name)}</code>{mark}</td><td>{kind}</td><td>{_meaning(schema)}</td></tr>"
+    yield "</table>"
+
+
+def _kinds(schema: Schema, components: Schema) -> Iterator[str]:
+    """Names of the types that a value may have."""
+    found = _resolved(schema, components)
+    if "enum" in found:
+        yield " | ".join(json.dumps(value) for value in found["enum"])
+    elif "const" in found:
+        yield json.dumps(found["const"])
+    elif "anyOf" in found or "oneOf" in found:
+        for option in found.get("anyOf") or found["oneOf"]:
+            yield from _kinds(option, components)
+    elif found.get("type") == "array":
+        yield f"list of {', '.join(dict.fromkeys(_kinds(found.get('items', {}), components)))}"
+    else:
+        yield str(found.get("type", "any"))
+
+
+def _meaning(schema: Schema) -> str:
+    """The description, the default and the limits of a value."""
+    limits = {
+        "minimum": "from {}",
+        "exclusiveMinimum": "above {}",
+        "maximum": "to {}",
+        "exclusiveMaximum": "below {}",
+        "minLength": "at least {} characters",
+        "maxLength": "at most {} characters",
+        "maxItems": "at most {} items",
+    }
+    options = [schema, *schema.get("anyOf", ())]
+    notes = [
+        text.format(f"{one[name]:g}")
+        for one in options
+        for name, text in limits.items()
+        if name in one and abs(one[name]) < MOST_LIMIT
+    ]
+    if schema.get("default") is not None:
+        notes.append(f"default {json.dumps(schema['default'])}")
+    description = escape(str(schema.get("description", "")))
+    return f"{description} ({escape('; '.join(notes))})" if notes else description
+
+
+def _resolved(schema: Schema, components: Schema) -> Schema:
+    """The schema that a reference names."""
+    while "$ref" in schema:
+        schema = components.get(schema["$ref"].rpartition("/")[2], {})
+    return schema

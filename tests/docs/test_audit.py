@@ -1,0 +1,42 @@
+"""The page on audits: each of its commands works, and what it exports is a bundle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.transcript import TIMEOUT_S, scripts
+from wane.models.bundle import Bundle
+
+ROOT = Path(__file__).parents[2]
+QUICK = "--positions 64 --tokens 4000 --max-window 64 --threads 1"
+
+
+@pytest.mark.slow
+def test_each_layout_on_the_page_is_audited_and_exported(tmp_path: Path) -> None:
+    blocks = scripts((ROOT / "docs" / "audit.md").read_text(encoding="utf-8"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    for command in [line for block in blocks for line in block]:
+        if command.startswith("wane audit"):
+            name = command.split("--name ")[1].split()[0]
+            command += f" {QUICK} --report {tmp_path}/reports/{name}"
+        spelt = command.replace("runs/", f"{tmp_path}/").replace("wane audit", f"{sys.executable} -m wane audit")
+        spelt = spelt.replace("python ", f"{sys.executable} ", 1) if spelt.startswith("python ") else spelt
+        ended = subprocess.run(
+            ["bash", "-c", spelt],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert ended.returncode == 0, f"{spelt}\n{ended.stdout}"
+    exported = sorted(path.name for path in (tmp_path / "audited").iterdir())
+    assert exported == ["named", "several", "shop", "usual"]
+    assert all(Bundle.read(tmp_path / "audited" / name).manifest.name == name for name in exported)

@@ -1,0 +1,48 @@
+"""The page `/docs`: every route with its fields and examples, and nothing from other sites."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from wane.service.api.docs_page import CLOSES, STREAM
+from wane.service.api.schemas.sessions import StreamBody
+
+
+@pytest.fixture
+async def page(client: httpx.AsyncClient) -> str:
+    return (await client.get("/docs")).text
+
+
+async def test_the_page_has_every_route_and_every_field_of_its_body(client: httpx.AsyncClient, page: str) -> None:
+    description = (await client.get("/openapi.json")).json()
+    for path, operations in description["paths"].items():
+        assert f"<code>{path}</code>" in page
+        for operation in operations.values():
+            for field in fields_of(operation):
+                assert f"<code>{field}</code>" in page
+
+
+def fields_of(operation: dict[str, Any]) -> list[str]:
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    return list(body.get("schema", {}).get("properties", {}))
+
+
+async def test_the_page_has_the_websocket_route_its_messages_and_its_close_codes(page: str) -> None:
+    (section,) = re.findall(rf"<details><summary><b>WS</b> <code>{re.escape(STREAM)}</code>.*?</details>", page, re.S)
+    assert all(f"<code>{field}</code>" in section for field in StreamBody.model_fields)
+    assert all(f"<td>{code}</td>" in section for code, _ in CLOSES)
+    assert "rewind" in section and "predictions[].token_id" in section
+
+
+async def test_the_page_shows_the_members_of_answers_and_examples_as_commands(page: str) -> None:
+    assert "<code>predictions[].logprob</code>" in page
+    assert "curl -X POST http://127.0.0.1:8000/v1/sessions/demo/tokens" in page
+
+
+async def test_the_page_loads_nothing(page: str) -> None:
+    assert "<script" not in page and "<link" not in page and "<img" not in page
+    assert set(re.findall(r'(?:href|src)="([^"]*)"', page)) == {"openapi.json"}
