@@ -174,13 +174,13 @@ def _limits(metadata: list[Any]) -> Iterator[str]:
         for part in parts:
             match part:
                 case Ge(ge=value):
-                    yield f">= {value:g}"  # type: ignore[str-format]
+                    yield f">= {value:g}"
                 case Gt(gt=value):
-                    yield f"> {value:g}"  # type: ignore[str-format]
+                    yield f"> {value:g}"
                 case Le(le=value):
-                    yield f"<= {value:g}"  # type: ignore[str-format]
+                    yield f"<= {value:g}"
                 case Lt(lt=value):
-                    yield f"< {value:g}"  # type: ignore[str-format]
+                    yield f"< {value:g}"
                 case _:
                     pass
 
