@@ -87,7 +87,7 @@ class MarginProof:
         settled: bool | None = None
         if largest is not None:
             ids, values = largest.ids, largest.logits
-            settled = self._over(ids[0], ids[1], values[0] - values[1], row.length, error)
+            settled = self.settles(ids[0], ids[1], values[0] - values[1], row.length, error)
         if settled is not None:
             return settled
         logits, hidden = row.logits, row.hidden
@@ -141,10 +141,11 @@ class MarginProof:
             return math.isfinite(error)
         exact = hidden.astype(np.float64)
         lead = float(logits[first]) - float(logits[second])
-        return self._over(first, second, lead, math.sqrt(exact @ exact), error)
+        return self.settles(first, second, lead, math.sqrt(exact @ exact), error)
 
-    def _over(self, first: int, second: int, lead: float, length: float, error: float) -> bool | None:
-        """The same, of the largest two and by how much one leads; `length` is the 2-norm of what they came of."""
+    def settles(self, first: int, second: int, lead: float, length: float, error: float) -> bool | None:
+        """Like `at_a_look`, from the first two tokens and the lead of the first; `length`: the 2-norm of the hidden
+        vector."""
         length = length * OUTWARD + error
         of_norm, of_bias = self._rounding_of[first]
         lead -= of_norm * length + of_bias
