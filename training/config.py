@@ -1,4 +1,4 @@
-"""Experiments as typed TOML files. Every key is checked; one that is not known is an error, never ignored."""
+"""Experiments as typed TOML files. Every key is checked; an unknown key is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wane.models.manifest import Architecture, Front, Frozen
 from wane.training.errors import ConfigError
 
 LEAST_VOCABULARY = 258
-"""Every byte, `<eos>` and `<unk>`."""
+"""The 256 bytes, `<eos>` and `<unk>`."""
 
 Whole = Annotated[int, Field(ge=1, strict=True)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -21,27 +21,29 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ModelConfig(Frozen):
-    """The network. `contraction` is the lambda that `stable` cells are held to, one for all layers or one for each,
-    bottom to top; absent: unconstrained. `spectral_limit` (residual blocks) is the largest spectral norm of `mix`, of
-    the feed-forward matrices and of each gate's input matrix, their LayerNorm's gain folded in; absent: any.
+    """The network.
+
+    `contraction`: the lambda that `stable` cells are constrained to, one for all layers or one per layer, bottom to
+    top; absent: unconstrained. `spectral_limit` (residual blocks): the largest spectral norm of `mix`, of the
+    feed-forward matrices and of each gate's input matrix, with their LayerNorm's gain folded in; absent: unlimited.
     """
 
     cell: Cell
     hidden: Whole
     layers: Whole = 1
-    embedding: Whole | None = Field(default=None, description="absent: as wide as hidden")
+    embedding: Whole | None = Field(default=None, description="default: hidden")
     block: Literal["plain", "residual"] = "plain"
     feed_forward: int = Field(default=0, ge=0, strict=True)
     tied: bool = True
     front: Front | None = None
-    units: Whole | None = Field(default=None, description="absent: as many as hidden")
+    units: Whole | None = Field(default=None, description="default: hidden")
     dropout: float = Field(default=0.0, ge=0, lt=1)
     contraction: Share | tuple[Share, ...] | None = None
     norm_epsilon: float = Field(default=1e-5, gt=0, le=1)
     spectral_limit: Finite | None = Field(default=None, gt=0)
 
     def architecture(self, vocabulary_size: int) -> Architecture:
-        """The architecture over a vocabulary."""
+        """Returns the architecture for a vocabulary."""
         return Architecture(
             cell=self.cell,
             vocabulary_size=vocabulary_size,
@@ -77,22 +79,22 @@ class DataConfig(Frozen):
     """The corpus. `path` is a file or folder (for `wikitext-2`: the folder that holds its three files)."""
 
     kind: Literal["wikitext-2", "text", "events"]
-    path: Path | None = Field(default=None, description="absent: --data, or a copy that is fetched")
+    path: Path | None = Field(default=None, description="default: --data, or a downloaded copy of WikiText-2")
     vocabulary: Literal["bpe", "words"] = "bpe"
     vocabulary_size: int = Field(
-        default=2048, ge=LEAST_VOCABULARY, strict=True, description="upper limit, specials included"
+        default=2048, ge=LEAST_VOCABULARY, strict=True, description="upper limit, special tokens included"
     )
     valid_share: float = Field(default=0.05, gt=0, lt=0.5)
     test_share: float = Field(default=0.05, gt=0, lt=0.5)
 
 
 class ProofConfig(Frozen):
-    """A pressure towards answers that a window can prove (`training/proof.py`).
+    """A loss term that rewards predictions that a window can prove (`training/proof.py`).
 
-    window: of how many tokens; without it, of one chunk. Of a longer one, gates are taken to go on as in the chunk.
-    weight: nats of loss for an answer that is a factor e from provable, reached after `ramp` steps; rivals: how many
-    runners-up the first token is held against; slack: how much better than provable, in log units, is good enough;
-    ceiling: beyond it, in log units, nothing is gained by pressing harder.
+    window: its length in tokens; default: one chunk. In a longer window the gates are assumed to continue as in the
+    chunk. weight: nats of loss for a prediction that is a factor e from provable, reached after `ramp` steps.
+    rivals: the number of runners-up that the first token is compared with. slack: the margin beyond provable, in log
+    units, at which the loss reaches zero. ceiling: the excess, in log units, above which the loss stays constant.
     """
 
     window: Whole | None = None
@@ -104,10 +106,10 @@ class ProofConfig(Frozen):
 
 
 class TrainingConfig(Frozen):
-    """How the weights are found.
+    """Optimisation of the weights.
 
-    regime `recurrent`: truncated back-propagation, the state carried from one chunk of `chunk` tokens to the next.
-    regime `truncated`: the window model itself is trained: each chunk of `chunk` = k tokens starts from zero state.
+    regime `recurrent`: truncated back-propagation; the state is carried from one chunk of `chunk` tokens to the next.
+    regime `truncated`: trains the window model itself: each chunk of `chunk` = k tokens starts from the zero state.
 
     Schedules, after `warmup` steps: `constant`; `cosine` to zero; `inverse_time`, learning_rate / t (the theory's);
     `plateau`: constant until validation has not improved for `patience` evaluations (0: never) or `decay_steps` are
@@ -129,7 +131,7 @@ class TrainingConfig(Frozen):
     project_every: Whole = Field(default=1, description="steps between projections of constrained weights")
     evaluate_every: Whole = 500
     checkpoint_every: Whole = 500
-    keep_every: int = Field(default=0, ge=0, strict=True, description="steps between weights kept for good; 0: none")
+    keep_every: int = Field(default=0, ge=0, strict=True, description="steps between weights kept permanently; 0: none")
     seed: int = Field(default=1, ge=0, strict=True)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bf16"] = "float32"
@@ -146,7 +148,7 @@ class TrainingConfig(Frozen):
 
 
 class ExportConfig(Frozen):
-    """What the bundle says of itself beyond what training knows."""
+    """Fields of the bundle's manifest that training does not set."""
 
     description: str = ""
     window: Whole = 64
@@ -182,7 +184,7 @@ class Experiment(Frozen):
 
     @classmethod
     def read(cls, path: Path) -> Experiment:
-        """Reads a TOML file. Raises ConfigError naming each key at fault."""
+        """Reads a TOML file. Raises ConfigError, which names each invalid key."""
         try:
             return cls.parse(path, tomllib.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
@@ -194,7 +196,7 @@ class Experiment(Frozen):
 
     @classmethod
     def parse(cls, path: Path, record: object) -> Experiment:
-        """An experiment from what `path` holds. Raises ConfigError naming each key at fault."""
+        """Returns the experiment in `record`, read from `path`. Raises ConfigError, which names each invalid key."""
         try:
             return cls.model_validate(record)
         except ValidationError as error:
