@@ -48,7 +48,7 @@ def test_an_export_replaces_a_bundle_of_the_same_version_only_on_request(
     assert main(command) == 2
     printed = " ".join(capsys.readouterr().out.split())
     assert contents(bundle) == before
-    assert f"{bundle} was not written: a bundle is there already: version 1, validation perplexity 1.250" in printed
+    assert f"{bundle} was not written: a bundle already exists: version 1, validation perplexity 1.250" in printed
     quality = json.loads((run_folder / "quality.json").read_text())["quality"]
     assert (
         f"the new bundle: version 1, validation perplexity {quality['recurrent']['valid']['per_token']:.3f}" in printed
@@ -72,4 +72,4 @@ def test_an_export_is_refused_before_the_run_is_evaluated(
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "manifest.json").write_text("{}")
     assert main(["export", str(run_folder), "--bundles", str(tmp_path)]) == 2
-    assert "the bundle that is there cannot be read" in capsys.readouterr().out
+    assert "the existing bundle cannot be read" in capsys.readouterr().out

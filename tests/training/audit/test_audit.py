@@ -304,7 +304,7 @@ def test_an_exported_bundle_is_replaced_only_on_request(folder: Path, capsys: py
     command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--max-window", "16"]
     assert main([*command, "--export", "bundles"]) == 2
     printed = capsys.readouterr().out
-    assert "bundles/model was not written: a bundle is there already: version 1, perplexity " in printed
+    assert "bundles/model was not written: a bundle already exists: version 1, perplexity " in printed
     assert "the new bundle: version 1, not evaluated; use --replace" in printed
     assert not (folder / "audits" / "model" / "audit.json").exists()  # refused before the measurement
     assert (folder / "bundles" / "model" / "weights.safetensors").read_bytes() == before

@@ -176,7 +176,7 @@ def test_without_an_unk_token_unknown_items_are_refused(tmp_path: Path) -> None:
         words.vocabulary.encode("what")
     events = read_names(tmp_path / "names.json", "events", None).vocabulary
     assert events.encode_events(["shut", "open"]) == [2, 1]
-    with pytest.raises(ValueError, match="there is no event 'what' in the vocabulary, and no <unk>"):
+    with pytest.raises(ValueError, match="the vocabulary has no event 'what' and no <unk>"):
         events.encode_events(["shut", "what"])
 
 
