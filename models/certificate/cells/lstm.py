@@ -224,7 +224,7 @@ class LstmLayer:
 
 
 def _miller_hardt(weights: list[Matrix], forget_driven: Vector) -> Proof:
-    """Miller and Hardt's rule, |h_i| up to 1; weights: |W_i|, |W_f|, |W_g|, |W_o|; forget_driven: greatest input to f."""
+    """Miller and Hardt's rule, |h_i| <= 1; weights: |W_i|, |W_f|, |W_g|, |W_o|; forget_driven: greatest input to f."""
     hidden = len(weights[0])
     i, f, g, o = (float(weight.sum(axis=1).max()) * UP for weight in weights)
     forget = float(sigmoid(forget_driven[:hidden] + weights[1].sum(axis=1)).max()) * UP

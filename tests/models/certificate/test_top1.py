@@ -127,7 +127,7 @@ def test_the_bound_is_near_the_adversary_s_result(front: dict[str, int] | None) 
         assert (said < 0.7 * np.linalg.norm(gaps, axis=1) * bound.radius[0]).all()
 
 
-def test_a_lead_of_zero_is_not_proved() -> None:
+def test_no_leads_give_an_empty_result() -> None:
     model = architecture("gated", "residual", layers=2, feed_forward=5)
     weights = random_weights(model, seed=0)
     request = RequestBound(model, weights)
