@@ -1,11 +1,10 @@
-"""How long one request's body holds up everybody else: bodies within the byte limit that cost as much as they can.
+"""Measures how long one request delays the others, with the most expensive bodies within the byte limit.
 
     python -m benchmarks.stall [--repeat N] [--only NAME ...] [--json FILE]
 
-One server with its default settings and one model. A process of its own sends, in turn, one-token steps of a session
-and requests for /healthz, which needs nothing but the event loop, and times each. Meanwhile every body is sent several
-times, one after the other, and before each kind of body nothing is sent for a while: that is the quiet baseline of the
-same run.
+One server with default settings and one model. A separate process alternates one-token steps of a session and requests
+for /healthz, which needs only the event loop, and measures their latencies. Meanwhile every body is sent several times,
+one after another. Before each kind of body nothing is sent for a while, which gives the quiet baseline of the run.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ Body = Callable[[], bytes]
 
 
 def filled(before: bytes, item: bytes, after: bytes, size: int = LIMIT) -> bytes:
-    """As many of an item, with commas between, as a body may hold."""
+    """Returns a body with as many items, separated by commas, as fit into `size` bytes."""
     count = (size - len(before) - len(after)) // (len(item) + 1)
     return before + b",".join([item] * count) + after
 
