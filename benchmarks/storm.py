@@ -9,9 +9,9 @@ turns:
 
 - undisturbed: no parked session returns;
 - fair: the engine's own queue (`service/batching/scheduler.py`);
-- first come: one line, of which the oldest and all of its kind behind it are the next batch, whatever that takes.
+- first come: one queue; the next batch is the oldest item and all items of its kind behind it.
 
-Of each the times of the steps that were due between the storm's begin and its end, or in as long a time without one.
+The figures are the latencies of the steps due between the storm's start and end, or in an equal time without a storm.
 """
 
 from __future__ import annotations

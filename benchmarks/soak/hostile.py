@@ -22,7 +22,7 @@ CUT_OFF_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The admin key of the visitors, the key of the hostile clients, who may have `QUOTA` sessions, and the key file."""
+    """The visitors' admin key, the hostile clients' key with a quota of `QUOTA` sessions, and the key file."""
 
     visitor: str
     hostile: str
