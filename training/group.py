@@ -149,9 +149,9 @@ class Group:
             mine = error
         errors: list[TrainingError | None] = [None] * self.size
         dist.all_gather_object(errors, mine)
-        for rank, error in enumerate(errors):
-            if error is not None:
-                raise error if rank == 0 else type(error)(f"rank {rank}: {error}")
+        for rank, found in enumerate(errors):
+            if found is not None:
+                raise found if rank == 0 else type(found)(f"rank {rank}: {found}")
 
     def gather(self, rows: list[Tensor]) -> list[Tensor]:
         """Collects tensors (lanes, ...). The first process returns those of all lanes, on the CPU."""
