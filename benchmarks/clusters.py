@@ -1,4 +1,4 @@
-"""What Ray Serve costs: the same replicas behind its proxy, and behind HAProxy.
+"""Compares Ray Serve's proxy with HAProxy, in front of the same replicas.
 
     python -m benchmarks.clusters [--rounds N] [--seconds S] [--json FILE] [--page FILE]
 
@@ -44,7 +44,7 @@ WAIT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One way, once."""
+    """One round of one way."""
 
     way: str
     steps: int
@@ -55,7 +55,7 @@ class Round:
 
 @contextmanager
 def haproxy() -> Iterator[int]:
-    """The port of the stack, one of whose replicas has been stopped."""
+    """Starts the stack, stops one of its replicas, and yields the port."""
     with (
         tempfile.TemporaryDirectory() as folder,
         Stack(Path(folder), variables=dict.fromkeys(replicas(), VARIABLES)) as it,
@@ -67,7 +67,7 @@ def haproxy() -> Iterator[int]:
 
 @contextmanager
 def ray() -> Iterator[int]:
-    """The port of Ray's proxy."""
+    """Starts Ray Serve and yields the port of its proxy."""
     document = yaml.safe_load(SERVE.read_text(encoding="utf-8"))
     document["applications"][0]["args"]["log_level"] = VARIABLES["WANE_LOG_LEVEL"]
     with tempfile.TemporaryDirectory(prefix="wane-") as folder:
@@ -94,7 +94,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[int]]] = {"HAProxy": haproxy
 
 
 def measure(way: str, number: int, seconds: float) -> Round:
-    """One round of one way."""
+    """Measures one round of one way."""
     random = Random(number)
     sessions = [[f"{NAME}-{one}-{other}" for other in range(SESSIONS_EACH)] for one in range(CONNECTIONS)]
     with WAYS[way]() as port:
@@ -106,17 +106,17 @@ def measure(way: str, number: int, seconds: float) -> Round:
 
 
 def rows(ways: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
-    """One row for each way."""
+    """Yields one row for each way."""
     for way, found in ways.items():
         latencies = (f"{found[name]['median']:.1f}" for name in ("p50_ms", "p99_ms"))
         yield [way, f"{Spread(**found['steps_per_s']):,.0f}", *latencies]
 
 
 def main() -> None:
-    """Measures, and writes what was asked for."""
+    """Measures, and writes the requested files."""
     parser = argparse.ArgumentParser("python -m benchmarks.clusters", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each round")
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of each round")
     parser.add_argument("--json", type=Path, default=Path("docs/figures/clusters.json"))
     parser.add_argument("--page", type=Path, default=Path("docs/clusters.md"))
     options = parser.parse_args()

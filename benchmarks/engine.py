@@ -1,18 +1,18 @@
-"""The engine without HTTP beside a bare loop over the same graphs: what batching, futures, sessions and answers cost.
+"""Compares the engine without HTTP with a bare loop over the same graphs: the cost of batching, sessions and answers.
 
     python -m benchmarks.engine [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
 
-Of every bundle, a step from a resident state and a window of its own k, in ways that take turns:
+For every bundle, a step from a resident state and a window of the bundle's k, in ways that take turns:
 
 - bare: the runner in a loop, a full batch each time, the state fed back, the outputs dropped. One thread.
-- batcher: clients that each wait for a future of their own; states are gathered from the pool and written back to it.
+- batcher: clients that each wait for their own future; states are gathered from the pool and written back to it.
 - engine: the same clients, with sessions, limits, deadlines, predictions, bounds and reports: `Engine.step` and
   `Engine.predict`.
 - turns: requests of 64 clients, all submitted to the engine in one turn of the event loop, and again when all are
   answered.
 
-Of `batcher` and `engine` there are twice as many clients as a batch holds: while one half is being computed, the other
-is being answered. And one client: the median time of a request, in microseconds.
+`batcher` and `engine` have twice as many clients as a batch holds: while one half is computed, the other half is
+answered. A run with one client gives the median latency of a request, in microseconds.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from wane.service.types import Mode, PredictRequest, StepRequest
 SHIPPED = Path("models/bundles/gated-stable")
 ROLES = ("step", "window")
 WAYS = {"rate": ("bare", "batcher", "engine", "turns"), "latency_us": ("bare", "batcher", "engine")}
-"""By what is measured."""
+"""The ways by measured figure."""
 BATCH = 64
 CLIENTS = 2 * BATCH
 TIMEOUT_S = 60.0
 
 Ask = Callable[[int], Awaitable[object]]
-"""One request of a client, by its number."""
+"""Sends one request of a client, given by its number."""
 
 
 class Subject:
-    """One bundle, ready to be asked in every way."""
+    """One bundle, ready for requests in every way."""
 
     def __init__(self, path: Path) -> None:
         self.bundle = bundle = Bundle.read(path)
@@ -85,18 +85,18 @@ class Subject:
         self.slots = [self.pool.acquire() for _ in range(CLIENTS)]
 
     async def start(self) -> None:
-        """Opens the clients' sessions. The collector is spared what is there by then, as by a server."""
+        """Opens the clients' sessions, then freezes the garbage collector's objects, like a server."""
         for client in range(CLIENTS):
             await self.engine.create_session(f"client-{client}")
         spare_the_collector()
 
     async def close(self) -> None:
-        """Ends every thread."""
+        """Stops every thread."""
         await self.batcher.close()
         await self.engine.close()
 
     def bare(self, role: str, batch: int, seconds: float) -> list[float]:
-        """Seconds of each run of a full batch."""
+        """Returns the seconds of each run of a full batch."""
         tokens = self.tokens[:batch]
         feeds: dict[str, Array]
         if role == "step":
@@ -113,7 +113,7 @@ class Subject:
         return taken
 
     def ask(self, way: str, role: str) -> Ask:
-        """What one client does, over and over."""
+        """Returns the function that sends one request of a client."""
         token, window = [row[:1] for row in self.tokens], list(self.tokens)
         tuples = [tuple(row.tolist()) for row in self.tokens]
         slots, submit, engine = self.slots, self.batcher.submit, self.engine
@@ -124,7 +124,7 @@ class Subject:
             return submit(Work("step", token[client], read=slots[client], write=slots[client]), Ticket())
 
         def by_engine(client: int) -> Awaitable[object]:
-            deadline = asyncio.get_running_loop().time() + TIMEOUT_S  # as every request over HTTP has one
+            deadline = asyncio.get_running_loop().time() + TIMEOUT_S  # like every request over HTTP
             if role == "window":
                 return engine.submit(PredictRequest(tuples[client], mode=Mode.WINDOW, deadline=deadline))
             return engine.submit(StepRequest(f"client-{client}", tuples[client][:1], deadline=deadline))
@@ -132,7 +132,7 @@ class Subject:
         return by_batcher if way == "batcher" else by_engine
 
     async def rate(self, way: str, role: str, seconds: float) -> float:
-        """Requests per second, all clients asking."""
+        """Returns requests per second with all clients busy."""
         if way == "bare":
             taken = self.bare(role, BATCH, seconds)
             return BATCH * len(taken) / sum(taken)
@@ -151,7 +151,7 @@ class Subject:
         return answered / (time.perf_counter() - begun)
 
     async def turns(self, role: str, seconds: float) -> float:
-        """Requests per second: those of a whole batch are submitted together, and all awaited."""
+        """Returns requests per second if whole batches are submitted together and awaited."""
         ask, answered, begun = self.ask("engine", role), 0, time.perf_counter()
         while (now := time.perf_counter()) - begun < seconds:
             pending = [ask(client) for client in range(BATCH)]
@@ -161,7 +161,7 @@ class Subject:
         return answered / (now - begun)
 
     async def latency_us(self, way: str, role: str, seconds: float) -> float:
-        """Median of one client's requests."""
+        """Returns the median latency of one client."""
         if way == "bare":
             return 1e6 * float(np.median(self.bare(role, 1, seconds)))
         ask, taken, end = self.ask(way, role), [], time.perf_counter() + seconds
@@ -172,7 +172,7 @@ class Subject:
 
 
 async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
-    """Every way's figures over the rounds: rates in requests/s, latencies in microseconds."""
+    """Measures every way over the rounds: rates in requests/s, latencies in microseconds."""
     subject = Subject(path)
     await subject.start()
     kinds = {"rate": subject.rate, "latency_us": subject.latency_us}
@@ -208,7 +208,7 @@ async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def table(subject: dict[str, Any]) -> Table:
-    """Medians, and the least and the most of all rounds."""
+    """Returns a table of medians, with the least and the most of all rounds."""
     title = f"{subject['model']} version {subject['model_version']}, window of {subject['window']}"
     made = Table(title=title)
     for heading in ("", f"requests/s, batch {BATCH}", "of bare", "one client, us"):
@@ -225,8 +225,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path, default=[SHIPPED], metavar="BUNDLE")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one measurement")
-    parser.add_argument("--json", type=Path, help="where the figures are written")
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of one measurement")
+    parser.add_argument("--json", type=Path, help="output file for the figures")
     options = parser.parse_args()
     found = [uvloop.run(measure(path, options.rounds, options.seconds)) for path in options.bundles]
     for subject in found:

@@ -25,7 +25,7 @@ WAYS = {
 
 
 def tables(figures: Path) -> dict[str, list[str]]:
-    """The page's tables by name, each as its lines in Markdown; `figures` is the folder with the benchmarks' JSON."""
+    """Returns the page's tables by name, as lines of Markdown; `figures`: the folder with the benchmarks' JSON."""
     kept = {
         name: json.loads((figures / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("start", "parked", "shadow", "precision", "lookup")
@@ -40,7 +40,7 @@ def tables(figures: Path) -> dict[str, list[str]]:
 
 
 def starts(servers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """What a server's start takes, and its memory: by the models that it serves, a column for each server."""
+    """Returns the start times and the memory by served models, a column for each server."""
     names = [f"{served}: {name}" for served, measured in servers.items() for name in measured]
     columns = [found for measured in servers.values() for found in measured.values()]
     return markdown(
@@ -50,7 +50,7 @@ def starts(servers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def parked(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Resident memory of a whole process, and of each of its sessions."""
+    """Returns the resident memory of a whole process, and of each of its sessions."""
     return markdown(
         ["", "GiB", "bytes a session", "append, us", "get, us"],
         [
@@ -67,7 +67,7 @@ def parked(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Live latency by k and rate, its difference from the same round's without shadows, and what they took and did."""
+    """Returns live latency by k and rate, its difference from the round without shadows, and the shadows' figures."""
     rows = []
     for window in windows:
         for rate, found in window["rates"].items():
@@ -90,7 +90,7 @@ def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def in_turns(subjects: Sequence[Mapping[str, Any]], first: str, second: str, *, ratio: str) -> list[str]:
-    """Processor time an item of two ways that took turns, median (least to most), and the median of their `ratio`."""
+    """Returns the CPU time per item of two ways that took turns, median (least to most), and their median `ratio`."""
     rows = []
     for subject in subjects:
         for run in subject["runs"]:

@@ -1,10 +1,10 @@
-"""Our ONNX graphs beside torch's own export of the same network: size, nodes, latency on one CPU thread.
+"""Compares Wane's ONNX graphs with torch's export of the same network: size, nodes, latency on one CPU thread.
 
     python -m benchmarks.export [--repeat N]
 
-Both compute `step` and `window` of the same random weights; answers are compared before anything is timed, and timed
-runs alternate between the two. torch's window takes the state after the last position, ours after each row's own
-length. Needs the extras train and bench.
+Both compute `step` and `window` of the same random weights. Their outputs are compared first, and timed runs alternate
+between the two. torch's window takes the state after the last position, Wane's after each row's length. Needs the
+extras train and bench.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TorchWindow(nn.Module):
 
 @dataclass(frozen=True)
 class Exported:
-    """A graph in a folder of its own."""
+    """A graph in its own folder."""
 
     path: Path
     dynamic_time: bool
@@ -100,13 +100,13 @@ class Exported:
 
 
 def _count(graph: onnx.GraphProto) -> int:
-    """Nodes, those in the bodies of loops too."""
+    """Counts the nodes, including those in loop bodies."""
     bodies = (attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g"))
     return len(graph.node) + sum(_count(body) for body in bodies)
 
 
 def export_ours(folder: Path, architecture: Architecture, network: Network, role: Role) -> Exported:
-    """The graph that a bundle holds."""
+    """Exports the graph of a bundle."""
     folder.mkdir()
     data = encode_weights({name: tensor.numpy() for name, tensor in network.weights().items()})
     (folder / "weights.safetensors").write_bytes(data)
@@ -116,7 +116,7 @@ def export_ours(folder: Path, architecture: Architecture, network: Network, role
 
 
 def export_torch(folder: Path, architecture: Architecture, network: Network, role: Role) -> Exported:
-    """torch.onnx.export's graph; where torch cannot keep the time axis dynamic, at the fixed window."""
+    """Exports with torch.onnx.export; uses a fixed window if torch cannot keep the time axis dynamic."""
     folder.mkdir()
     path = folder / f"{role}.onnx"
     batch = torch.export.Dim("B", min=1, max=4096)
@@ -151,7 +151,7 @@ def export_torch(folder: Path, architecture: Architecture, network: Network, rol
 
 
 def feeds(architecture: Architecture, role: Role, batch: int) -> list[np.ndarray]:
-    """Random inputs, in the graphs' order."""
+    """Returns random inputs, in the graphs' order."""
     generator = np.random.default_rng(batch)
     if role == "step":
         state = [generator.uniform(-1, 1, (batch, architecture.hidden)) for _ in architecture.state_tensors()]
@@ -160,7 +160,7 @@ def feeds(architecture: Architecture, role: Role, batch: int) -> list[np.ndarray
 
 
 def alternate(sessions: list[onnxruntime.InferenceSession], values: list[np.ndarray], repeat: int) -> list[np.ndarray]:
-    """Seconds of every run of each session, runs in turn."""
+    """Returns the seconds of each session's runs, which alternate."""
     named = [dict(zip((i.name for i in session.get_inputs()), values, strict=True)) for session in sessions]
     answers = [session.run(None, inputs)[0] for session, inputs in zip(sessions, named, strict=True)]
     np.testing.assert_allclose(answers[0], answers[1], atol=1e-4)

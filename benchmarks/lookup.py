@@ -1,9 +1,9 @@
-"""What it wins to look up a first layer's product of each token, in place of multiplying: a bundle and its twin.
+"""Measures the gain of looking up a first layer's product for each token instead of multiplying.
 
     python -m benchmarks.lookup [BUNDLE ...] [--rounds N] [--json FILE]
 
-Without bundles: `benchmarks/lstm256.py`'s model and the shipped lstm. The twin is made of the bundle's own weights, by
-an export that makes no tables, and thrown away. Times are of the processor, one thread, the two in turns. Needs the
+Without bundles: `benchmarks/lstm256.py`'s model and the shipped lstm. Each bundle is compared with a temporary twin,
+exported from the bundle's weights without tables. Times are CPU times of one thread; the two take turns. Needs the
 extra train.
 """
 
@@ -26,11 +26,11 @@ from wane.models.parity import log_softmax
 from wane.service.runners.onnx import OnnxRunner
 
 SHIPPED = Path("models/bundles/lstm")
-SAME = 1e-4  # by which log-probabilities of the two may be apart
+SAME = 1e-4  # largest difference of the two's log-probabilities
 
 
 def measure(path: Path, rounds: int) -> Subject:
-    """Everything about one bundle."""
+    """Measures one bundle."""
     bundle = Bundle.read(path)
     with tempfile.TemporaryDirectory() as folder:
         with patch.object(network, "TABLE_ELEMENTS", 0):
@@ -41,7 +41,7 @@ def measure(path: Path, rounds: int) -> Subject:
         said = [log_softmax(runner.run("window", feeds)["logits"]) for runner in runners.values()]
         apart = float(np.abs(said[0] - said[1]).max())
         if not apart <= SAME:
-            raise SystemExit(f"{bundle.manifest.name}: the two are {apart} apart")
+            raise SystemExit(f"{bundle.manifest.name}: the log-probabilities of the two differ by {apart}")
         runs = in_turns(bundle, runners, rounds, slower="multiplied", quicker="looked up")
     return {"model": bundle.manifest.name, "window": bundle.manifest.window, "apart": apart, "runs": runs}
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path, metavar="BUNDLE")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="where the figures are written")
+    parser.add_argument("--json", type=Path, help="output file for the figures")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         paths = options.bundles

@@ -2,8 +2,8 @@
 
     python -m benchmarks.lstm256 FOLDER
 
-What it predicts is noise; what a step of it costs is what a trained one costs, and it is certified as one. The same
-seed gives the same weights, so every server of a comparison may be given the same graphs. Needs the extra train.
+Its predictions are noise, but its steps cost the same as a trained model's, and it is certified. The same seed gives
+the same weights, so that all servers of a comparison can use the same graphs. Needs the extra train.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ARCHITECTURE = Architecture(cell="lstm", vocabulary_size=SIZE, embedding=SIZE, h
 
 
 def export(folder: Path) -> Manifest:
-    """Writes the bundle `folder`/lstm256, and replaces one that is there. Raises ExportError where it cannot be."""
+    """Writes the bundle `folder`/lstm256 and replaces an existing one. Raises ExportError."""
     torch.manual_seed(SEED)
     network = Network(ARCHITECTURE).eval().requires_grad_(False)
     project(network, [CONTRACTION])
@@ -71,7 +71,7 @@ def export(folder: Path) -> Manifest:
 
 
 def tokenizer() -> str:
-    """The tokenizer.json of `<eos>`, `<unk>` and 254 words."""
+    """Returns the tokenizer.json of `<eos>`, `<unk>` and 254 words."""
     words = [EOS, UNK, *(f"w{index}" for index in range(2, SIZE))]
     made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNK))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -80,7 +80,7 @@ def tokenizer() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the bundle is put, in a folder of its name")
+    parser.add_argument("folder", type=Path, help="parent folder of the bundle")
     export(parser.parse_args().folder)
 
 

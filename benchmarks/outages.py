@@ -44,14 +44,14 @@ Span = tuple[float, float]
 
 
 def slices(start_s: float, count: int, each_s: float) -> list[Span]:
-    """`count` spans of `each_s` seconds, one after another."""
+    """Returns `count` consecutive spans of `each_s` seconds."""
     return [(start_s + number * each_s, start_s + (number + 1) * each_s) for number in range(count)]
 
 
 def p99_ms(clients: Iterable[SessionClient], spans: Sequence[Span], outside: Sequence[Span] = ()) -> float:
-    """The p99 of the steps that were due in `spans`, except those that were under way in any of `outside`.
+    """Returns the p99 of the steps that were due in `spans`, except those in flight in any of `outside`.
 
-    It is NaN if there is no such step.
+    Returns NaN if there is no such step.
     """
     latencies = [
         timed.latency_s * 1e3
@@ -64,7 +64,7 @@ def p99_ms(clients: Iterable[SessionClient], spans: Sequence[Span], outside: Seq
 
 
 async def measure(stack: Stack, kills: int) -> dict[str, float]:
-    """The figures by name. Ends the program if a step failed or was lost."""
+    """Returns the figures by name. Exits if a step failed or was lost."""
     clock = asyncio.get_running_loop().time
     outages: list[Span] = []
     async with open_clients(stack.port, [FIRST_TOKENS] * SESSIONS) as clients:

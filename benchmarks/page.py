@@ -1,4 +1,4 @@
-"""Tables on a page, each between `<!-- NAME -->` and `<!-- /NAME -->`."""
+"""Writes tables into a page, each between `<!-- NAME -->` and `<!-- /NAME -->`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 
 
 class PageError(Exception):
-    """The page cannot hold the table; the message names what is missing."""
+    """The page cannot be read or lacks a marker; the message names which."""
 
 
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table's lines."""
+    """Returns a table as lines of Markdown."""
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def put(page: Path, name: str, lines: Sequence[str]) -> None:
-    """As `put_all`, one."""
+    """Like `put_all`, for one table."""
     put_all(page, {name: lines})
 
 
 def put_all(page: Path, tables: Mapping[str, Sequence[str]]) -> None:
-    """Writes each table, by its name, in the place of what is between its markers. Raises PageError."""
+    """Replaces the text between each table's markers by the table. Raises PageError."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
@@ -31,12 +31,12 @@ def put_all(page: Path, tables: Mapping[str, Sequence[str]]) -> None:
 
 
 def with_tables(text: str, tables: Mapping[str, Sequence[str]], page: str) -> str:
-    """The text of a page with the tables in it. Raises PageError where their markers are not there."""
+    """Returns the text of a page with the tables. Raises PageError if a marker is missing."""
     for name, lines in tables.items():
         first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
         before, opened, rest = text.partition(first)
         _, closed, after = rest.partition(last)
         if not opened or not closed:
-            raise PageError(f"{page}: there is no {first.strip()} with a {last.strip()} behind it")
+            raise PageError(f"{page}: there is no {first.strip()} with a {last.strip()} after it")
         text = before + opened + "\n" + "\n".join(lines) + "\n\n" + closed + after
     return text

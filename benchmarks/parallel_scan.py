@@ -1,22 +1,21 @@
-"""A long sequence in chunks side by side, beside one run over all of it: on the processors of this machine.
+"""Compares a long sequence run in parallel chunks with one run over all of it, on this machine's CPUs.
 
     python -m benchmarks.parallel_scan [BUNDLE ...] [--tokens N] [--rounds N] [--json FILE] [--figure FILE]
 
-Without bundles: `benchmarks/lstm256.py`'s model and the shipped gated-stable. Of each, `state`, which ends in the last
-state only, and `score`, the log-probability of every token, in ways that take turns:
+Without bundles: `benchmarks/lstm256.py`'s model and the shipped gated-stable. For each, `state`, which returns only the
+last state, and `score`, which returns the log-probability of every token, in ways that take turns:
 
-- one call: one run of the graph `advance` or `scan` over the whole sequence, on two threads that spin. Of an LSTM that
-  is one call of ONNX Runtime's own LSTM.
-- in pieces: the same graph over PIECE tokens at a time, the state carried: what is quickest in order.
-- step: the graph `step`, a token after another, over the first STEPPED of them; seconds are scaled up.
-- chunks, 2 threads / chunks, 2 runs: the graph over WIDTH chunks side by side, none of them warmed up, so that nothing
-  but the work itself is in it: one run on two threads, and two runs on one thread each, of half of the chunks.
-- parallel: what is served: chunks laid out by what was measured when the model was loaded, warmed up, by the queue,
-  joints measured, bounded, and those over 1e-5 run again.
-- parallel, exact: as that, every joint run again that is not equal bit for bit.
+- one call: one run of the graph `advance` or `scan` over the whole sequence, on two spinning threads. For an LSTM that
+  is one call of ONNX Runtime's LSTM.
+- in pieces: the same graph over PIECE tokens at a time with the state carried, the fastest sequential way.
+- step: the graph `step`, token by token, over the first STEPPED tokens; seconds are scaled up.
+- chunks, 2 threads / chunks, 2 runs: the graph over WIDTH parallel chunks without warm-up tokens, the pure work: one
+  run on two threads, and two runs on one thread each, of half of the chunks.
+- parallel: the served way: chunks planned by the measurements at load, warmed up, run by the queue, with joints
+  measured and bounded, and those over 1e-5 run again.
+- parallel, exact: like parallel, but every joint that is not bitwise equal is run again.
 
-The token-by-token difference of the log-probabilities from those of one call is told, as is how far the last states
-are apart.
+The table includes the differences of the log-probabilities and of the last states from those of one call.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ Way = Callable[[], None]
 
 
 class Session:
-    """One graph in a session of its own."""
+    """One graph in its own ONNX Runtime session."""
 
     def __init__(self, bundle: Bundle, role: Role, threads: int) -> None:
         options = onnxruntime.SessionOptions()
@@ -99,14 +98,14 @@ class Session:
         self._states = [tensor.name for tensor in bundle.manifest.state]
 
     def __call__(self, feeds: Feeds) -> Feeds:
-        """The states after, by name, and `logprobs` of a graph that has them."""
+        """Returns the next states by name, and `logprobs` of a graph that has them."""
         names = [f"next.{name}" for name in self._states] + sorted(self._wanted)
         found = dict(zip(names, self._session.run(names, feeds), strict=True))
         return {name.removeprefix("next."): value for name, value in found.items()}
 
 
 class Subject:
-    """One bundle, and one sequence for it."""
+    """One bundle and one sequence for it."""
 
     def __init__(self, path: Path, tokens: int) -> None:
         self.bundle = bundle = Bundle.read(path)
@@ -145,14 +144,14 @@ class Subject:
         self.told: dict[tuple[str, str], dict[str, object]] = {}
 
     def close(self) -> None:
-        """Ends every thread."""
+        """Stops every thread."""
         self.loop.run_until_complete(self.batcher.close())
         self.loop.run_until_complete(self.engine.close())
         self.loop.close()
         self.workers.shutdown()
 
     def ways(self, kind: str) -> dict[str, Way]:
-        """What is measured, by name."""
+        """Returns the measured ways by name."""
         role, length = ROLES[kind], len(self.tokens) - 1
         found: dict[str, Way] = {
             "one call": lambda: self._keep(kind, "one call", self._ordered(self.two[role], role, length)),
@@ -166,7 +165,7 @@ class Subject:
         return found
 
     def differences(self, kind: str, name: str) -> dict[str, float]:
-        """How far a way's last state, or log-probabilities, were from those of one call."""
+        """Returns the differences of a way's last state or log-probabilities from those of one call."""
         one, other = self.ends[kind, "one call"], self.ends[kind, name]
         return {
             what: max(
@@ -182,7 +181,7 @@ class Subject:
         self.ends[kind, name] = end
 
     def _feeds(self, role: Role, rows: slice | NDArray[np.int64], state: Feeds) -> Feeds:
-        """rows: of positions, (T) or (B, T)."""
+        """Returns the inputs of a graph. rows: positions, (T) or (B, T)."""
         tokens = np.atleast_2d(self.tokens[rows])
         feeds: Feeds = {"tokens": tokens, "lengths": np.full(len(tokens), tokens.shape[1]), **state}
         if role == "scan":
@@ -258,7 +257,7 @@ class Subject:
 
 
 def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Every way, as `against` tells it, and what it came to."""
+    """Measures every way; returns its seconds and ratios (`against`) and its differences."""
     subject = Subject(path, tokens)
     ways = {(kind, name): way for kind in ROLES for name, way in subject.ways(kind).items()}
     seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in WAYS} for kind in ROLES}
@@ -293,13 +292,13 @@ def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[st
 
 
 def against(seconds: dict[str, list[float]], name: str) -> dict[str, Spread]:
-    """Seconds of a way, and how many times as long the two ways in order take, round by round."""
+    """Returns the seconds of a way, and the ratios of the two sequential ways to it, round by round."""
     ordered = {f"{other} / it": ratios(seconds[other], seconds[name]) for other in ("one call", "in pieces")}
     return {"seconds": Spread.of(seconds[name]), **ordered}
 
 
 def table(found: dict[str, Any], tokens: int) -> Table:
-    """Medians, and the least and the most of all rounds; ratios round by round."""
+    """Returns a table of medians, with the least and the most of all rounds; ratios round by round."""
     made = Table(title=f"{found['model']} version {found['version']}, {tokens:,} tokens")
     for heading in ("", "seconds", "us a token", "one call / it", "in pieces / it", "how"):
         made.add_column(heading, justify="left" if heading in ("", "how") else "right")
@@ -320,7 +319,7 @@ def table(found: dict[str, Any], tokens: int) -> Table:
 
 
 def draw(subjects: list[dict[str, Any]], tokens: int, path: Path) -> None:
-    """Tokens a second, medians, with the least and the most."""
+    """Plots tokens per second, medians with the least and the most."""
     figure, axes = plt.subplots(
         1, len(subjects), figsize=(5.4 * len(subjects), 3.8), layout="constrained", squeeze=False
     )
@@ -348,8 +347,8 @@ def main() -> None:
     parser.add_argument("bundles", nargs="*", type=Path, metavar="BUNDLE")
     parser.add_argument("--tokens", type=int, default=65_536, help=f"a multiple of {WIDTH * STEPS}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where the figures are written")
-    parser.add_argument("--figure", type=Path, help="where they are drawn")
+    parser.add_argument("--json", type=Path, help="output file for the figures")
+    parser.add_argument("--figure", type=Path, help="output file for the plot")
     options = parser.parse_args()
     if options.tokens < WIDTH * STEPS or options.tokens % (WIDTH * STEPS):
         parser.error(f"--tokens is {options.tokens}, but must be a multiple of {WIDTH * STEPS}")

@@ -1,16 +1,16 @@
-"""What parked sessions cost: resident memory of a million of them, and the time that the store takes for each.
+"""Measures parked sessions: the resident memory of a million of them, and the store's time per call.
 
     python -m benchmarks.parked [--sessions N] [--history TOKENS] [--json FILE]
 
-Every way of keeping them is measured in a process of its own, by what the system says is resident, against 1 GiB:
+Every way of storing them is measured in its own process by its resident memory, against 1 GiB:
 
 - objects: the plain way, a dict of Python objects, each with its history in a list of ints (its ints are all shared).
-- store: `MemoryStore`, which is what the server keeps them in.
+- store: `MemoryStore`, which the server uses.
 - server: the same store, in a process that has the default model loaded, verified and warmed up.
 
-Histories are filled in four pieces, all sessions side by side, as they do where sessions live at the same time.
-Then a tenth is deleted and started anew, twice: memory that cannot be used again would show. At the end all
-of them expire at once, and are forgotten by as many calls as that takes.
+Histories are filled in four pieces, interleaved over the sessions, as in a server with concurrent sessions. Then a
+tenth is deleted and created again, twice, which shows memory that cannot be reused. At the end all sessions expire at
+once, and as many calls as necessary delete them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHIPPED = Path("models/bundles/gated-stable")
 VOCABULARY = 2048
 PIECES = 4
 CHURNS = 2
-CHURNED = 10  # one in so many
+CHURNED = 10  # one in this many sessions is deleted and created again
 TIMED = 20_000
 TTL_S = 24 * 3600
 WAYS = ("objects", "store", "server")
@@ -55,7 +55,7 @@ Result = dict[str, Any]
 
 
 class Kept(Protocol):
-    """A way of keeping sessions."""
+    """A way of storing sessions."""
 
     async def start(self, session: str) -> None: ...
     async def append(self, session: str, tokens: tuple[int, ...]) -> None: ...
@@ -64,7 +64,7 @@ class Kept(Protocol):
 
 @dataclass
 class Plain:
-    """A session as one would first write it."""
+    """A session as a plain dataclass."""
 
     model: str = "m"
     model_version: str = "1"
@@ -122,13 +122,13 @@ class Stored:
 
 
 def resident_bytes() -> int:
-    """What of this process is in memory."""
+    """Returns the resident memory of this process."""
     status = Path("/proc/self/status").read_text()
     return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
 
 
 async def fill(kept: Kept, names: list[str], history: int) -> None:
-    """Starts sessions and fills their histories, all side by side."""
+    """Starts sessions and fills their histories, interleaved."""
     for name in names:
         await kept.start(name)
     for _ in range(PIECES):
@@ -138,7 +138,7 @@ async def fill(kept: Kept, names: list[str], history: int) -> None:
 
 
 async def measure(way: str, count: int, history: int) -> Result:
-    """One way of keeping `count` sessions with histories of `history` tokens, in this process."""
+    """Measures one way of storing `count` sessions with histories of `history` tokens, in this process."""
     kept: Objects | Stored
     if way == "objects":
         kept = Objects(history)
@@ -149,7 +149,7 @@ async def measure(way: str, count: int, history: int) -> Result:
         await models.load()
         kept = Stored(history, models)
     names = [secrets.token_urlsafe(16) for _ in range(count)]
-    # A name is one string, however many refer to it: those of the list are the sessions' own.
+    # The names of the list are counted as the sessions' own, because all references share one string.
     before = resident_bytes() - sum(map(sys.getsizeof, names))
     await fill(kept, names, history)
     result: Result = {"way": way, "sessions": count, "session_history_tokens": history, "before_bytes": before}
@@ -176,14 +176,14 @@ async def measure(way: str, count: int, history: int) -> Result:
 
 
 async def timed(call: Awaitable[object]) -> float:
-    """Microseconds that it takes."""
+    """Awaits a call and returns its microseconds."""
     started = time.perf_counter()
     await call
     return 1e6 * (time.perf_counter() - started)
 
 
 def apart(way: str, count: int, history: int) -> Result:
-    """The measurement, in a process of its own."""
+    """Runs the measurement in its own process."""
     command = [sys.executable, "-m", "benchmarks.parked", f"--way={way}", f"--sessions={count}", f"--history={history}"]
     result: Result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     print(f"{way}: {result['churned_bytes'] / GIB:.3f} GiB", file=sys.stderr, flush=True)
@@ -191,9 +191,12 @@ def apart(way: str, count: int, history: int) -> Result:
 
 
 def show(results: list[Result]) -> None:
-    """The table: resident memory of the whole process, filled and churned, and the latter's share of 1 GiB; what a
-    session takes of it, and what the store counts for it; medians of single calls; a full garbage collection; the
-    longest call while all expire."""
+    """Prints the table.
+
+    It has the resident memory of the whole process, filled and churned, and the latter's share of 1 GiB; the memory of
+    a session, and the store's count of it; medians of single calls; the time of a full garbage collection; and the
+    longest call while all sessions expire.
+    """
     first = results[0]
     made = f"{first['sessions']:,} parked sessions with histories of {first['session_history_tokens']} tokens"
     table = Table(title=made)
@@ -221,8 +224,10 @@ def show(results: list[Result]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sessions", type=int, default=1_000_000)
-    parser.add_argument("--history", type=int, default=64, metavar="TOKENS", help="of each session (default 64)")
-    parser.add_argument("--way", choices=WAYS, help="measure one, and print it as JSON")
+    parser.add_argument(
+        "--history", type=int, default=64, metavar="TOKENS", help="history of each session (default 64)"
+    )
+    parser.add_argument("--way", choices=WAYS, help="measure one way and print it as JSON")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.way is not None:

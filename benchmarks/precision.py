@@ -1,11 +1,11 @@
-"""What graphs that multiply in int8 win, and how far what they say is from float32: one bundle and its int8 twin.
+"""Compares a bundle with its int8 twin: the gain in CPU time, and the agreement of the predictions.
 
     python -m benchmarks.precision [BUNDLE ...] [--rounds N] [--json FILE]
 
-The twin is made of the bundle's own weights and tokenizer, and thrown away. Both are given the same texts, which the
-float32 model makes up token by token at temperature 1, each with a state of its own; every pair of answers is compared
-as a `both` answer is, and counted as the report counts it. Times are of the processor, one thread, the two in turns.
-Needs the extra train.
+The temporary twin is exported from the bundle's weights and tokenizer. Both read the same texts, which the float32
+model generates token by token at temperature 1, each with its own state. Every pair of predictions is compared like a
+`both` answer and counted like in the report. Times are CPU times of one thread; the two take turns. Needs the extra
+train.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ RUNS: tuple[tuple[Role, int, int], ...] = (
     ("window", 1, 10),
     ("window", 16, 2),
 )
-"""Role, batch, and how often it is run in a round."""
+"""Role, batch, and the number of runs per round."""
 
 Runners = dict[str, OnnxRunner]
 Subject = dict[str, Any]
 
 
 def twin(bundle: Bundle, folder: Path, precision: Precision) -> Bundle:
-    """The bundle's weights as a bundle whose graphs multiply in that."""
+    """Exports the bundle's weights as a bundle of another precision."""
     manifest = bundle.manifest
     random = np.random.default_rng(0)
     export_bundle(
@@ -70,12 +70,12 @@ def twin(bundle: Bundle, folder: Path, precision: Precision) -> Bundle:
 
 
 def zeros(bundle: Bundle, batch: int) -> dict[str, Array]:
-    """The state before any token."""
+    """Returns the state before any token."""
     return {tensor.name: np.zeros((batch, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
 
 
 def agreement(bundle: Bundle, runners: Runners) -> AgreementStatistics:
-    """Over every token of the texts."""
+    """Measures the agreement over every token of the texts."""
     random, found = np.random.default_rng(1), AgreementStatistics()
     states = {precision: zeros(bundle, TEXTS) for precision in runners}
     tokens: NDArray[np.int64] = np.full(TEXTS, bundle.manifest.vocabulary.eos_id)
@@ -98,7 +98,7 @@ def agreement(bundle: Bundle, runners: Runners) -> AgreementStatistics:
 def times(
     bundle: Bundle, runners: Mapping[str, OnnxRunner], role: Role, batch: int, repeat: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Microseconds an item, of every round."""
+    """Returns the microseconds per item of every round."""
     tokens = np.random.default_rng(0).integers(bundle.manifest.vocabulary.size, size=(batch, bundle.manifest.window))
     feeds: dict[str, Array] = {"tokens": tokens, "lengths": np.full(batch, tokens.shape[1])}
     if role == "step":

@@ -1,11 +1,10 @@
-"""What a second process brings to training on the processors of this machine, beside a second thread.
+"""Compares training by a second process with training by a second thread, on this machine's CPUs.
 
     python -m benchmarks.processes TEXT [--rounds N] [--seconds S] [--json FILE]
     python -m benchmarks.processes --render
 
-Shipped experiments train on a text with the shipped vocabulary, by processes that are started anew in every round, in
-which the ways take turns. Timed are whole steps, neither evaluations nor checkpoints. `--render` puts the figures into
-the page.
+Shipped experiments train on a text with the shipped vocabulary, in new processes in every round, in which the ways
+take turns. Whole steps are timed, without evaluations and checkpoints. `--render` writes the figures into the page.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ FOREVER = 1_000_000
 
 @dataclass(frozen=True)
 class Way:
-    """How many processes train, on how many threads each."""
+    """A number of processes, with a number of threads each."""
 
     name: str
     processes: int
     threads: int
 
     def command(self) -> list[str]:
-        """What starts them, up to the module's name."""
+        """Returns the command that starts them, up to the module's name."""
         if self.processes == 1:
             return [sys.executable, "-m"]
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}"]
@@ -65,7 +64,7 @@ BESIDE, MEASURED = WAYS[1].name, WAYS[2].name
 
 
 def speeds(text: Path, threads: int, seconds: float, group: Group) -> dict[str, float]:
-    """Tokens a second by experiment, in this process or in the group that it is one of."""
+    """Returns tokens per second by experiment, in this process or its group."""
     found = {}
     data = DataConfig(kind="text", path=text)
     corpus = group.from_first(lambda: load_corpus(data, VOCABULARY.read_text(encoding="utf-8")))
@@ -88,12 +87,12 @@ def speeds(text: Path, threads: int, seconds: float, group: Group) -> dict[str, 
 
 
 def before(end: float) -> bool:
-    """Whether it is not yet `end`, of the performance counter."""
+    """Whether the performance counter is before `end`."""
     return time.perf_counter() < end
 
 
 def measure(way: Way, text: Path, seconds: float) -> dict[str, float]:
-    """`speeds`, of processes of their own."""
+    """Runs `speeds` in separate processes."""
     with tempfile.NamedTemporaryFile() as answer:
         arguments = [str(text), "--seconds", str(seconds), "--threads", str(way.threads), "--answer", answer.name]
         environment = os.environ | {"OMP_NUM_THREADS": str(way.threads)}
@@ -103,8 +102,10 @@ def measure(way: Way, text: Path, seconds: float) -> dict[str, float]:
 
 
 def summary(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """By experiment the tokens a second of every way, and the ratio of two processes to two threads by round. `rounds`:
-    by way the rounds' tokens a second by experiment."""
+    """Returns, by experiment, the tokens per second of every way, and the ratio of two processes to two threads.
+
+    `rounds`: by way, the rounds' tokens per second by experiment.
+    """
     found = {}
     for name in EXPERIMENTS:
         by_way = {way: [one[name] for one in of_way] for way, of_way in rounds.items()}
@@ -114,7 +115,7 @@ def summary(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def lines(document: dict[str, Any]) -> list[str]:
-    """The figures as a table in Markdown: medians, and the least and the most of all rounds."""
+    """Returns the figures as a Markdown table: medians, with the least and the most of all rounds."""
     rows = []
     for name in EXPERIMENTS:
         found = document["experiments"][name]
@@ -128,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, nargs="?", help="file or folder of text")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each experiment in each round")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of each experiment in each round")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--render", action="store_true")
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)

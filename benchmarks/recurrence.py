@@ -1,8 +1,8 @@
-"""Ways to run the gated recurrence `s_t = f_t * s_(t-1) + u_t` in ONNX Runtime, on one CPU thread, side by side.
+"""Compares ways to run the gated recurrence `s_t = f_t * s_(t-1) + u_t` in ONNX Runtime, on one CPU thread.
 
     python -m benchmarks.recurrence [--repeat N]
 
-- loop: what the bundles' graphs do, a Scan over time with a multiplication and an addition in its body;
+- loop: used by the bundles' graphs, a Scan over time with a multiplication and an addition in its body;
 - doubling in chunks of 16, 32 or 64: in log2(chunk) rounds every position takes in the one 1, 2, 4, ... before it,
   then a Scan over the chunks joins them. Neither forms exp(cumsum(log f)), which underflows.
 """
@@ -27,7 +27,7 @@ END = 2**62
 
 
 def loop(graph: GraphWriter, f: str, u: str, initial: str) -> str:
-    """States (T, B, H), one position after the other."""
+    """Computes the states (T, B, H) position by position."""
 
     def step(body: GraphWriter, state: list[str], slices: list[str]) -> list[str]:
         return [body.node("Add", body.node("Mul", slices[0], state[0]), slices[1])]
@@ -36,7 +36,7 @@ def loop(graph: GraphWriter, f: str, u: str, initial: str) -> str:
 
 
 def doubling(graph: GraphWriter, f: str, u: str, initial: str, chunk: int) -> str:
-    """States (T, B, H), all positions of a chunk at once."""
+    """Computes the states (T, B, H), all positions of a chunk at once."""
     time_axis = graph.node("Shape", f, start=0, end=1)
     row = graph.node("Shape", f, start=1)
     missing = graph.node("Mod", graph.node("Neg", time_axis), graph.integers(chunk))
@@ -66,7 +66,7 @@ def doubling(graph: GraphWriter, f: str, u: str, initial: str, chunk: int) -> st
 
 
 def session(chunk: int | None) -> onnxruntime.InferenceSession:
-    """The recurrence alone, as a graph; without a chunk, as the loop."""
+    """Opens the recurrence alone as a graph; without a chunk, as the loop."""
     graph = GraphWriter("recurrence", "", {})
     f, u = (graph.input(name, TensorProto.FLOAT, ["T", "B", HIDDEN]) for name in "fu")
     initial = graph.input("initial", TensorProto.FLOAT, ["B", HIDDEN])

@@ -1,10 +1,10 @@
-"""What the bound of one request costs beside the run. (How tight it is: `research/proofs.py`.)
+"""Measures the cost of a request's bound. (`research/proofs.py` measures its tightness.)
 
     python -m benchmarks.request_bounds [--repeat N]
 
-The `window` graph with its radius and without, by turns, on one CPU thread, for two sizes of Gated networks with
-random weights: three layers of 256, and one of 512 over two convolution blocks; and beside them what the oracle's own
-bound costs in numpy, for one window.
+Runs the `window` graph with and without its radius, in turns, on one CPU thread, for two sizes of Gated networks with
+random weights: three layers of 256, and one of 512 over two convolution blocks. Also measures the oracle's bound in
+numpy, for one window.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, object]] = {
 
 
 def random_weights(architecture: Architecture) -> dict[str, NDArray[np.float32]]:
-    """Gaussian, of the size that trained ones start from."""
+    """Returns Gaussian weights of the size that training starts from."""
     generator = np.random.default_rng(0)
     return {
         name: (generator.normal(size=shape) / np.sqrt(shape[-1])).astype(np.float32)
@@ -50,7 +50,7 @@ def random_weights(architecture: Architecture) -> dict[str, NDArray[np.float32]]
 def session(
     directory: Path, architecture: Architecture, weights: Weights, bounded: bool
 ) -> onnxruntime.InferenceSession:
-    """The window graph, with or without its radius."""
+    """Opens the window graph, with or without its radius."""
     data = encode_weights(weights)
     (directory / "weights.safetensors").write_bytes(data)
     request = RequestBound(architecture, weights) if bounded else None

@@ -1,10 +1,10 @@
-"""What it is worth that each session has a replica of its own: consistent hashing against plain round robin.
+"""Compares consistent hashing, which gives each session its own replica, with plain round robin.
 
     python -m benchmarks.routing [--rounds N] [--seconds S] [--json FILE] [--page FILE]
 
 The whole topology of docker-compose.yml as processes of this machine, with one model: three replicas, HAProxy, and
 Redis, which writes every step to the disk before it answers. Connections take steps of one token in a closed loop, each
-for sessions of its own, in turn. Both ways are measured on the same replicas, one after the other, round by round, with
+for its own sessions, in turn. Both ways are measured on the same replicas, one after the other, round by round, with
 fresh sessions each time; HAProxy alone is started anew in between, by the same configuration with another BALANCE.
 
 Server, clients, HAProxy and Redis share the machine. What differs between the two ways is what replicas do beside the
@@ -60,8 +60,11 @@ NAME = "routing"
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One way, once. Shares are of all steps: whose answers came from a rebuilt state; for which a state was brought up
-    to tokens that other replicas had appended; whose comparison in the store was lost, so that they were run again."""
+    """One round of one way.
+
+    Shares of all steps: those answered from a rebuilt state; those that caught up with tokens appended by other
+    replicas; those that lost the comparison in the store and were run again.
+    """
 
     way: str
     steps: int
@@ -74,7 +77,7 @@ class Round:
 
 
 def counters(stack: Stack) -> dict[str, float]:
-    """The sums over all replicas."""
+    """Returns the sums of the counters over all replicas."""
     found = dict.fromkeys(COUNTERS, 0.0)
     for replica in stack.replicas:
         with urllib.request.urlopen(f"{replica.url}/metrics") as answer:
@@ -100,13 +103,13 @@ def begin(port: int, sessions: Sequence[str], random: Random) -> None:
 
 
 def steps(sessions: Sequence[str], random: Random) -> Iterator[bytes]:
-    """Requests of one token for each session in turn."""
+    """Yields requests of one token for each session in turn."""
     for session in cycle(sessions):
         yield http_request(f"/v1/sessions/{session}/tokens", f'{{"tokens":[{random.randrange(1, VOCABULARY)}]}}')
 
 
 def drive(port: int, sessions: Sequence[Sequence[str]], seconds: float, random: Random) -> list[float]:
-    """Latencies, in seconds, of what each connection has asked for its sessions, one step after the other."""
+    """Sends steps over each connection for its sessions, one after another; returns the latencies in seconds."""
     latencies: list[float] = []
     with selectors.DefaultSelector() as selector:
         begun = time.perf_counter()
@@ -133,7 +136,7 @@ def drive(port: int, sessions: Sequence[Sequence[str]], seconds: float, random: 
 
 
 def measure(stack: Stack, way: str, number: int, seconds: float) -> Round:
-    """One round of one way."""
+    """Measures one round of one way."""
     haproxy = stack.processes[ENTRANCE]
     haproxy.terminate()
     haproxy.wait()
@@ -157,7 +160,7 @@ def measure(stack: Stack, way: str, number: int, seconds: float) -> Round:
 
 
 def ways_of(rounds: Sequence[Any], *figures: str) -> dict[str, dict[str, Any]]:
-    """By way: all of its steps, and the spreads of these figures over its rounds."""
+    """Returns, by way, the number of steps and the spreads of these figures over the rounds."""
     found: dict[str, dict[str, Any]] = {}
     for way in dict.fromkeys(one.way for one in rounds):
         own = [one for one in rounds if one.way == way]
@@ -167,7 +170,7 @@ def ways_of(rounds: Sequence[Any], *figures: str) -> dict[str, dict[str, Any]]:
 
 
 def rows(ways: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
-    """One row for each way."""
+    """Yields one row for each way."""
     for way, found in ways.items():
         yield [
             way,
@@ -178,10 +181,10 @@ def rows(ways: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Measures, and writes what was asked for."""
+    """Measures, and writes the requested files."""
     parser = argparse.ArgumentParser("python -m benchmarks.routing", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each round")
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of each round")
     parser.add_argument("--json", type=Path, default=Path("docs/figures/routing.json"))
     parser.add_argument("--page", type=Path, default=Path("docs/stack.md"))
     options = parser.parse_args()

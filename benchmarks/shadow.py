@@ -1,12 +1,12 @@
-"""What shadows cost: live latency with and without them, and the processor time they add, by rate and k.
+"""Measures the cost of shadows: live latency with and without them, and their CPU time, by rate and k.
 
-python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    adds these k to what is there
+python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    adds these k to the file
 python -m benchmarks.shadow table docs/figures/shadow.json
 python -m benchmarks.shadow plot docs/figures/shadow.json docs/figures/shadow.png
 
-One server for each rate, all on the same bundle, which says that its own k is the one asked for. Sessions far beyond k
-are stepped in an open loop at a share of what the server can do. The servers take turns, round by round, and the one
-that begins a round is another in each. While one is under load the others do nothing.
+There is one server for each rate, all with the same bundle, whose default k is set to the given one. Sessions much
+longer than k are stepped in an open loop at a share of the server's capacity. The servers take turns, round by round,
+and each round begins with another one. While one is under load the others are idle.
 """
 
 from __future__ import annotations
@@ -45,16 +45,19 @@ RATES = (0.0, 0.01, 0.1, 1.0)
 WINDOWS = (16, 64, 256)
 SESSIONS = 512
 BEYOND = 32
-"""Tokens by which every session is longer than k when it is first measured."""
+"""Tokens by which every session is longer than k at the first measurement."""
 SATURATING = 20_000.0
-"""Events a second that nobody can answer: what is answered of them is what a server can do."""
+"""Events per second beyond any server's capacity, so that the answered ones measure it."""
 SATURATED = 3000
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One server under load for some seconds. Of its sampled answers, `compared` in time or `dropped`; `cpu_s` is all
-    of the server's processor time, `shadow_cpu_s` that of the thread that runs shadows."""
+    """One server under load for some seconds.
+
+    compared, dropped: sampled answers that were compared in time, or not. cpu_s: the server's CPU time. shadow_cpu_s:
+    the CPU time of the thread that runs shadows.
+    """
 
     requests: int
     p50_ms: float
@@ -67,8 +70,11 @@ class Round:
 
 
 class OfRate(Frozen):
-    """All rounds of one rate: counts are sums. over_none: latencies less those of the same round without shadows, None
-    where there are none. shadow_cpu_s_per_1000: processor seconds of shadows for a thousand live answers."""
+    """All rounds of one rate; counts are sums.
+
+    over_none: latencies less those of the same round without shadows, None for the rate 0. shadow_cpu_s_per_1000: CPU
+    seconds of shadows per thousand live answers.
+    """
 
     rounds: int
     requests: int
@@ -84,7 +90,7 @@ class OfRate(Frozen):
 
     @classmethod
     def of(cls, rounds: Sequence[Round], none: Sequence[Round] | None) -> OfRate:
-        """`none`: the rounds without shadows, in the same order; None where these are they."""
+        """Summarises rounds. none: the rounds without shadows, in the same order; None if `rounds` are those."""
         pairs = [] if none is None else list(zip(rounds, none, strict=True))
         return cls(
             rounds=len(rounds),
@@ -112,7 +118,7 @@ class OfWindow(Frozen):
 
 
 class Results(Frozen):
-    """Every k, and where it was measured."""
+    """The figures of every k, and the machine."""
 
     model: str
     model_version: str
@@ -124,7 +130,7 @@ class Results(Frozen):
 
 
 class Subject:
-    """One server, its sessions, and what it counted so far."""
+    """One server, its sessions, and its counts so far."""
 
     def __init__(self, server: ServerProcess, rate: float, k: int, vocabulary: int) -> None:
         self.server, self.rate = server, rate
@@ -142,7 +148,7 @@ class Subject:
         )
 
     def load(self, rate: float, seconds: float, seed: int) -> Round:
-        """So many events a second for some seconds; shadows may use what is left of the last one."""
+        """Sends `rate` events per second for some seconds; shadows may run for the rest of the last second."""
         before, cpu_s = self._shadows(), self.server.cpu_seconds()
         timed = drive(self.server.port, self._requests, poisson(rate, seconds, seed))
         after, cpu_s = self._shadows(), self.server.cpu_seconds() - cpu_s
@@ -158,7 +164,7 @@ class Subject:
         )
 
     def capacity(self) -> float:
-        """Events a second that are answered where there is no end of them."""
+        """Measures the events per second that are answered under overload."""
         timed = drive(self.server.port, self._requests, poisson(SATURATING, SATURATED / SATURATING, 0))
         return timed.requests / timed.seconds
 
@@ -170,7 +176,7 @@ class Subject:
 
 @contextmanager
 def serving(k: int) -> Iterator[list[Subject]]:
-    """A server for each rate, ready, with sessions longer than k."""
+    """Starts a server for each rate, with sessions longer than k."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bundle = scratch / f"k{k}"
@@ -189,7 +195,7 @@ def serving(k: int) -> Iterator[list[Subject]]:
 
 
 def measure(subjects: list[Subject], k: int, rounds: int, seconds: float, share: float) -> OfWindow:
-    """Every rate, in turns, at this share of the capacity."""
+    """Measures every rate, in turns, at a share of the capacity."""
     capacity = statistics.median(subjects[0].capacity() for _ in range(3))
     found: dict[str, list[Round]] = {str(subject.rate): [] for subject in subjects}
     for index in range(rounds + 1):
@@ -208,7 +214,7 @@ def measure(subjects: list[Subject], k: int, rounds: int, seconds: float, share:
 
 
 def table(results: Results) -> Table:
-    """By k and rate: live latency, its difference from the round's without shadows, and what shadows took."""
+    """Returns a table by k and rate: live latency, its difference from the round without shadows, and CPU time."""
     made = Table(title=f"Shadows of {results.model} version {results.model_version}: median (least to most) of rounds")
     for name in ("k", "rate"):
         made.add_column(name, justify="right")
@@ -240,7 +246,7 @@ def table(results: Results) -> Table:
 
 
 def plot(results: Results, path: Path) -> None:
-    """Live p50 and p99 by rate, medians between the least and the most; and the processor time added."""
+    """Plots live p50 and p99 by rate, medians between the least and the most, and the added CPU time."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     for index, of_window in enumerate(results.windows.values()):
         colour = f"C{index}"

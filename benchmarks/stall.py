@@ -1,11 +1,10 @@
-"""How long one request's body holds up everybody else: bodies within the byte limit that cost as much as they can.
+"""Measures how long one request delays the others, with the most expensive bodies within the byte limit.
 
     python -m benchmarks.stall [--repeat N] [--only NAME ...] [--json FILE]
 
-One server with its default settings and one model. A process of its own sends, in turn, one-token steps of a session
-and requests for /healthz, which needs nothing but the event loop, and times each. Meanwhile every body is sent several
-times, one after the other, and before each kind of body nothing is sent for a while: that is the quiet baseline of the
-same run.
+One server with default settings and one model. A separate process alternates one-token steps of a session and requests
+for /healthz, which needs only the event loop, and measures their latencies. Meanwhile every body is sent several times,
+one after another. Before each kind of body nothing is sent for a while, which gives the quiet baseline of the run.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ Body = Callable[[], bytes]
 
 
 def filled(before: bytes, item: bytes, after: bytes, size: int = LIMIT) -> bytes:
-    """As many of an item, with commas between, as a body may hold."""
+    """Returns a body with as many items, separated by commas, as fit into `size` bytes."""
     count = (size - len(before) - len(after)) // (len(item) + 1)
     return before + b",".join([item] * count) + after
 
 
 def text(piece: bytes) -> bytes:
-    """One long string of input."""
+    """Returns a body with one long string as input."""
     return b'{"input":"' + piece * ((LIMIT - 12) // len(piece)) + b'"}'
 
 
@@ -114,7 +113,7 @@ BODIES: dict[str, tuple[str, Body]] = {
 
 
 class Connected:
-    """One connection that is kept."""
+    """One keep-alive connection."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
@@ -129,7 +128,7 @@ class Connected:
         self._socket.sendall(data)
 
     def answer(self) -> int:
-        """Reads one answer, whole, and returns its status."""
+        """Reads one complete answer and returns its status."""
         status = int(self._file.readline().split()[1])
         length = 0
         while (line := self._file.readline()) != b"\r\n":
@@ -144,7 +143,7 @@ class Connected:
         return self.answer()
 
     def message(self, data: bytes) -> str:
-        """Sends a message on a WebSocket and reads what is said to it: `answered`, or `closed` and its code."""
+        """Sends a message on a WebSocket; returns `answered`, or `closed` and the code."""
         self.send(b"\x81\xff" + len(data).to_bytes(8, "big") + bytes(4) + data)
         first, second = self._file.read(2)
         length = second & 0x7F
@@ -172,7 +171,7 @@ def handshake(path: str) -> bytes:
 
 
 def probe(port: int, results: Connection) -> None:
-    """Steps and looks at /healthz, in turn, until it is told to end; then tells when each began, and what it took."""
+    """Alternates steps and /healthz until notified to stop; then sends each request's start and latency."""
     connection = Connected(port)
     step = post("/v1/sessions/probed/tokens", b'{"tokens":[5]}')
     health = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
@@ -189,7 +188,7 @@ def probe(port: int, results: Connection) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """One kind of body: what it was answered, and, in milliseconds, what others waited meanwhile."""
+    """One kind of body: the answer, and other requests' latencies meanwhile, in milliseconds."""
 
     body: str
     answered: str
@@ -202,7 +201,7 @@ class Found:
 
 
 def once(port: int, path: str, body: bytes) -> str:
-    """Sends it on a connection of its own."""
+    """Sends a body on a new connection; returns the answer."""
     connection = Connected(port)
     try:
         if path != STREAM:
@@ -254,9 +253,9 @@ def measure(server: ServerProcess, wanted: list[str], repeat: int) -> Iterator[F
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=10, help="how often each body is sent")
+    parser.add_argument("--repeat", type=int, default=10, help="number of times each body is sent")
     parser.add_argument("--only", nargs="+", default=list(BODIES), choices=list(BODIES), metavar="NAME")
-    parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--json", type=Path, help="output file for the figures")
     given = parser.parse_args()
     table = Table(title="Milliseconds; quiet: steps while nothing else is sent")
     for heading in ("body", "answered", "after", "quiet p50", "max", "step p50", "max", "/healthz max"):

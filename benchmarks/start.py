@@ -1,10 +1,10 @@
-"""How long `wane serve` takes from its start to its first answers, and what memory it takes, idle and under load.
+"""Measures the time from the start of `wane serve` to its first answers, and its memory, idle and under load.
 
     python -m benchmarks.start [--repeats N] [--seconds S] [--baseline FOLDER [--module MODULE]] [--json FILE]
 
-Each server is started anew for each repeat, ours and the baseline in turn: with all models that ship, and with the
+Each repeat starts new servers, this checkout's and the baseline's in turn: with all shipped models, and with the
 default model alone. Times run from the start of the process to its first prediction, and until /readyz is 200. Memory
-is what /proc/PID/smaps_rollup says: idle, SETTLED_S after that, and the most under load. The load is CONNECTIONS
+is read from /proc/PID/smaps_rollup: idle, SETTLED_S after that, and the maximum under load. The load is CONNECTIONS
 clients, each with a session of one of the models, that step it, predict from windows, score and generate.
 
 `--baseline` is another checkout of Wane, whose server is `python -m MODULE serve`, as in `benchmarks.bench`.
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 BUNDLES = ROOT / "models" / "bundles"
 SERVED = {"all models": BUNDLES, "gated-stable": BUNDLES / "gated-stable"}
 CONNECTIONS = 32
-SETTLED_S = 5.0  # for measurements that go on once the server is ready
+SETTLED_S = 5.0  # for measurements that continue after the server is ready
 SAMPLE_S = 0.1
 READY_WITHIN_S = 120.0
 MIB = 2**20
@@ -53,13 +53,13 @@ TIMES = ("first_s", "ready_s")
 
 
 def shown(figure: str, spread: Spread) -> str:
-    """A figure as a table has it: seconds with two decimals, all others whole."""
+    """Formats a figure: seconds with two decimals, all others as integers."""
     return f"{spread:.2f}" if figure in TIMES else f"{spread:,.0f}"
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A server's command, and the folder that it runs in."""
+    """A server's command and its working folder."""
 
     name: str
     command: list[str]
@@ -73,7 +73,7 @@ class Client:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=READY_WITHIN_S)
 
     def ask(self, method: str, path: str, body: object = None) -> tuple[int, dict[str, object]]:
-        """The status and the document of an answer; 0 where nobody listens."""
+        """Sends a request; returns the status and the document of the answer; status 0 if no server listens."""
         try:
             self._connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
             response = self._connection.getresponse()
@@ -83,13 +83,13 @@ class Client:
             return 0, {}
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._connection.close()
 
 
 @contextmanager
 def started(subject: Subject, bundles: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, float]]:
-    """A server's process, its port, and when it was started, by `time.perf_counter`."""
+    """Starts a server; yields its process, its port, and the start time by `time.perf_counter`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -107,7 +107,7 @@ def started(subject: Subject, bundles: Path) -> Iterator[tuple[subprocess.Popen[
 def wait(
     client: Client, process: subprocess.Popen[bytes], method: str, path: str, body: object, since_s: float
 ) -> float:
-    """Seconds from `since_s` to the first good answer."""
+    """Returns the seconds from `since_s` to the first successful answer."""
     while client.ask(method, path, body)[0] != 200:
         if process.poll() is not None or time.perf_counter() - since_s > READY_WITHIN_S:
             raise SystemExit(f"the server does not answer {method} {path}")
@@ -116,14 +116,14 @@ def wait(
 
 
 def memory(pid: int) -> tuple[float, float]:
-    """What of a process is resident, and what of that is anonymous, in MiB."""
+    """Returns a process's resident memory, and its anonymous part, in MiB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     return kib["Rss"] * 1024 / MIB, kib["Anonymous"] * 1024 / MIB
 
 
 def visit(port: int, models: list[str], seed: int, stop: Event, answers: list[int]) -> None:
-    """One client, until it is to stop; `answers` counts its good ones."""
+    """Runs one client until `stop`; `answers` counts the successful answers."""
     choices = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -146,7 +146,7 @@ def visit(port: int, models: list[str], seed: int, stop: Event, answers: list[in
 
 
 def measure(subject: Subject, bundles: Path, seconds: float) -> dict[str, float]:
-    """One start of a server: FIGURES."""
+    """Starts a server and measures FIGURES."""
     with started(subject, bundles) as (process, port, started_s), closing(Client(port)) as client:
         first_s = wait(client, process, "POST", "/v1/predict", {"tokens": [5, 6, 7]}, started_s)
         ready_s = wait(client, process, "GET", "/readyz", None, started_s)
@@ -179,12 +179,12 @@ def measure(subject: Subject, bundles: Path, seconds: float) -> dict[str, float]
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0, help="of load")
-    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout, to take turns with")
-    parser.add_argument("--module", default="wane", help="that is the command of the other checkout (default wane)")
+    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout to compare with")
+    parser.add_argument("--module", default="wane", help="the other checkout's command module (default wane)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     python = [sys.executable, "-m"]

@@ -1,15 +1,15 @@
-"""What it costs to keep sessions in Redis, by what is kept of them: tails, or states beside them.
+"""Measures the cost of sessions in Redis, stored as tails, or as tails with states.
 
     python -m benchmarks.stores [--models NAME ...] [--seconds S] [--json FILE] [--plot FILE] [--render]
 
-Two parts, on one redis-server of its own with an append-only file, fsynced always and every second:
+Two parts, on a separate redis-server with an append-only file, fsynced always and every second:
 
-- served: engines of real models, without HTTP. 64 sessions, whose tails are full, step one token each, side by side and
-  over and over; then a second engine that has never seen them takes them over. Steps a second; what Redis holds of a
-  session and writes to its file for a step; how long the first step takes at the second engine, of one session alone
-  and of many at once; and how often its prediction has the same first token as the engine's that was never interrupted.
-- sizes: the store alone, appending one token to each of 64 sessions at a time, with a state of so many bytes at every
-  step: when is a state dearer than the tail, wherever it comes from?
+- served: engines of real models, without HTTP. 64 sessions with full tails step one token each, concurrently and
+  repeatedly; then a second engine without their states takes them over. Reports steps per second; Redis's bytes per
+  session and file bytes per step; the latency of the first step at the second engine, of one session alone and of many
+  at once; and how often its top-1 token equals that of the uninterrupted engine.
+- sizes: the store alone, appending one token to each of 64 sessions at a time, with a state of various sizes at every
+  step, which shows the size at which a state costs more than the tail.
 
 Policies: memory (no Redis), tail, and state:N, a state once in N tokens.
 """
@@ -49,8 +49,8 @@ from wane.service.types import Mode, PredictRequest, StepRequest
 BUNDLES = Path("models/bundles")
 TEXT = Path("service/cli/sample.txt")
 CLIENTS = 64
-PAST = 600  # tokens that a session has before it is measured: more than a tail holds
-ALONE = 24  # sessions that are taken over one after the other; the others all at once
+PAST = 600  # tokens of a session before the measurement: more than a tail holds
+ALONE = 24  # sessions taken over one after another; the others all at once
 POLICIES = ("memory", "tail", "state:64", "state:32", "state:8", "state:1")
 FSYNCS = ("always", "everysec")
 SIZES = tuple(2**power for power in range(10, 21, 2))  # bytes of a state
@@ -59,7 +59,7 @@ Result = dict[str, Any]
 
 
 class Replica:
-    """An engine on a store of its own, which it may share."""
+    """An engine with its own store client."""
 
     def __init__(self, bundle: Bundle, policy: str, url: str) -> None:
         kind, _, every = policy.partition(":")
@@ -81,28 +81,28 @@ class Replica:
         self.engine = Engine(bundle.manifest, bundle.vocabulary, margin, runner, self.store, settings, metrics)
 
     async def open(self) -> None:
-        """Ready to answer."""
+        """Opens the store and the engine."""
         await self.store.open()
         await asyncio.to_thread(self.engine.warm_up)
 
     async def close(self) -> None:
-        """Ends every thread."""
+        """Stops every thread."""
         await self.engine.close()
         await self.store.close()
 
     async def step(self, client: int, tokens: tuple[int, ...]) -> None:
-        """One step of a client's session."""
+        """Steps a client's session."""
         deadline = asyncio.get_running_loop().time() + 60
         await self.engine.submit(StepRequest(f"s{client}", tokens, deadline=deadline))
 
     async def first(self, client: int) -> tuple[int, float | None]:
-        """What comes first after a client's tokens, and the bound that is told of it."""
+        """Returns the top-1 token after a client's tokens, and the answer's error bound."""
         answer = await self.engine.submit(PredictRequest(session=f"s{client}", top_k=1))
         return answer.predictions[0].token_id, answer.error_bound
 
 
 async def serve(bundle: Bundle, policy: str, server: RedisServer, text: str, seconds: float) -> list[Result]:
-    """One model and one policy: a result for each way to fsync."""
+    """Measures one model and one policy, for each fsync setting."""
     redis = Redis.from_url(server.url)
     await redis.flushall()
     tokens = np.array(bundle.vocabulary.encode(text), np.int64)
@@ -137,7 +137,7 @@ async def serve(bundle: Bundle, policy: str, server: RedisServer, text: str, sec
 
 
 async def rate(step: Callable[[int], Awaitable[object]], seconds: float) -> tuple[list[float], int]:
-    """Steps a second of all clients side by side, slice by slice; and how many there were."""
+    """Returns the steps per second of all clients, slice by slice, and the number of steps."""
     rates, total = [], 0
     for _ in range(SLICES):
         begun = time.perf_counter()
@@ -158,14 +158,14 @@ async def rate(step: Callable[[int], Awaitable[object]], seconds: float) -> tupl
 
 
 async def take_over(one: Replica, other: Replica, pasts: list[tuple[int, ...]]) -> Result:
-    """The second engine goes on with what the first one has begun."""
+    """Measures the takeover of the first engine's sessions by the second."""
     await other.open()
     alone = []
     for client in range(ALONE):
         begun = time.perf_counter()
         await other.step(client, pasts[client][1:2])
         alone.append(time.perf_counter() - begun)
-        await one.step(client, pasts[client][2:3])  # brings the first engine up to it
+        await one.step(client, pasts[client][2:3])  # lets the first engine catch up
     begun = time.perf_counter()
     await asyncio.gather(*(other.step(client, pasts[client][1:2]) for client in range(ALONE, CLIENTS)))
     together = time.perf_counter() - begun
@@ -195,7 +195,7 @@ async def take_over(one: Replica, other: Replica, pasts: list[tuple[int, ...]]) 
 
 
 async def sizes(server: RedisServer, seconds: float) -> list[Result]:
-    """The store alone, by the bytes of a state at every step; 0 is the tail alone."""
+    """Measures the store alone by the size of the state at every step; 0 is the tail alone."""
     redis = Redis.from_url(server.url)
     results = []
     for fsync in FSYNCS:
@@ -214,7 +214,7 @@ async def sizes(server: RedisServer, seconds: float) -> list[Result]:
 
 
 async def append(store: RedisStore, size: int, seconds: float) -> Result:
-    """Appends a second, and how long it takes to read a session; tails are full."""
+    """Measures appends per second and the latency of reading a session, with full tails."""
     state = np.random.default_rng(0).bytes(size)
     tail = TokenHistory.start(0, 2048).append(range(512), 512, 512)
     for client in range(CLIENTS):
@@ -236,7 +236,7 @@ async def append(store: RedisStore, size: int, seconds: float) -> Result:
 
 
 def show(document: Result) -> None:
-    """The tables."""
+    """Prints the tables."""
     table = Table(title=f"{CLIENTS} sessions, engine without HTTP; rates are medians of {SLICES} (least to most)")
     columns = ("model", "policy", "fsync", "steps/s", "bytes each", "file/step", "first step ms", "resident ms")
     for column in (*columns, f"{CLIENTS - ALONE} at once ms", "top-1 same", "bound"):
@@ -262,7 +262,7 @@ def show(document: Result) -> None:
 
 
 def plot(document: Result, path: Path) -> None:
-    """What a step costs, and what it takes to go on elsewhere."""
+    """Plots the rate of steps, and the latency of a takeover."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -298,8 +298,8 @@ def plot(document: Result, path: Path) -> None:
 
 
 async def measure(models: list[str], text: str, seconds: float) -> Result:
-    """All of it, on sessions that hold parts of `text`."""
-    options = (*DURABLE, "--auto-aof-rewrite-percentage", "0")  # so that what is written can be measured
+    """Measures everything, with sessions that contain parts of `text`."""
+    options = (*DURABLE, "--auto-aof-rewrite-percentage", "0")  # so that the file size measures the writes
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder), options) as server:
         served = []
         for model in models:
@@ -321,7 +321,7 @@ async def measure(models: list[str], text: str, seconds: float) -> Result:
 
 
 def state_bytes(model: str) -> int:
-    """What a state takes, with the output layer's input beside it."""
+    """Returns the bytes of a state with the output layer's input."""
     manifest = Bundle.read(BUNDLES / model).manifest
     return 4 * (sum(int(np.prod(tensor.shape)) for tensor in manifest.state) + manifest.architecture.hidden)
 
@@ -329,10 +329,10 @@ def state_bytes(model: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", default=["gated-stable", "lstm"])
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each rate")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each measured rate")
     parser.add_argument("--json", type=Path, default=Path("docs/figures/stores.json"))
     parser.add_argument("--plot", type=Path, default=Path("docs/figures/stores.png"))
-    parser.add_argument("--render", action="store_true", help="measure nothing: show what the JSON holds")
+    parser.add_argument("--render", action="store_true", help="show the JSON's figures without measuring")
     arguments = parser.parse_args()
     if not arguments.render:
         document = rounded(asyncio.run(measure(arguments.models, TEXT.read_text(encoding="utf-8"), arguments.seconds)))

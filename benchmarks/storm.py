@@ -1,17 +1,17 @@
-"""What steps of resident sessions take while a thousand others are rebuilt at once, as when another replica has died.
+"""Measures steps of resident sessions while a thousand others are rebuilt at once, as after the loss of a replica.
 
     python -m benchmarks.storm [--bundle BUNDLE] [--rounds N] [--within S] [--json FILE] [--plot FILE]
 
 One engine, without HTTP. Clients of resident sessions step at a steady rate, whether or not they are answered; each
-step's time counts from when it was due. Then every parked session takes a step, too, at the same rate for each, so that
-all of them come within 0.4 seconds: their states are nowhere, and have to be rebuilt from their tails. Three ways take
+step's latency starts when it is due. Then every parked session takes a step, too, at the same rate for each, so that
+all of them arrive within 0.4 seconds. They have no states, which must be rebuilt from their tails. Three ways take
 turns:
 
-- undisturbed: nobody comes back;
+- undisturbed: no parked session returns;
 - fair: the engine's own queue (`service/batching/scheduler.py`);
-- first come: one line, of which the oldest and all of its kind behind it are the next batch, whatever that takes.
+- first come: one queue; the next batch is the oldest item and all items of its kind behind it.
 
-Of each the times of the steps that were due between the storm's begin and its end, or in as long a time without one.
+The figures are the latencies of the steps due between the storm's start and end, or in an equal time without a storm.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ SHIPPED = Path("models/bundles/gated-stable")
 PARKED = 1000
 RESIDENT = 200
 RATE = 500.0
-"""Steps of resident sessions a second, of all together."""
+"""Steps per second of all resident sessions together."""
 
 LEAD_S = 0.5
 """Steady load before the storm."""
 
 UNDISTURBED_S = 2.0
 SLICE_S = 0.025
-"""Of the figure."""
+"""Length of the figure's slices."""
 
 TAIL = 256
 WAYS = ("undisturbed", "fair", "first come")
 
 
 class FirstCome(Scheduler[WorkItem]):
-    """One line: the oldest item, and all of its role behind it that fit into a batch."""
+    """One queue; a batch is the oldest item and the items of its role behind it that fit."""
 
     def __init__(self, max_batch_size: int) -> None:
         self._max_batch = max_batch_size
@@ -85,7 +85,7 @@ class FirstCome(Scheduler[WorkItem]):
 
     @property
     def full(self) -> bool:
-        return False  # so that no batch is handed over before the one that runs is over
+        return False  # so that no batch is submitted before the running one ends
 
     def put_back(self, items: Sequence[WorkItem]) -> None:
         self._line.extendleft(reversed(items))
@@ -117,8 +117,11 @@ class FirstCome(Scheduler[WorkItem]):
 
 @dataclass(frozen=True)
 class Round:
-    """due_s: when each step was due, after the storm's begin; taken_ms: how long it took; storm_s: until the last of
-    the parked sessions was answered, None where nobody came back."""
+    """One round of one way.
+
+    due_s: when each step was due, after the storm's start; taken_ms: its latency; storm_s: the time until the last
+    parked session was answered, None if none returned.
+    """
 
     due_s: list[float]
     taken_ms: list[float]
@@ -126,7 +129,7 @@ class Round:
 
 
 class Subject:
-    """One engine, and its sessions."""
+    """One engine and its sessions."""
 
     def __init__(self, path: Path) -> None:
         self.bundle = bundle = Bundle.read(path)
@@ -143,7 +146,7 @@ class Subject:
         self.opened = 0
 
     async def sessions(self, count: int) -> list[str]:
-        """Sessions with a whole tail each, which nobody has a state of."""
+        """Creates sessions with full tails and without states."""
         size = self.bundle.manifest.vocabulary.size
         names = []
         for _ in range(count):
@@ -158,7 +161,7 @@ class Subject:
         return names
 
     async def round(self, way: str, within_s: float) -> Round:
-        """One way, from its sessions' begin to their end."""
+        """Runs one round of one way, including the creation and deletion of its sessions."""
         batcher = self.engine.batcher
         most = self.settings.max_batch_size
         batcher._queue = FirstCome(most) if way == "first come" else FairScheduler(most, self.engine._cost_model)
@@ -206,7 +209,7 @@ class Subject:
 
 
 async def measure(path: Path, rounds: int, within_s: float) -> dict[str, Any]:
-    """Every way's rounds; one of each before them is not counted."""
+    """Measures every way's rounds, after one warm-up round of each."""
     subject = Subject(path)
     found: dict[str, list[Round]] = {way: [] for way in WAYS}
     for index in range(rounds + 1):
@@ -232,7 +235,7 @@ async def measure(path: Path, rounds: int, within_s: float) -> dict[str, Any]:
 
 
 def summary(rounds: list[Round]) -> dict[str, Any]:
-    """Of the steps that were due in the storm percentiles by round; of the last round's, those due in each slice."""
+    """Returns the percentiles by round of the steps due in the storm, and the timeline of the last round."""
     found: dict[str, list[float]] = {"p50_ms": [], "p99_ms": [], "max_ms": []}
     steps = 0
     for one in rounds:
@@ -252,8 +255,9 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
 
 
 def timeline(one: Round) -> dict[str, Any]:
-    """One round, by slices of SLICE_S in which steps were due: a slice's middle, and the median and the longest of its
-    steps, rounded. storm_s: when all of the parked sessions were answered."""
+    """Returns one round by slices of SLICE_S with due steps: the slice's middle, and its steps' median and longest
+    latency, rounded. storm_s: when all parked sessions were answered.
+    """
     taken_ms = np.array(one.taken_ms)
     slices = np.floor(np.array(one.due_s) / SLICE_S)
     columns: dict[str, list[float]] = {"at_s": [], "p50_ms": [], "max_ms": []}
@@ -266,7 +270,7 @@ def timeline(one: Round) -> dict[str, Any]:
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Medians over the rounds, and the least and the most."""
+    """Returns medians over the rounds, with the least and the most."""
     made = []
     for way in WAYS:
         found = result["ways"][way]
@@ -279,12 +283,12 @@ HEADINGS = ("", "steps, p50 ms", "p99 ms", "max ms", f"{PARKED} rebuilt in s")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Resident steps of the last rounds, by when they were due: medians of slices, and shaded to the longest."""
+    """Plots resident steps of the last rounds by due time: medians of slices, and shaded to the longest."""
     figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
     axes.set_yscale("log")
     for index, way in enumerate(WAYS):
         last = result["ways"][way]["last"]
-        middle = np.array([value if value > 0 else np.nan for value in last["p50_ms"]])  # a timer may ring early
+        middle = np.array([value if value > 0 else np.nan for value in last["p50_ms"]])  # a timer may fire early
         axes.plot(last["at_s"], middle, color=f"C{index}", label=way)
         axes.fill_between(last["at_s"], middle, last["max_ms"], color=f"C{index}", alpha=0.25, linewidth=0)
         if last["storm_s"] is not None:
@@ -304,9 +308,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", type=Path, default=SHIPPED)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--within", type=float, default=RESIDENT / RATE, help="seconds in which all come back")
-    parser.add_argument("--json", type=Path, help="where the figures are written")
-    parser.add_argument("--plot", type=Path, help="where they are drawn")
+    parser.add_argument(
+        "--within", type=float, default=RESIDENT / RATE, help="seconds in which all parked sessions return"
+    )
+    parser.add_argument("--json", type=Path, help="output file for the figures")
+    parser.add_argument("--plot", type=Path, help="output file for the plot")
     options = parser.parse_args()
     result = uvloop.run(measure(options.bundle, options.rounds, options.within))
     table = Table(title=f"{result['model']} version {result['model_version']}")

@@ -1,4 +1,4 @@
-"""What is kept of a measurement: spreads in place of samples, and where the figures come from, as JSON."""
+"""The stored form of a measurement: spreads instead of samples, and the figures' provenance, as JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Any
 from wane.models.manifest import Frozen
 
 WIDTH = 120
-"""Of a line of JSON."""
+"""Width of a line of JSON."""
 
 
 class Spread(Frozen):
-    """Median, least and most of what was measured several times. Formatted, each has the format: `f"{spread:.1f}"`."""
+    """Median, least and most of several measurements. A format such as `f"{spread:.1f}"` applies to each."""
 
     median: float
     least: float
@@ -30,7 +30,7 @@ class Spread(Frozen):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Of at least one value."""
+        """Summarises at least one value."""
         some = [float(value) for value in values]
         return cls(median=digits(statistics.median(some)), least=digits(min(some)), most=digits(max(some)))
 
@@ -39,29 +39,29 @@ class Spread(Frozen):
 
 
 def digits(value: float) -> float:
-    """To nine digits: more than any measurement has, and enough that a table's rounding is the same."""
+    """Rounds to nine digits, more than any measurement has, so that tables round to the same figures."""
     return float(f"{value:.9g}")
 
 
 def ratios(above: Iterable[float], below: Iterable[float]) -> Spread:
-    """Of the values of two series, round by round. Raises ValueError where one series is longer."""
+    """Returns the ratios of two series, round by round. Raises ValueError if one series is longer."""
     return Spread.of(a / b for a, b in zip(above, below, strict=True))
 
 
 def cpu() -> str:
-    """The processor's name."""
+    """Returns the processor's name."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """The commit of the checkout that `folder` is in; None outside of a repository."""
+    """Returns the commit of the checkout that contains `folder`; None outside a repository."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
     return git.stdout.strip() or None
 
 
 def command(module: str, arguments: Iterable[str]) -> str:
-    """The command line. Of absolute paths only the name is told: where a file lay is nobody's business."""
+    """Returns the command line, with file names instead of absolute paths, which are private."""
     words = [Path(word).name if word.startswith("/") else word for word in arguments]
     return shlex.join(["python", "-m", module, *words])
 
@@ -89,7 +89,7 @@ def provenance(module: str, *packages: str, bundles: Iterable[str] | None = None
 
 
 def write_json(path: Path, document: object) -> None:
-    """Writes a document whole or not at all. Raises ValueError where a number in it is not finite."""
+    """Writes a document atomically. Raises ValueError if a number in it is not finite."""
     path.parent.mkdir(parents=True, exist_ok=True)
     building = path.with_suffix(".part")
     building.write_text(_laid_out(_plain(document), "", 0) + "\n", encoding="utf-8")
@@ -97,12 +97,12 @@ def write_json(path: Path, document: object) -> None:
 
 
 def rounded(document: object) -> Any:
-    """A document for JSON in which every number has nine digits."""
+    """Returns a document for JSON with numbers of nine digits."""
     return _each(document, lambda value: digits(value) if isinstance(value, float) else value)
 
 
 def _plain(document: object) -> Any:
-    """A document for JSON as dicts, lists and their leaves."""
+    """Returns a document for JSON as dicts, lists and their leaves."""
     return _each(document, lambda value: value)
 
 
@@ -117,8 +117,10 @@ def _each(value: object, of: Callable[[object], object]) -> Any:
 
 
 def _laid_out(value: Any, indent: str, taken: int) -> str:
-    """JSON whose lines are filled: what fits is on one line, several of them on one, and a record of a list on its own.
-    taken: characters before it on its first line."""
+    """Returns JSON with filled lines: values that fit share a line, but each record of a list starts a new one.
+
+    taken: the number of characters before it on its first line.
+    """
     flat = json.dumps(value, allow_nan=False)
     if not isinstance(value, dict | list) or taken + len(flat) < WIDTH:
         return flat

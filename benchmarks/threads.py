@@ -1,10 +1,10 @@
-"""What onnxruntime's threads, their spinning and its arena do to a step and to windows, alone and in full batches.
+"""Measures the effect of onnxruntime's threads, spinning and arena on steps and windows, alone and in full batches.
 
     python -m benchmarks.threads [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
     python -m benchmarks.threads --render
 
-Every setting has sessions of its own; in every round all take turns on the same inputs. As served is one thread that
-sleeps when there is nothing to do, with the arena. `--render` puts the figures into the page.
+Every setting has its own ONNX Runtime sessions; in every round all take turns on the same inputs. The served setting
+is one thread without spinning, with the arena. `--render` writes the figures into the page.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROLES: tuple[Role, ...] = ("step", "window")
 
 @dataclass(frozen=True)
 class Choice:
-    """How sessions are set."""
+    """One setting of ONNX Runtime sessions."""
 
     name: str
     threads: int = 1
@@ -44,7 +44,7 @@ class Choice:
     arena: bool = True
 
     def session(self, graph: Path) -> onnxruntime.InferenceSession:
-        """One for a graph."""
+        """Opens a session for a graph."""
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
@@ -63,7 +63,7 @@ CHOICES = (
 
 
 def feeds(bundle: Bundle, role: Role, batch: int) -> dict[str, Array]:
-    """Random tokens, from the zero state."""
+    """Returns random tokens and the zero state."""
     manifest = bundle.manifest
     tokens = np.random.default_rng(0).integers(manifest.vocabulary.size, size=(batch, manifest.window))
     if role == "window":
@@ -73,7 +73,7 @@ def feeds(bundle: Bundle, role: Role, batch: int) -> dict[str, Array]:
 
 
 def median_us(session: onnxruntime.InferenceSession, given: dict[str, Array], seconds: float) -> float:
-    """Median time of a run, in microseconds."""
+    """Returns the median time of a run, in microseconds."""
     session.run(None, given)
     taken, end = [], time.perf_counter() + seconds
     while (begun := time.perf_counter()) < end:
@@ -83,7 +83,7 @@ def median_us(session: onnxruntime.InferenceSession, given: dict[str, Array], se
 
 
 def lines(document: dict[str, Any]) -> list[str]:
-    """The figures as a table in Markdown."""
+    """Returns the figures as a Markdown table."""
     names = [choice.name for choice in CHOICES]
     rows: dict[tuple[str, str, int], dict[str, dict[str, dict[str, float]]]] = {}
     for run in document["runs"]:
@@ -102,7 +102,7 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def shown(run: dict[str, dict[str, float]]) -> str:
-    """One setting's time, and how it compares."""
+    """Returns one setting's time and its ratio to the served setting's."""
     ratio = run["served_over_it"]
     return f"{run['us']['median']:,.0f} ({ratio['median']:.2f}x, {ratio['least']:.2f} to {ratio['most']:.2f})"
 
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path, default=list(SHIPPED))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each setting in each round")
+    parser.add_argument("--seconds", type=float, default=0.3, help="length of each setting in each round")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--render", action="store_true")
     options = parser.parse_args()

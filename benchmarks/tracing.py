@@ -1,10 +1,10 @@
-"""What traces cost a session's step over HTTP: where there are none, where a step is not sampled, and where it is.
+"""Measures the cost of traces for a session's step over HTTP: without traces, not sampled, and sampled.
 
     python -m benchmarks.tracing [--rounds N] [--json FILE] [--page FILE]
 
-Two servers with one model, one with an endpoint for traces and one without, and a real collector; one connection each
-way, steps of one token one after the other, a hundred each way in turn, round by round. Everything shares the machine.
-Needs the extras `otel` and `dev`.
+Two servers with one model, one with an endpoint for traces and one without, and a real collector. Each way has one
+connection, which sends steps of one token one after another, a hundred per turn, round by round. All processes share
+the machine. Needs the extras `otel` and `dev`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ WAYS: dict[str, tuple[Mapping[str, str] | None, Mapping[str, str]]] = {
     "traced, a share of 0 without a parent": (SHARE_0, {}),
     "traced and sampled, four spans": ({}, {}),
 }
-"""By name, the variables of the server, if it has an endpoint, and the headers of the request."""
+"""By name: the server's variables, None without an endpoint, and the request's headers."""
 
 
 class Client:
-    """Steps of one session, with headers of its own."""
+    """A client that steps one session with its own headers."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self.headers = {"content-type": "application/json", **headers}
@@ -64,7 +64,7 @@ class Client:
         return self.connection.getresponse().read()
 
     def steps(self) -> list[float]:
-        """Seconds of each of some."""
+        """Takes some steps; returns the seconds of each."""
         took_s: list[float] = []
         for _ in range(EACH):
             started_s = time.perf_counter()
@@ -74,7 +74,7 @@ class Client:
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step, each way."""
+    """Returns the seconds of every step, by way."""
     with ExitStack() as running:
         collector = running.enter_context(receiver())
         endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
@@ -97,13 +97,13 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
 
 def lines(document: dict[str, Any]) -> list[str]:
-    """The table of what was measured, with how."""
+    """Returns the table with a description of the measurement."""
     rows = [(way, f"{found['median_us']:.0f}", f"{found['p90_us']:.0f}") for way, found in document["ways"].items()]
     return [f"{document['how']}:", "", *markdown(COLUMNS, rows)]
 
 
 def main() -> None:
-    """Measures, and writes what was asked for."""
+    """Measures, and writes the requested files."""
     parser = argparse.ArgumentParser("python -m benchmarks.tracing", description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, default=Path(FIGURES))

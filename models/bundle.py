@@ -1,10 +1,10 @@
-"""A bundle: a directory that holds everything the service needs of a model, as data.
+"""A bundle: a directory with everything that the service needs to run a model, as data.
 
     manifest.json  weights.safetensors  tokenizer.json  step.onnx  window.onnx  advance.onnx  scan.onnx  head.onnx
 
-Nothing that can be checked is believed: `Bundle.read` checks every file's hash, the weights' shapes, the vocabulary,
-and recomputes the certificate; `verify_graphs` holds the graphs against the numpy oracle. What cannot be checked here
-are claims, served as such: name, version, description, quality and provenance.
+`Bundle.read` checks every file's hash, the weights' shapes and the vocabulary, and recomputes the certificate;
+`verify_graphs` compares the graphs with the numpy oracle. Name, version, description, quality and provenance cannot be
+checked and are served as claims.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ __all__ = [
 ]
 
 PROBE_LENGTHS = (24, 1, 17)
-"""Rows and their lengths in `verify_graphs`: more than one row, unequal, one of a single token."""
+"""Lengths of the rows in `verify_graphs`: several rows of different lengths, one with a single token."""
 
 BEYOND_FRONT = 16
-"""The longest row has at least this many tokens more than a front sees: so many gates have their say in its radius."""
+"""The longest row has at least this many tokens beyond a front's reach, so that as many gates affect its radius."""
 
 QUANTISED = Certificate(
     contractive=False, reason="its graphs multiply in int8, and what is proved is of the float32 weights", layers=()
 )
-"""The certificate of every bundle whose graphs do not compute what its weights say."""
+"""The certificate of every bundle whose graphs are not float32."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A verified bundle. Its weights are read once, and what is proved of its layers is computed once."""
+    """A verified bundle. It reads its weights once and computes the proofs of its layers once."""
 
     path: Path
     manifest: Manifest
@@ -74,14 +74,14 @@ class Bundle:
 
     @classmethod
     def read(cls, path: Path) -> Bundle:
-        """Reads and verifies everything but the graphs' arithmetic. Raises BundleError."""
+        """Reads a bundle and verifies everything except the graphs' arithmetic. Raises BundleError."""
         bundle = cls.open(path)
         bundle.verify_certificate()
         return bundle
 
     @classmethod
     def open(cls, path: Path) -> Bundle:
-        """As `read`, but for the certificate, which is left to `verify_certificate`. Raises BundleError."""
+        """Like `read`, but leaves the certificate to `verify_certificate`. Raises BundleError."""
         manifest = read_manifest(path)
         check_names(path, manifest)
         for name, expected in sorted(manifest.files.items()):
@@ -91,7 +91,7 @@ class Bundle:
         return bundle
 
     def verify_certificate(self) -> None:
-        """Recomputes the certificate from the weights. Raises CertificateError where the manifest's is another one."""
+        """Recomputes the certificate from the weights. Raises CertificateError if it differs from the manifest's."""
         claimed = self.manifest.certificate
         if self.manifest.precision != "float32":
             check_certificate(self.path, claimed, QUANTISED)
@@ -101,22 +101,22 @@ class Bundle:
         check_certificate(self.path, claimed, computed)
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
-        """The tensors of the weights file, by name. Raises BundleError where they do not fit the architecture."""
+        """Returns the tensors of the weights file, by name. Raises BundleError if they do not fit the architecture."""
         return dict(self._weights)
 
     def request_bound(self) -> RequestBound:
-        """What bounds how far from a window's end any run over it can end."""
+        """Returns the bound of the distance between a window's end and the end of any run over it."""
         return self._request_bound
 
     def propagation(self) -> Propagation | None:
-        """What small errors in a state come to; None where a layer is not contractive, or rounding was not measured."""
+        """Returns the propagation of state errors; None if a layer is not contractive or rounding was not measured."""
         architecture, certificate = self.manifest.architecture, self.manifest.certificate
         if not certificate.contractive or certificate.rounding is None:
             return None
         return Propagation(architecture, self._weights, self._layers, certificate.rounding)
 
     def graph_path(self, role: Role) -> Path:
-        """The ONNX file of a role."""
+        """Returns the path of a role's ONNX file."""
         return self.path / self.manifest.graphs[role]
 
     @cached_property
@@ -139,10 +139,10 @@ class Bundle:
 
 
 def verify_graphs(bundle: Bundle, run: Run) -> float:
-    """Holds every graph against the numpy oracle, on random tokens from zero and from random states.
+    """Compares every graph with the numpy oracle, on random tokens from zero and from random states.
 
-    `run(role, feeds)` runs one graph. Returns the worst difference; raises BundleError beyond the tolerance, and
-    CertificateError where the graphs only round more than the certificate says.
+    `run(role, feeds)` runs one graph. Returns the largest difference. Raises BundleError beyond the tolerance, and
+    CertificateError if the graphs are correct but round more than the certificate states.
     """
     generator = np.random.default_rng(0)
     reference = Reference(bundle.manifest.architecture, bundle.weights())
@@ -164,32 +164,32 @@ def verify_graphs(bundle: Bundle, run: Run) -> float:
 
 
 def check_place(path: Path, version: str, quality: Quality | None, replace: bool) -> None:
-    """Raises BundleExistsError where a bundle of this version and quality may not be written to `path`.
+    """Raises BundleExistsError if a bundle of this version and quality may not be written to `path`.
 
-    A bundle of a lower version may be replaced. Any other bundle may be replaced where `replace` is true. A file or a
+    A bundle of a lower version may be replaced. Any other bundle may be replaced if `replace` is true. A file or a
     folder that is not a bundle may never be replaced.
     """
     path = path.resolve()
     if not path.exists():
         return
     if not (path / MANIFEST).exists():
-        raise BundleExistsError(f"what is there is not a bundle: it has no {MANIFEST}", replaceable=False)
+        raise BundleExistsError(f"the existing file or folder is not a bundle: it has no {MANIFEST}", replaceable=False)
     if replace:
         return
     try:
         existing = read_manifest(path)
     except BundleError as error:
-        raise BundleExistsError(f"the bundle that is there cannot be read: {error}") from error
+        raise BundleExistsError(f"the existing bundle cannot be read: {error}") from error
     if int(existing.version) < int(version):
         return
     raise BundleExistsError(
-        f"a bundle is there already: version {existing.version}, {_describe(existing.quality)}; "
+        f"a bundle already exists: version {existing.version}, {_describe(existing.quality)}; "
         f"the new bundle: version {version}, {_describe(quality)}"
     )
 
 
 def _describe(quality: Quality | None) -> str:
-    """The recurrent perplexity per token: of the validation split, or of the only text where there is no such split."""
+    """Returns the recurrent perplexity per token of the validation split, or of the first split if there is none."""
     if quality is None or not quality.recurrent:
         return "not evaluated"
     if (valid := quality.recurrent.get("valid")) is not None:
@@ -206,12 +206,12 @@ def write_bundle(
     *,
     replace: bool = False,
 ) -> Manifest:
-    """Writes a bundle. Either the whole bundle is written and checked, or nothing is changed.
+    """Writes and checks a bundle atomically; returns the manifest as written.
 
-    `check_place` says which bundle at `path` is replaced, and otherwise raises BundleExistsError. If writing fails,
-    the bundle at `path` stays as it was. If `path` is a symbolic link, the bundle that it points to is replaced.
-    `files` holds the manifest's files by name; their hashes go into the manifest, which is returned as written. `check`
-    sees the bundle, read back, before it is moved to its place; its exceptions go to the caller.
+    `check_place` decides whether a bundle at `path` is replaced, and otherwise raises BundleExistsError. If writing
+    fails, the bundle at `path` stays unchanged. If `path` is a symbolic link, the bundle that it points to is replaced.
+    `files` holds the manifest's files by name; their hashes are added to the manifest. `check` is called with the
+    bundle, read back, before it is moved to `path`; its exceptions propagate.
     """
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
     manifest = manifest.model_copy(update={"files": hashes})
@@ -231,7 +231,7 @@ def write_bundle(
 
 
 def _replace(path: Path, building: Path, replaced: Path) -> None:
-    """Moves the bundle at `path` to `replaced`, and `building` to `path`. On any exception it undoes the first move."""
+    """Moves the bundle at `path` to `replaced`, and `building` to `path`. Undoes the first move on any exception."""
     try:
         if path.exists():
             path.rename(replaced)

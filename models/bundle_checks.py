@@ -1,4 +1,4 @@
-"""What is checked of a bundle's files before anything is made of them."""
+"""The checks of a bundle's files before they are used."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ MANIFEST = "manifest.json"
 ROLES: tuple[Role, ...] = ("step", "window", "advance", "scan", "head")
 
 TOP = 16
-"""Largest logits that the graphs put out, or as many as there are tokens."""
+"""Number of largest logits that the graphs return, or the vocabulary size if smaller."""
 
 NEWEST_OPSET = 21
 """The newest ONNX opset that the oldest supported onnxruntime (1.20) runs."""
 
 CERTIFICATE_TOLERANCE = 1e-7
-"""Relative: how far a recomputed number may be from the manifest's, on a machine that adds up in another order."""
+"""Relative tolerance of a recomputed number, as machines sum in different orders."""
 
 WEIGHT_TOLERANCE = 1e-6
-"""Relative, for a norm's weights: where an LSTM hardly recurs they magnify the rounding of what they come from."""
+"""Relative tolerance of a norm's weights, which magnify rounding if an LSTM's recurrent matrix is nearly zero."""
 
 
 class BundleError(Exception):
-    """A bundle that cannot be served; the message names the file, the field, what was expected and what was found."""
+    """A bundle that cannot be served; the message names the file, the field, the expected and the found value."""
 
 
 class CertificateError(BundleError):
-    """A bundle whose certificate does not hold, though all else does: it can be served as uncertified."""
+    """A bundle whose only fault is its certificate, so that it can be served as uncertified."""
 
 
 class BundleExistsError(BundleError):
-    """The place of a new bundle is taken. `replaceable`: whether the caller may ask to replace what is there."""
+    """The path of a new bundle exists already. `replaceable`: whether `replace` would allow the write."""
 
     def __init__(self, message: str, replaceable: bool = True) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ def read_manifest(path: Path) -> Manifest:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BundleError(f"{file}: the file is missing") from error
-    except (OSError, ValueError, RecursionError) as error:  # also bytes that are no UTF-8, and integers of many digits
+    except (OSError, ValueError, RecursionError) as error:  # also invalid UTF-8 and very long integers
         raise BundleError(f"{file}: cannot be read as JSON: {error}") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -73,7 +73,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_names(path: Path, manifest: Manifest) -> None:
-    """Every file that is used is hashed, every name is a plain one, every role has a graph."""
+    """Raises BundleError unless every used file has a hash, every name is plain and every role has a graph."""
     file = path / MANIFEST
     for name in manifest.files:
         if name in ("", ".", "..", MANIFEST) or Path(name).name != name or "\\" in name or "\0" in name:
@@ -87,7 +87,7 @@ def check_names(path: Path, manifest: Manifest) -> None:
         if name not in manifest.files:
             raise BundleError(f"{file}: {field}: {name!r} has no hash in files")
     if manifest.opset > NEWEST_OPSET:
-        raise BundleError(f"{file}: opset: {manifest.opset} is newer than {NEWEST_OPSET}, the newest that runs here")
+        raise BundleError(f"{file}: opset: {manifest.opset} is newer than {NEWEST_OPSET}, the newest supported opset")
 
 
 def check_hash(path: Path, expected: str) -> None:
@@ -118,14 +118,14 @@ def read_vocabulary(path: Path, manifest: Manifest) -> Vocabulary:
 
 
 def check_certificate(path: Path, claimed: Certificate, computed: Certificate) -> None:
-    """Raises CertificateError where a manifest's is not what its weights give; names the field and both values."""
+    """Raises CertificateError, which names the field and both values, if claimed and computed certificates differ."""
     names = Certificate.model_fields
-    for name in sorted(names, key=lambda name: (name != "layers", name == "reason")):  # causes before what follows
+    for name in sorted(names, key=lambda name: (name != "layers", name == "reason")):  # causes before consequences
         _check_alike(f"{path / MANIFEST}: certificate.{name}", getattr(claimed, name), getattr(computed, name))
 
 
 def _check_alike(where: str, claimed: object, computed: object) -> None:
-    """Field by field, entry by entry: numbers to within the rounding of another machine, all else exactly."""
+    """Compares recursively: numbers within the tolerances, everything else exactly. Raises CertificateError."""
     if isinstance(claimed, Frozen) and isinstance(computed, Frozen):
         for name in type(computed).model_fields:
             _check_alike(f"{where}.{name}", getattr(claimed, name), getattr(computed, name))
@@ -135,8 +135,8 @@ def _check_alike(where: str, claimed: object, computed: object) -> None:
     elif isinstance(claimed, tuple) and isinstance(computed, tuple):
         if len(claimed) != len(computed):
             raise CertificateError(f"{where}: {len(claimed)} claimed, the weights give {len(computed)}")
-        for index, (told, found) in enumerate(zip(claimed, computed, strict=True)):
-            _check_alike(f"{where}.{index}", told, found)
+        for index, (stated, found) in enumerate(zip(claimed, computed, strict=True)):
+            _check_alike(f"{where}.{index}", stated, found)
     elif isinstance(claimed, float) and isinstance(computed, float):
         tolerance = WEIGHT_TOLERANCE if ".weights." in where else CERTIFICATE_TOLERANCE
         if not isclose(claimed, computed, rel_tol=tolerance):

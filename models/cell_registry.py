@@ -1,8 +1,8 @@
-"""Every kind of cell, one line each, and the modules that implement it.
+"""The registry of cells, one line each, and the modules that implement them.
 
-To add a cell: a line in `CELLS` and its name in `Cell`; in each folder of `PARTS` one file named as `CellInfo.module`.
-The docstring of such a folder says what its files define. This module imports none of them: `load` imports a part when
-it is asked for, so that reading a manifest does not need torch.
+To add a cell, add a line to `CELLS`, its name to `Cell`, and a file named `CellInfo.module` to each folder of `PARTS`.
+The docstring of such a folder describes what its files define. `load` imports a part on demand, so that reading a
+manifest does not need torch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ PARTS: dict[Part, str] = {
 
 @dataclass(frozen=True, slots=True)
 class CellInfo:
-    """What the rest of the code needs to know of a cell.
+    """The properties of a cell.
 
-    module: the name of its file in every folder of `PARTS`; cells that differ in one function share theirs.
+    module: the name of its file in every folder of `PARTS`; cells that differ in one function share a file.
     gates: blocks of H rows in its matrices, in torch's order: gru r, z, n; lstm i, f, g, o; gated f, z.
     states: its state tensors, (H) each; the first is its output.
     input_gated: its gates depend on the input alone, never on the state; such gates may have caps.
-    missing: the parts that this cell does not have, each with the reason. Besides `Part`, "audit": no checkpoint of
-    such a cell can be imported. A cell without this entry is `torch.nn`'s own, whose class is the module's name in
-    capitals.
+    missing: the parts that this cell does not have, each with the reason. Besides `Part`, "audit": checkpoints of
+    this cell cannot be imported. A cell without this entry is a class of `torch.nn`, named like the module in capitals.
     """
 
     module: str
@@ -48,12 +47,12 @@ class CellInfo:
 
     @property
     def input_tensors(self) -> tuple[str, str]:
-        """The names of the weight (gates * H, I) and the bias (gates * H) that the input meets."""
+        """The names of the input's weight (gates * H, I) and bias (gates * H)."""
         return ("weight", "bias") if self.input_gated else ("weight_ih_l0", "bias_ih_l0")
 
     @property
     def recurrent_tensors(self) -> tuple[str, str] | None:
-        """The names of the weight (gates * H, H) and the bias (gates * H) that the state meets; None if input-gated."""
+        """The names of the state's weight (gates * H, H) and bias (gates * H); None if input-gated."""
         return None if self.input_gated else ("weight_hh_l0", "bias_hh_l0")
 
 
@@ -76,5 +75,5 @@ CELLS: dict[Cell, CellInfo] = {
 
 
 def load(part: Part, cell: Cell) -> ModuleType:
-    """The module that implements one part of a cell."""
+    """Imports the module that implements one part of a cell."""
     return import_module(f"{PARTS[part]}.{CELLS[cell].module}")

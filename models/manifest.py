@@ -1,6 +1,6 @@
-"""What a bundle says of itself: `manifest.json`, as pydantic models.
+"""A bundle's `manifest.json`, as pydantic models.
 
-The manifest is data that other machines wrote, so every field is checked and an unknown field is refused.
+The manifest is untrusted data, so every field is checked and an unknown field is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from wane.models.cell_registry import CELLS, Cell
 SCHEMA_VERSION = 3
 
 LARGEST_WINDOW = 65_536
-"""Tokens: a window is one input of a graph, held whole in memory."""
+"""Tokens. A window is one input of a graph and is held in memory."""
 
 Role = Literal["step", "window", "advance", "scan", "head"]
 Positive = Annotated[int, Field(ge=1)]
@@ -25,11 +25,11 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 VocabularyKind = Literal["bpe", "words", "events"]
 
 Precision = Literal["float32", "int8"]
-"""What graphs multiply weights in. The weights in the file are float32 in any case."""
+"""The number format in which graphs multiply by weights. The weights in the file are always float32."""
 
 
 class Frozen(BaseModel):
-    """A record that refuses unknown fields and numbers that are not finite, and cannot be changed."""
+    """An immutable record that refuses unknown fields and numbers that are not finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -47,8 +47,8 @@ class Front(Frozen):
 
         x = x + feed_forward_out(relu(feed_forward_in(convolution(LayerNorm(x)))))
 
-    with a depthwise convolution over the last `kernel_size` tokens, and `feed_forward` units between.
-    Their memory is finite: what they put out depends on the last `reach + 1` tokens and on nothing before.
+    with a depthwise convolution over the last `kernel_size` tokens and `feed_forward` inner units.
+    Their memory is finite: their output depends only on the last `reach + 1` tokens.
     """
 
     blocks: int = Field(ge=1, description="blocks, one above the other")
@@ -57,22 +57,22 @@ class Front(Frozen):
 
     @property
     def reach(self) -> int:
-        """How many tokens before the current one they see."""
+        """The number of tokens before the current one that the blocks see."""
         return self.blocks * (self.kernel_size - 1)
 
 
 class Architecture(Frozen):
-    """The function that the weights parametrise, completely: nothing else is needed to run it.
+    """The complete function that the weights parametrise.
 
     `block` is "plain" (each cell reads the output of the one below) or "residual":
-    `x = x + mix(cell(LayerNorm(x)))`, mix an (H, units) matrix, then, where `feed_forward` is its width and not 0,
+    `x = x + mix(cell(LayerNorm(x)))`, mix an (H, units) matrix, then, if `feed_forward`, its width, is not 0,
     `x = x + feed_forward(LayerNorm(x))`, and a LayerNorm on top.
-    `front` and `units` are for residual blocks: what stands below the first layer, and how many units each cell has
-    (null: as many as `hidden`).
-    `norm_epsilon` is what every LayerNorm adds to the variance: no LayerNorm changes by more than
-    `max|gain| / sqrt(norm_epsilon)` times what its input does.
-    `gate_caps` (gated only), by layer, are the c of `f = c * sigmoid(...)`, in float32: no forget gate of the layer
-    ever exceeds its own. None at all are caps of 1.
+    `front` and `units` are for residual blocks: the blocks below the first layer, and the number of units of each
+    cell (null: `hidden`).
+    `norm_epsilon` is added to the variance by every LayerNorm: a change of its input changes its output by at most
+    `max|gain| / sqrt(norm_epsilon)` times as much.
+    `gate_caps` (gated only), by layer, are the c of `f = c * sigmoid(...)`, in float32: no forget gate of a layer
+    exceeds its cap. An empty tuple means caps of 1.
     """
 
     cell: Cell
@@ -107,31 +107,31 @@ class Architecture(Frozen):
         return self
 
     def gate_cap(self, layer: int) -> float:
-        """The cap of one layer's forget gates: what multiplies them, which is the manifest's number in float32."""
+        """Returns the cap of one layer's forget gates: the manifest's number in float32, which multiplies them."""
         return float(np.float32(self.gate_caps[layer])) if self.gate_caps else 1.0
 
     @property
     def cell_units(self) -> int:
-        """How many units each cell has."""
+        """The number of units of each cell."""
         return self.hidden if self.units is None else self.units
 
     def cell_inputs(self, layer: int) -> int:
-        """How many features the cell of a layer reads."""
+        """Returns the number of input features of a layer's cell."""
         return self.hidden if layer else self.embedding
 
     def layer_states(self, layer: int) -> tuple[str, ...]:
-        """The names of one layer's state tensors: `layers.0.h`, `layers.0.c`."""
+        """Returns the names of one layer's state tensors: `layers.0.h`, `layers.0.c`."""
         return tuple(f"layers.{layer}.{name}" for name in CELLS[self.cell].states)
 
     def front_tensors(self) -> tuple[StateTensor, ...]:
-        """`front.0.inputs`, ...: the latest inputs of each block's convolution, normalised, the oldest first."""
+        """Returns `front.0.inputs`, ...: the latest normalised inputs of each block's convolution, oldest first."""
         if self.front is None:
             return ()
         shape = (self.front.kernel_size - 1, self.hidden)
         return tuple(StateTensor(name=f"front.{block}.inputs", shape=shape) for block in range(self.front.blocks))
 
     def state_tensors(self) -> tuple[StateTensor, ...]:
-        """The state of one session, bottom to top: the front's, then `layers.0.h`, `layers.0.c`, `layers.1.h`, ..."""
+        """Returns a session's state, bottom to top: the front's, then `layers.0.h`, `layers.0.c`, `layers.1.h`, ..."""
         return self.front_tensors() + tuple(
             StateTensor(name=name, shape=(self.cell_units,))
             for layer in range(self.layers)
@@ -140,7 +140,7 @@ class Architecture(Frozen):
 
 
 class VocabularyInfo(Frozen):
-    """Which tokenizer the model was trained with."""
+    """The tokenizer that the model was trained with."""
 
     kind: VocabularyKind
     size: int = Field(ge=2)
@@ -149,14 +149,14 @@ class VocabularyInfo(Frozen):
 
 
 class Perplexity(Frozen):
-    """Perplexity of one split in one mode. Per word counts one `<eos>` a line; null for event models."""
+    """Perplexity of one split in one mode. `per_word` counts one `<eos>` per line; null for event models."""
 
     per_token: float = Field(gt=0)
     per_word: float | None = Field(default=None, gt=0)
 
 
 class WindowPerplexity(Frozen):
-    """Perplexity from exactly the last k tokens, at positions spread over a split, beside recurrent at the same."""
+    """Perplexity from exactly the last k tokens, at positions spread over a split; `recurrent`: at the same ones."""
 
     positions: int = Field(ge=0)
     recurrent: Perplexity
@@ -164,7 +164,7 @@ class WindowPerplexity(Frozen):
 
 
 class Quality(Frozen):
-    """What training reached, by split: recurrent over all of it, and as a window at sampled positions. A claim.
+    """The claimed perplexity by split: recurrent over the whole split, and as a window at sampled positions.
 
     `window_within_half_percent`: the smallest evaluated k from which on the validation perplexity per token of the
     window is within 0.5 % of recurrent; null if none is.
@@ -178,7 +178,7 @@ class Quality(Frozen):
 
 
 class Condition(Frozen):
-    """One sufficient condition that was tried on a layer; `factor` is null where it does not apply."""
+    """One sufficient condition that was tried on a layer; `factor` is null if it does not apply."""
 
     rule: str
     norm: str
@@ -188,11 +188,11 @@ class Condition(Frozen):
 class Contraction(Frozen):
     """One layer's contraction factor in its state, with the rule that bounds it, the best of `conditions`.
 
-    `weights`: what the norm divides each state tensor by, in the state's order (`p` and `q` in the norm's text);
-    empty where the state is one tensor, and where the norm weighs each unit by itself: those weights are recomputed.
-    `input_gain`: how far the layer's state moves, in the 2-norm, for each unit that its input moves, within one step.
-    `reach`: 2-norm bound of what the layer puts out, from the zero state: its error right after a cut.
-    Both are null where nothing bounds them.
+    `weights`: the divisors of the state tensors in the norm, in the state's order (`p` and `q` in the norm's text);
+    empty if the state is one tensor or if the norm has a weight for each unit: those weights are recomputed.
+    `input_gain`: bound of the change of the layer's state in one step, in the 2-norm, per unit change of its input.
+    `reach`: 2-norm bound of the layer's output from the zero state, which is its error right after a cut.
+    Both are null if unbounded.
     """
 
     layer: NotNegative
@@ -206,33 +206,33 @@ class Contraction(Frozen):
 
 
 class StateError(Frozen):
-    """A bound of an error of one state tensor: `box`, of its largest unit; `ball`, of its 2-norm."""
+    """A bound of the error of one state tensor: `box` bounds its largest unit, `ball` its 2-norm."""
 
     box: float = Field(ge=0)
     ball: float = Field(ge=0)
 
 
 class Rounding(Frozen):
-    """How far a run of the graphs in `dtype` can be from exact arithmetic over the same tokens.
+    """Bounds of the distance between a run of the graphs in `dtype` and exact arithmetic over the same tokens.
 
-    The error of one step is measured (`step_error`): the `step` graph against the float64 oracle, both from the state
-    that the graph left, over `steps` steps. Those steps include every token of the vocabulary, tokens held for
+    The error of one step is measured (`step_error`): the `step` graph against the float64 oracle, both from the
+    graph's last state, over `steps` steps. Those steps include every token of the vocabulary, tokens repeated for
     4 / (1 - factor) steps (at most 4,096) after two different pasts, cycles of two and three tokens, the tokens that
     forget least, and sequences chosen to make the state large.
-    `step`: by state tensor of the layers, the largest error of one step, times `safety`. `output`: the same for what
-    is read off a state: the 2-norm at `hidden`, and the spread of the logits' errors over `head_diameter`.
+    `step`: by state tensor of the layers, the largest error of one step, times `safety`. `output`: the same for the
+    output: the 2-norm at `hidden`, and the spread of the logits' errors over `head_diameter`.
 
-    `states`, `carried`: the errors of a whole run, of any length, by state tensor and in the 2-norm at `hidden` (with
-    `output` in it). `sequences` says for which token sequences the errors of steps were added up:
+    `states`, `carried`: the errors of a whole run of any length, by state tensor and in the 2-norm at `hidden`
+    (`output` included). `sequences`: the token sequences for which the errors of steps were accumulated:
 
-    - all: the theorem that bounds a window's error carries one step's error through the recurrence, whatever the
-      tokens. Both are recomputed from `step` when a bundle is loaded. This is so in plain networks.
-    - probed: the theorem for one request's own tokens carries each step's error along each of the measured sequences;
-      the largest result, times `safety`, is kept. This is so in residual networks where the bound for all tokens would
-      leave no room for a certificate: the Lipschitz constants of LayerNorms are far above what is ever seen. A sequence
-      that was not measured, whose state a LayerNorm shortens to almost nothing, may be further off.
+    - all: the theorem that bounds a window's error carries one step's error through the recurrence, for any tokens.
+      Both are recomputed from `step` when a bundle is loaded. Plain networks use this.
+    - probed: the theorem for one request's tokens carries each step's error along each of the measured sequences;
+      the largest result, times `safety`, is kept. Residual networks use this if the bound for all tokens is too large
+      for a certificate: the Lipschitz constants of LayerNorms are far above any observed change. The error of an
+      unmeasured sequence whose state a LayerNorm shortens to almost nothing may be larger.
 
-    `worst_case`: what two runs can be apart by rounding at most, a priori, to first order in the unit roundoff and
+    `worst_case`: an a priori bound of the distance of two runs by rounding, to first order in the unit roundoff and
     given the accuracy of exp and tanh that `models/certificate/rounding.py` states; null over a front.
     """
 
@@ -249,24 +249,24 @@ class Rounding(Frozen):
 
     @property
     def between_runs(self) -> float:
-        """How far `hidden` of two runs over the same tokens can be apart by rounding: each is `carried` from exact."""
+        """Bound of the rounding distance of `hidden` in two runs over the same tokens; each is `carried` from exact."""
         return 2 * self.carried
 
 
 class Certificate(Frozen):
-    """How far an answer from the last k tokens can be from the never-interrupted one, whatever the tokens.
+    """Bounds, for all tokens, of the distance between a window's prediction and the never-interrupted run's.
 
     `contractive`: every layer has a factor < 1, by which its states come closer at every token. Then there is a curve,
     for k = 1 to the largest window: `state_error` (e_k) bounds the 2-norm distance of `hidden` in exact arithmetic,
-    `error_bound` (epsilon(k)) the total variation at temperature 1, with the rounding of two runs added to e_k. Both
+    `error_bound` (epsilon(k)) the total variation at temperature 1, with two runs' rounding added to e_k. Both
     hold for k and for every longer window, so they never rise. `head_diameter` is D, the largest 2-norm distance of
     two rows of the output matrix: epsilon = tanh(D (e_k + rounding) / 4).
-    `certified`: epsilon falls to 1e-3 within the largest window; if not, `reason` says why, for people.
+    `certified`: epsilon falls to 1e-3 within the largest window; if not, `reason` explains why.
 
-    It is recomputed from the float32 weights when the bundle is loaded, never believed, but for what was measured of
-    `rounding` (`step`, `output`; if `sequences` is probed, `states` and `carried`), of which a sample is measured
-    again. `rounding` is null unless the model is contractive. `bit_identical` is not in a manifest: it is found on this
-    machine when the bundle is loaded, and says whether the graphs give the same bits for the same tokens, step by step,
+    The certificate is recomputed from the float32 weights when the bundle is loaded. Only the measured part of
+    `rounding` (`step`, `output`; if `sequences` is probed, `states` and `carried`) is not recomputed; a sample of it is
+    measured again. `rounding` is null unless the model is contractive. `bit_identical` is not in a manifest: it is
+    measured when the bundle is loaded. It is true if the graphs give the same bits for the same tokens, step by step,
     as a window, in pieces, alone and in the largest batch.
     """
 
@@ -281,15 +281,15 @@ class Certificate(Frozen):
     bit_identical: bool = Field(default=True, exclude=True)
 
     def state_error_at(self, k: int) -> float | None:
-        """e_k; beyond the curve its last value, which holds for every longer window. None without a curve."""
+        """Returns e_k; beyond the curve its last value, which holds for every longer window. None without a curve."""
         return self._at(self.state_error, k)
 
     def error_bound_at(self, k: int) -> float | None:
-        """epsilon(k); beyond the curve its last value. None without a curve."""
+        """Returns epsilon(k), or beyond the curve its last value. None without a curve."""
         return self._at(self.error_bound, k)
 
     def smallest_window(self, epsilon: float) -> int | None:
-        """k(epsilon): the smallest k with epsilon(j) <= epsilon for all j >= k. None if no window reaches it."""
+        """Returns the smallest k with epsilon(j) <= epsilon for all j >= k. None if no window reaches it."""
         return next((k for k, bound in enumerate(self.error_bound, start=1) if bound <= epsilon), None)
 
     @staticmethod
@@ -300,7 +300,7 @@ class Certificate(Frozen):
 
 
 class Provenance(Frozen):
-    """Where the weights came from, as claimed by those who trained them; nothing here can be checked at load."""
+    """The claimed origin of the weights; it cannot be checked at load."""
 
     created: str
     command: str
@@ -317,7 +317,7 @@ class Provenance(Frozen):
 
 
 class Manifest(Frozen):
-    """The whole of `manifest.json`."""
+    """The content of `manifest.json`."""
 
     schema_version: int = Field(strict=True, ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
@@ -326,14 +326,14 @@ class Manifest(Frozen):
     architecture: Architecture
     vocabulary: VocabularyInfo
     state: tuple[StateTensor, ...]
-    window: int = Field(ge=1, description="the model's own k: what window mode runs when none is asked for")
-    max_window: int = Field(ge=1, le=LARGEST_WINDOW, description="the largest k that may be asked for")
+    window: int = Field(ge=1, description="default k of window mode")
+    max_window: int = Field(ge=1, le=LARGEST_WINDOW, description="the largest k that a request may set")
     opset: Positive
     precision: Precision = "float32"
     graphs: dict[Role, str]
     weights: str
     tokenizer: str
-    files: dict[str, Sha256] = Field(description="SHA-256 of every file of the bundle but the manifest")
+    files: dict[str, Sha256] = Field(description="SHA-256 of every file of the bundle except the manifest")
     certificate: Certificate
     quality: Quality | None = None
     provenance: Provenance

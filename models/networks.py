@@ -1,6 +1,6 @@
 """The torch network of an architecture: embedding, recurrent layers, output layer.
 
-Its `state_dict` is the bundle's weights file, name for name.
+Its `state_dict` has the names of the bundle's weights file.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from wane.models.manifest import Architecture, Front
 
 
 def build_cell(architecture: Architecture, layer: int) -> nn.Module:
-    """The cell of one layer; `models/cells/__init__.py` has its interface."""
+    """Builds the cell of one layer; `models/cells/__init__.py` describes its interface."""
     cell: nn.Module = load("torch", architecture.cell).build(architecture, layer)
     return cell
 
 
 class PlainLayer(nn.Module):
-    """A cell that reads the layer below."""
+    """A cell that reads the output of the layer below."""
 
     def __init__(self, architecture: Architecture, index: int, dropout: float) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class CausalConvolution(nn.Module):
             self.weight[-1] += 0.5
 
     def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """x: (T, B, H), before: (B, K - 1, H), the oldest first. Returns (T, B, H) and the inputs before the next."""
+        """x: (T, B, H), before: (B, K - 1, H), oldest first. Returns (T, B, H) and the `before` of the next call."""
         seen = torch.cat([before.transpose(0, 1), x.float()])
         time = len(x)
         y = self.weight[0] * seen[:time]
@@ -94,7 +94,7 @@ class ResidualLayer(nn.Module):
         return self.above(x, y), state
 
     def above(self, x: Tensor, y: Tensor) -> Tensor:
-        """The rest of the block. x: (..., H), its input; y: (..., units), what its cell put out. Returns (..., H)."""
+        """Runs the rest of the block. x: (..., H), its input; y: (..., units), its cell's output. Returns (..., H)."""
         x = x + self.dropout(self.mix(y))
         if self.has_feed_forward:
             y = torch.relu(self.feed_forward_in(self.feed_forward_norm(x)))
@@ -103,7 +103,7 @@ class ResidualLayer(nn.Module):
 
 
 class Network(nn.Module):
-    """A recurrent next-token model. `dropout` acts in training only and is no part of the architecture."""
+    """A recurrent next-token model. `dropout` acts in training only and does not belong to the architecture."""
 
     def __init__(self, architecture: Architecture, dropout: float = 0.0) -> None:
         super().__init__()
@@ -126,12 +126,12 @@ class Network(nn.Module):
             self.head.weight = self.embedding.weight
 
     def zero_state(self, batch: int) -> list[Tensor]:
-        """The state before any token: zeros, each (batch, *shape), in the manifest's order."""
+        """Returns the state before any token: zeros, each (batch, *shape), in the manifest's order."""
         tensors = self.architecture.state_tensors()
         return [self.embedding.weight.new_zeros(batch, *tensor.shape) for tensor in tensors]
 
     def forward(self, tokens: Tensor, state: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
-        """tokens: int64 (T, B). Returns hidden, float32 (T, B, H), the output layer's input, and the state after."""
+        """tokens: int64 (T, B). Returns hidden, float32 (T, B, H), the output layer's input, and the final state."""
         if state is None:
             state = self.zero_state(tokens.shape[1])
         x = functional.embedding(tokens, self.embedding.weight)
@@ -153,11 +153,11 @@ class Network(nn.Module):
         return output
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors of the weights file: the state_dict, a tied output matrix left out."""
+        """Returns the tensors of the weights file: the state_dict without a tied output matrix."""
         skip = {"head.weight"} if self.architecture.tied else set()
         return {name: tensor for name, tensor in self.state_dict().items() if name not in skip}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """The reverse of `weights`. Raises RuntimeError where a name is missing, unknown or of another shape."""
+        """Loads the result of `weights`. Raises RuntimeError if a tensor is missing, unknown or of another shape."""
         tied = {"head.weight": weights["embedding.weight"]} if self.architecture.tied else {}
         self.load_state_dict(weights | tied)

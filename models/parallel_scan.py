@@ -1,8 +1,8 @@
 """The linear recurrence `s_t = f_t * s_(t-1) + b_t`, for all t at once, with its gradient.
 
 Work-efficient odd-even reduction: neighbouring steps are joined into one, the half-length recurrence is
-solved, and the states in between are filled in. 2 T multiply-adds and 2 log2(T) dependent steps; only
-products of gates are formed, never `exp(cumsum(log f))`, so long runs underflow to zero and not to NaN.
+solved, and the states in between are filled in. 2 T multiply-adds and 2 log2(T) dependent steps. Long runs
+underflow to zero and not to NaN, because only products of gates are formed, never `exp(cumsum(log f))`.
 Blelloch, "Prefix sums and their applications" (1990); Martin and Cundy, arXiv 1709.04057.
 """
 
@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 
 def _solve(gate: Tensor, inflow: Tensor) -> Tensor:
-    """States (T, ...) of the recurrence from the zero state; time is the first axis."""
+    """Returns the states (T, ...) of the recurrence from the zero state; time is the first axis."""
     time = gate.shape[0]
     if time == 1:
         return inflow
@@ -49,7 +49,7 @@ class _LinearRecurrence(Function):
 
 
 def linear_recurrence(gate: Tensor, inflow: Tensor, initial: Tensor) -> Tensor:
-    """States `s_t = gate_t * s_(t-1) + inflow_t`.
+    """Computes the states `s_t = gate_t * s_(t-1) + inflow_t`.
 
     gate, inflow: (T, ...); initial: (...), the state before the first step. Returns (T, ...). Differentiable once.
     """

@@ -1,9 +1,9 @@
-"""Whether the graphs compute what the oracle computes: the tie between a statement about weights and an answer.
+"""Checks that the graphs compute the same as the oracle, so that proofs about the weights hold for the predictions.
 
-Differences are absolute, in float32 against the float64 oracle: of log-probabilities as they are, of hidden and of
-state tensors per unit of their greatest magnitude, where that is above 1. Float32 alone makes about 1e-6 of them here,
-a wrong gate order about 1; the tolerance is the promise made of streaming a thousand tokens. Graphs that multiply in
-int8 have a wider one.
+Differences are between the float32 graphs and the float64 oracle. They are absolute for log-probabilities, and
+relative to the greatest magnitude, if that is above 1, for hidden and state tensors. Float32 rounding causes
+differences of about 1e-6, a wrong gate order about 1. The tolerance is the one promised for streaming a thousand
+tokens. Graphs that multiply in int8 have a wider one.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from wane.models.reference import Reference, State
 TOLERANCE = 1e-4
 
 TOLERANCE_INT8 = 0.2
-"""Where graphs multiply in int8: rounding makes some hundredths, and of log-probabilities, which are then compared as
-probabilities, more than 1 where they are small. It tells wrong graphs; how good right ones are, agreement tells."""
+"""Tolerance for graphs that multiply in int8. Their rounding causes differences of some hundredths. Small
+log-probabilities differ by more than 1, so probabilities are compared instead. This check detects wrong graphs only.
+"""
 
 HEADROOM = 2.0
-"""`rounding.carried` must be this many times the distance of `hidden` from the oracle that is seen here."""
+"""`rounding.carried` must be at least this many times the measured distance of `hidden` from the oracle."""
 
 PIECE = 8
-"""Tokens in each of the two pieces of a sequence in `compare_bits`, beyond what a front sees."""
+"""Tokens in each of the two pieces of a sequence in `compare_bits`, beyond a front's reach."""
 
 Tensors = dict[str, NDArray[Any]]
 Run = Callable[[Role, Tensors], Tensors]
-"""Runs a graph: the inputs by name, then all outputs by name."""
+"""Runs a graph: takes the inputs by name, returns all outputs by name."""
 
 RADIUS = "radius"
 TOP = ("top_logits", "top_ids", "log_sum_exp")
-"""What a graph may put out beside logits: all three, or none."""
+"""Optional outputs of a graph with logits: all three, or none."""
 
 Expected = dict[str, NDArray[np.float64]]
 
@@ -49,22 +50,22 @@ ANSWERS: dict[Role, tuple[str, ...]] = {
     "scan": ("logprobs", "hidden"),
     "head": ("logits",),
 }
-"""What each graph puts out beside the state after (which all but `head` do)."""
+"""Outputs of each graph besides the next state, which all graphs except `head` return."""
 
 
 class ParityError(Exception):
-    """A graph that differs from the oracle; the message names graph, output, difference and tolerance."""
+    """A graph differs from the oracle; the message names graph, output, difference and tolerance."""
 
 
 class RoundingError(ParityError):
-    """Graphs that compute what the oracle does, but round more than is said of them."""
+    """The graphs are correct, but round more than the certificate states."""
 
 
 def rounding_seen(outputs: Tensors, expected: Mapping[str, NDArray[np.floating]], diameter: float) -> float:
-    """How far `logits` and `hidden`, (B, V) and (B, H), are from those expected, as the 2-norm at `hidden`.
+    """Returns the error of `logits` (B, V) and `hidden` (B, H) as a 2-norm at `hidden`.
 
-    Where that is more, it is what the logits differ by among themselves over `diameter`, D: total variation <=
-    tanh(D (e + it) / 4) then counts the output layer's rounding too.
+    It is the larger of the error of `hidden` and the spread of the logits' errors over `diameter`, D, so that total
+    variation <= tanh(D (e + it) / 4) includes the output layer's rounding.
     """
     apart = np.linalg.norm(outputs["hidden"].astype(np.float64) - expected["hidden"], axis=1)
     off = outputs["logits"].astype(np.float64) - expected["logits"]
@@ -72,7 +73,7 @@ def rounding_seen(outputs: Tensors, expected: Mapping[str, NDArray[np.floating]]
 
 
 def log_softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Log-probabilities (..., V) of logits (..., V), in float64."""
+    """Returns the log-probabilities (..., V) of logits (..., V), in float64."""
     shifted = logits.astype(np.float64)
     shifted = shifted - shifted.max(axis=-1, keepdims=True)
     result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -89,13 +90,13 @@ def check_graphs(
     bound: Callable[[], RequestBound] | None = None,
     precision: Precision = "float32",
 ) -> float:
-    """Holds every graph against the oracle, on tokens (B, T) of which the first `lengths` (B) of each row count.
+    """Compares every graph with the oracle, on tokens (B, T) of which the first `lengths` (B) of each row count.
 
-    From the zero state and from `start`; whole and in two pieces; in a batch, row by row, and token by token.
-    `certificate`: what it says of rounding is held against `window`, and `step` from the zero state.
-    `bound`: of the same weights, made where a graph puts out radii: none may be smaller than what is proved.
-    `precision`: what the graphs multiply in. Returns the worst difference; raises ParityError beyond the tolerance, and
-    RoundingError where only the certificate says less than HEADROOM times what is seen.
+    Runs from the zero state and from `start`; whole and in two pieces; in a batch, row by row, and token by token.
+    `certificate`: its rounding is checked against `window`, and against `step` from the zero state.
+    `bound`: builds the bound of the same weights if a graph returns radii, which must not be below the proved radii.
+    `precision`: the number format of the products. Returns the largest difference. Raises ParityError beyond the
+    tolerance, and RoundingError if the certificate's rounding is less than HEADROOM times the measured one.
     """
     return _Check(reference, run, tokens, lengths, precision).all(start, certificate, bound)
 
@@ -155,9 +156,9 @@ class _Check:
         return self._worst
 
     def _oracle(self, state: State) -> Expected:
-        """What every output should be after every token, (B, T, ...), from `state` on.
+        """Returns the expected value of every output after every token, (B, T, ...), starting from `state`.
 
-        The oracle goes along the tokens once, and through its output layer, which is most of its work, for all at once.
+        Runs the oracle once along the tokens, and its output layer, which is most of the work, for all tokens at once.
         """
         steps = []
         for column in self._tokens.T:
@@ -169,13 +170,13 @@ class _Check:
         return {**every, "logits": logits, "logprobs": chosen}
 
     def _at(self, every: Expected, lengths: NDArray[np.int64]) -> Expected:
-        """What the sequence graphs should put out where the first `lengths` tokens count."""
+        """Returns the expected outputs of the sequence graphs if the first `lengths` tokens count."""
         expected = {name: value[np.arange(len(lengths)), lengths - 1] for name, value in every.items()}
         counts = np.arange(self._tokens.shape[1]) < lengths[:, None]
         return expected | {"logprobs": np.where(counts, every["logprobs"], 0.0)}
 
     def _in_pieces(self, start: State, every: Expected) -> None:
-        """`advance` over the first half, then `scan` over the second from where that ended: all positions count."""
+        """Runs `advance` over the first half, then `scan` over the second half from its state; all positions count."""
         batch, time = self._tokens.shape
         half = time // 2
         if half == 0:
@@ -190,7 +191,7 @@ class _Check:
         self._compare("scan", "the second half", feeds, expected | {"logprobs": every["logprobs"][:, half:]})
 
     def _token_by_token(self, start: State, every: Expected) -> Iterator[tuple[Tensors, Expected]]:
-        """`step`, fed with its own state, beside the oracle, fed with its own: what it puts out, and should."""
+        """Runs `step` and the oracle, each on its own state. Yields the outputs and the expected values."""
         fed = _float32(start)
         for t in range(self._tokens.shape[1]):
             expected = {name: value[:, t] for name, value in every.items()}
@@ -200,9 +201,9 @@ class _Check:
             yield outputs, expected
 
     def _one_step_at_a_time(self, rounding: Rounding) -> None:
-        """Holds each step's error, from the state that `step` itself left, to what the certificate says of one step.
+        """Checks the error of each step, from the state of the previous `step`, against the certificate's.
 
-        Rows of random tokens, and the same with one token held in each.
+        Runs rows of random tokens, and rows that repeat one token.
         """
         tokens = np.concatenate([self._tokens, np.repeat(self._tokens[:, :1], self._tokens.shape[1], axis=1)])
         exact = self._reference.zero_state(len(tokens))
@@ -217,21 +218,21 @@ class _Check:
                 box, ball = float(off.max()), float(np.linalg.norm(off, axis=1).max())
                 if not (box <= bound.box and ball <= bound.ball):
                     raise RoundingError(
-                        f"step: one step's error in {name} is {box:.3g} in a unit and {ball:.3g} in the 2-norm, and "
-                        f"the certificate's rounding.step says {bound.box:.3g} and {bound.ball:.3g}"
+                        f"step: one step's error in {name} is {box:.3g} in a unit and {ball:.3g} in the 2-norm, but "
+                        f"the certificate's rounding.step is {bound.box:.3g} and {bound.ball:.3g}"
                     )
 
     def _compare(self, role: Role, case: str, feeds: Tensors, expected: Expected) -> Tensors:
-        """Runs a graph and holds its outputs against `expected`, which may hold more than this role puts out."""
+        """Runs a graph and compares its outputs with `expected`, which may hold more names than this role returns."""
         try:
             outputs = self._run(role, feeds)
-        except Exception as error:  # whatever the runtime raises: inputs of other names, shapes or types, an operator
-            raise ParityError(f"{role}, {case}: the graph cannot be run: {error}") from error
+        except Exception as error:  # the runtime's errors: wrong names, shapes or types of inputs, a missing operator
+            raise ParityError(f"{role}, {case}: the graph cannot run: {error}") from error
         after = () if role == "head" else tuple(f"next.{name}" for name in self._reference.zero_state(0))
         for name in ANSWERS[role] + after:
             if name not in outputs:
                 raise ParityError(f"{role}, {case}: the graph has no output {name}")
-            dtype = getattr(outputs[name], "dtype", "none")  # a sequence or a map is no tensor
+            dtype = getattr(outputs[name], "dtype", "none")  # a sequence or a map has no dtype
             if dtype != np.float32:
                 raise ParityError(f"{role}, {case}: {name} has dtype {dtype}, expected float32")
             wanted, got = expected[name], outputs[name].astype(np.float64)
@@ -245,7 +246,7 @@ class _Check:
             elif self._precision == "int8":
                 wanted, got = np.exp(wanted), np.exp(got)
             difference = float(np.abs(wanted - got).max()) / scale
-            if not difference <= self._tolerance:  # also where it is not a number
+            if not difference <= self._tolerance:  # also true for NaN
                 raise ParityError(
                     f"{role}, {case}: {name} differs from the oracle by {difference:.3g}, tolerance {self._tolerance:g}"
                 )
@@ -256,19 +257,19 @@ class _Check:
 
 
 def _check_radius(case: str, radii: NDArray[Any] | None, rows: int, row: int, least: float) -> None:
-    """`least`: infinite where nothing is proved; then a graph may say nothing else."""
+    """Raises ParityError if a radius is below `least`, the proved one, which is infinite if nothing is proved."""
     if radii is None or radii.shape != (rows,) or radii.dtype != np.float32:
-        raise ParityError(f"window, {case}: {RADIUS} is not one float32 number a row")
+        raise ParityError(f"window, {case}: {RADIUS} is not one float32 number per row")
     found = float(radii[row])
-    if not found >= least:  # also where it is not a number
-        raise ParityError(f"window, {case}: {RADIUS} is {found:.9g}, and the least that is proved is {least:.9g}")
+    if not found >= least:  # also true for NaN
+        raise ParityError(f"window, {case}: {RADIUS} is {found:.9g}, below the proved {least:.9g}")
 
 
 def _check_top(case: str, outputs: Tensors) -> None:
-    """Holds what is read off logits against the logits: the largest and their ids exactly, equals by id."""
+    """Checks the top outputs against the logits: the largest values and their ids exactly, ties by id."""
     for name in ("logits", *TOP):
         if name not in outputs:
-            raise ParityError(f"{case}: the graph has no output {name}, but others of {', '.join(TOP)}")
+            raise ParityError(f"{case}: the graph has some of the outputs {', '.join(TOP)}, but not {name}")
     logits = outputs["logits"].astype(np.float64)
     top, ids, total = (outputs[name] for name in TOP)
     of_all = total.astype(np.float64)
@@ -276,27 +277,27 @@ def _check_top(case: str, outputs: Tensors) -> None:
         raise ParityError(f"{case}: top_logits has shape {top.shape}, top_ids dtype {ids.dtype}")
     order = np.argsort(-logits, axis=1, kind="stable")[:, : top.shape[1]]
     if not np.array_equal(ids, order):
-        raise ParityError(f"{case}: top_ids are not those of the largest logits, in falling order")
+        raise ParityError(f"{case}: top_ids are not the ids of the largest logits, in falling order")
     if not np.array_equal(top, np.take_along_axis(logits, order, axis=1)):
         raise ParityError(f"{case}: top_logits are not the logits of top_ids")
     expected = logits[:, 0] - log_softmax(logits)[:, 0]
     if of_all.shape != expected.shape or not np.abs(of_all - expected).max() <= TOLERANCE:
-        raise ParityError(f"{case}: log_sum_exp is not that of the logits")
+        raise ParityError(f"{case}: log_sum_exp does not match the logits")
 
 
 def _check_rounding(case: str, outputs: Tensors, expected: Expected, rounding: Rounding, diameter: float) -> None:
     seen = rounding_seen(outputs, expected, diameter)
     if not seen * HEADROOM <= rounding.carried:
         raise RoundingError(
-            f"{case}: hidden is {seen:.3g} from the oracle in the 2-norm, and the certificate's rounding.carried, "
-            f"which has to be {HEADROOM:g} times that, is {rounding.carried:.3g}"
+            f"{case}: hidden is {seen:.3g} from the oracle in the 2-norm, but the certificate's rounding.carried, "
+            f"which must be at least {HEADROOM:g} times that, is {rounding.carried:.3g}"
         )
     for name, bound in rounding.states.items():
         off = outputs[f"next.{name}"].astype(np.float64) - expected[f"next.{name}"]
         length = float(np.linalg.norm(off, axis=1).max())
         if not length <= bound.ball:
             raise RoundingError(
-                f"{case}: {name} is {length:.3g} from the oracle in the 2-norm, and the certificate's "
+                f"{case}: {name} is {length:.3g} from the oracle in the 2-norm, but the certificate's "
                 f"rounding.states.{name}.ball is {bound.ball:.3g}"
             )
 
@@ -311,9 +312,9 @@ def _float32(state: State) -> Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """Whether graphs that are to give the same answer to the same tokens do so bit for bit on this machine.
+    """Whether the graphs give bitwise equal outputs for the same tokens on this machine.
 
-    differ: where they do not, or None. digest: of the bits of one stream; machines of one kind have the same.
+    differ: the first difference, or None. digest: hash of one stream's outputs, equal on machines of one kind.
     """
 
     differ: str | None
@@ -321,12 +322,12 @@ class Bits:
 
 
 def compare_bits(architecture: Architecture, run: Run, batch: int) -> Bits:
-    """Runs every graph over the same tokens.
+    """Runs every graph over the same tokens and compares the bits of the outputs.
 
-    From the zero state, over tokens that the vocabulary offers and one that is held: `step` by step in a batch of
-    `batch` rows, and one of them alone; as a `window`; by `advance` and by `scan`, in two pieces each; `head` of what
-    they end in. `log_sum_exp` is not compared: a sum over the vocabulary may be taken in another order in another
-    batch, which moves log-probabilities by a bit.
+    Starts from the zero state, with rows of random tokens and one row that repeats a token: `step` in a batch of
+    `batch` rows, and with one row alone; `window`; `advance` and `scan`, in two pieces each; `head` of the last hidden.
+    `log_sum_exp` is not compared, because another batch may sum the vocabulary in another order, which changes
+    log-probabilities by a bit.
     """
     front = 0 if architecture.front is None else architecture.front.reach
     time, half = front + 2 * PIECE, front + PIECE
@@ -373,5 +374,7 @@ def compare_bits(architecture: Architecture, run: Run, batch: int) -> Bits:
     for case, outputs, part in found:
         for name, value in outputs.items():
             if name in expected and name != TOP[-1] and not np.array_equal(value, expected[name][part]):
-                return Bits(f"{case}: {name} is not bit for bit what step gives in a batch of {batch}", digest.digest())
+                return Bits(
+                    f"{case}: {name} is not bitwise equal to that of step in a batch of {batch}", digest.digest()
+                )
     return Bits(None, digest.digest())

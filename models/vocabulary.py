@@ -3,8 +3,8 @@
 Three kinds share one interface:
 
 - `bpe`: byte-level BPE over text; a line break is the token `<eos>`;
-- `words`: one token a whitespace-separated word; a line break is `<eos>`;
-- `events`: one token an event name. In text, names stand one to a line, so they may hold spaces.
+- `words`: one token per whitespace-separated word; a line break is `<eos>`;
+- `events`: one token per event name. Text has one name per line, so names may contain spaces.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from wane.models.manifest import VocabularyKind
 EOS = "<eos>"
 UNK = "<unk>"
 
-LINES_AT_ONCE = 1024  # of one text: between such batches other threads have their turn
+LINES_AT_ONCE = 1024  # lines of one text per batch; other threads can run between batches
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level BPE token stands for (GPT-2's table)."""
+    """Returns the byte of each character of a byte-level BPE token (GPT-2's table)."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -36,7 +36,7 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 def _check_characters(text: str) -> None:
-    """Raises ValueError for half of a surrogate pair: JSON can write one, UTF-8 and `tokenizers` cannot."""
+    """Raises ValueError for half of a surrogate pair, which JSON can contain but UTF-8 and `tokenizers` cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -44,18 +44,18 @@ def _check_characters(text: str) -> None:
 
 
 class TooManyTokens(Exception):
-    """A text is more tokens than were asked for: it is at least `count`."""
+    """A text has more tokens than allowed: at least `count`."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(f"the text is at least {count} tokens")
+        super().__init__(f"the text has at least {count} tokens")
         self.count = count
 
 
 class Vocabulary:
     """Encodes and decodes tokens; immutable and safe to share between threads.
 
-    `texts` and `partials`: by id, what `token` and `partial_bytes` say of one. `partial_ids`: those that are not whole
-    UTF-8.
+    `texts` and `partials`: the results of `token` and `partial_bytes`, by id. `partial_ids`: the ids of tokens that
+    are not valid UTF-8.
     """
 
     def __init__(self, kind: VocabularyKind, tokenizer_json: str) -> None:
@@ -88,7 +88,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, kind: VocabularyKind, path: Path) -> Vocabulary:
-        """Reads a `tokenizer.json`. Raises ValueError where it is none, OSError where it cannot be read."""
+        """Reads a `tokenizer.json`. Raises ValueError if its content is invalid, OSError if it cannot be read."""
         text = path.read_text(encoding="utf-8")
         try:
             return cls(kind, text)
@@ -98,11 +98,11 @@ class Vocabulary:
             raise ValueError(f"{path.name} is not a tokenizers file: {error}") from error
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Token ids of `text`. A line break is `<eos>` (for events it only separates two names).
+        """Returns the token ids of `text`. A line break is `<eos>`; for events it only separates two names.
 
-        The interpreter is left to other threads while lines are encoded. Raises ValueError for half of a surrogate
-        pair, which is no character, and TooManyTokens for more than `most` where that is given: to make a list of
-        millions of ids would hold the interpreter.
+        Releases the interpreter lock while it encodes lines. Raises ValueError for half of a surrogate pair, and
+        TooManyTokens for more than `most` tokens if that is given, because building a list of millions of ids would
+        hold the interpreter lock.
         """
         _check_characters(text)
         lines = text.split("\n")
@@ -115,28 +115,28 @@ class Vocabulary:
                     raise TooManyTokens(len(ids) + len(line))
                 ids += line.ids
                 ids.append(self.eos_id)
-        ids.pop()  # behind the last line is no break
+        ids.pop()  # no break follows the last line
         return ids
 
     def fewest_tokens(self, text: str) -> int:
-        """At least how many tokens `text` is, for much less than encoding it costs. Raises ValueError as `encode`."""
+        """Returns a cheap lower bound of the number of tokens of `text`. Raises ValueError like `encode`."""
         _check_characters(text)
         if self.kind == "events":
-            return 0  # what stands between two line breaks may be nothing
+            return 0  # lines may be empty
         breaks = text.count("\n")
         if self.kind == "words":
             return breaks
         return breaks - (breaks - len(text.encode())) // self._longest_bytes  # the quotient rounded up
 
     def encode_lines(self, lines: list[str]) -> list[list[int]]:
-        """Token ids of many lines without a break in them, in parallel; no `<eos>` is added.
+        """Returns the token ids of lines without breaks, encoded in parallel; adds no `<eos>`.
 
-        Raises ValueError where a word is not known and the vocabulary has no `<unk>`.
+        Raises ValueError if a word is unknown and the vocabulary has no `<unk>`.
         """
         return [encoding.ids for encoding in self.encodings(lines)]
 
     def encodings(self, lines: list[str]) -> list[Encoding]:
-        """As `encode_lines`, before lists are made of the ids."""
+        """Like `encode_lines`, but returns encodings instead of lists of ids."""
         try:
             encodings: list[Encoding] = self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)
             return encodings
@@ -144,16 +144,16 @@ class Vocabulary:
             raise ValueError(f"the text cannot be encoded: {error}") from error
 
     def encode_events(self, names: list[str]) -> list[int]:
-        """Token ids of event names; a name that is not known becomes `<unk>`, or ValueError where there is none."""
+        """Returns the token ids of event names. An unknown name becomes `<unk>`; raises ValueError if there is none."""
         unknown = self._ids.get(UNK)
         if unknown is None:
             for name in names:
                 if name not in self._ids:
-                    raise ValueError(f"there is no event {name!r} in the vocabulary, and no {UNK}")
+                    raise ValueError(f"the vocabulary has no event {name!r} and no {UNK}")
         return [self._ids.get(name, unknown or 0) for name in names]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the tokens as a person would read it; a token that is part of a character may show as U+FFFD."""
+        """Returns the readable text of the tokens; part of a character may become U+FFFD."""
         if self.kind == "bpe":
             pieces = (b"\n" if index == self.eos_id else self._bytes[index] for index in ids)
             return b"".join(pieces).decode(errors="replace")
@@ -161,13 +161,13 @@ class Vocabulary:
         return separator.join("\n" if index == self.eos_id else self.texts[index] for index in ids)
 
     def token(self, index: int) -> str:
-        """One token as text (`<eos>` by its name)."""
+        """Returns one token as text (`<eos>` by its name)."""
         return self.texts[index]
 
     def token_bytes(self, index: int) -> bytes:
-        """One token's bytes: where a token is part of a UTF-8 character, these say which part."""
+        """Returns one token's bytes, which may be part of a UTF-8 character."""
         return self._bytes[index]
 
     def partial_bytes(self, index: int) -> bytes | None:
-        """One token's bytes where its text does not say them all: where they are no whole UTF-8 characters."""
+        """Returns one token's bytes if they are not valid UTF-8, else None."""
         return self.partials[index]

@@ -1,6 +1,6 @@
 """The weights file: a safetensors file of float32 tensors, named and shaped by the architecture.
 
-It is the one copy of the weights: the oracle, the certificate and the ONNX graphs (by offset) all read these bytes.
+It is the only copy of the weights: the oracle, the certificate and the ONNX graphs (by offset) read these bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Weights = Mapping[str, NDArray[np.float32]]
 
 
 class WeightsError(Exception):
-    """The tensors do not fit the architecture: which one, what was expected, what was found."""
+    """The tensors do not fit the architecture; the message names the tensor, the expected and the found value."""
 
 
 def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the weights file and its shape, bottom to top."""
+    """Returns the shape of every tensor of the weights file, bottom to top."""
     hidden, feed_forward, units = architecture.hidden, architecture.feed_forward, architecture.cell_units
     cell = CELLS[architecture.cell]
     rows = cell.gates * units
@@ -68,7 +68,7 @@ def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def _cell_shapes(cell: CellInfo, rows: int, inputs: int, units: int) -> dict[str, tuple[int, ...]]:
-    """A cell's tensors, weights before biases."""
+    """Returns the shapes of a cell's tensors, weights before biases."""
     weight, bias = cell.input_tensors
     if cell.recurrent_tensors is None:
         return {weight: (rows, inputs), bias: (rows,)}
@@ -82,7 +82,7 @@ Affine = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class CellWeights:
-    """The cell of one layer: what multiplies and shifts its input, and its state unless it is input-gated."""
+    """The weights of one layer's cell: for its input, and for its state unless the cell is input-gated."""
 
     cell: Cell
     gate_cap: float
@@ -97,7 +97,7 @@ class CellWeights:
         weights: Mapping[str, NDArray[np.floating]],
         dtype: type[np.float64 | np.float32] = np.float64,
     ) -> CellWeights:
-        """`weights`: of the whole network, by the names of the weights file."""
+        """Extracts a layer's cell from `weights` of the whole network, by the names of the weights file."""
 
         def read(name: str) -> NDArray[np.float64]:
             tensor: NDArray[np.float64] = weights[f"layers.{layer}.cell.{name}"].astype(dtype)
@@ -113,13 +113,13 @@ class CellWeights:
 
     @property
     def recurrent(self) -> Affine:
-        """(gates * H, H) and (gates * H)."""
+        """The recurrent weight, (gates * H, H), and bias, (gates * H)."""
         assert self._recurrent is not None, "an input-gated cell has no recurrent matrix: this is a bug"
         return self._recurrent
 
 
 def head_weight(weights: Weights) -> NDArray[np.float32]:
-    """The output matrix, (V, H): the embedding where the two are tied."""
+    """Returns the output matrix, (V, H): the embedding if the two are tied."""
     return weights["head.weight" if "head.weight" in weights else "embedding.weight"]
 
 
@@ -141,13 +141,13 @@ def check_weights(architecture: Architecture, weights: Weights) -> None:
 
 
 def encode_weights(weights: Weights) -> bytes:
-    """The weights as the bytes of a safetensors file."""
+    """Returns the weights as the bytes of a safetensors file."""
     data: bytes = save({name: np.ascontiguousarray(tensor) for name, tensor in weights.items()})
     return data
 
 
 def decode_weights(data: bytes) -> dict[str, NDArray[np.float32]]:
-    """The tensors of a safetensors file. Raises WeightsError where the bytes are none."""
+    """Returns the tensors of a safetensors file. Raises WeightsError if the bytes are invalid."""
     try:
         tensors: dict[str, NDArray[np.float32]] = load(data)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -156,7 +156,7 @@ def decode_weights(data: bytes) -> dict[str, NDArray[np.float32]]:
 
 
 def tensor_extents(data: bytes) -> dict[str, tuple[int, int]]:
-    """Where each tensor lies in a safetensors file: (offset from the file's start, length), in bytes."""
+    """Returns each tensor's extent in a safetensors file: (offset from the file's start, length), in bytes."""
     header_length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + header_length])
     start = 8 + header_length

@@ -1,12 +1,12 @@
-"""An adversary with gradients: tokens and initial states that bring a run's end far from the end of its window.
+"""A gradient-based adversary: finds tokens and initial states that bring a run's end far from its window's end.
 
-Tokens are discrete, so the gradient is taken with respect to how much of each token stands at each place, a mixture of
-embeddings. It is used in two ways. *Flips*: to first order, what every single substitution gains; the best ones, at one
-or several places at once, are tried, and kept where they do gain (HotFlip, Ebrahimi et al. 2018, arXiv 1712.06751).
-*Softened*: the mixtures themselves climb, and end as their largest parts.
+Tokens are discrete, so the gradient is taken with respect to the share of each token at each place, in a mixture of
+embeddings. It is used in two ways. *Flips*: the gradient estimates the gain of every single substitution; the best
+ones, at one or several places at once, are tried and kept if they gain (HotFlip, Ebrahimi et al. 2018, arXiv
+1712.06751). *Softened*: the mixtures themselves climb, and end as their largest parts.
 
-What is climbed is the logarithm of the distance at the end, which may be anything from 1 to 1e-12, or of its part along
-a direction: the lead of one token over another.
+The objective is the logarithm of the distance at the end, which ranges from 1 to 1e-12, or of its part along a
+direction: the lead of one token over another.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Tokens = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 AT_ONCE = (1, 3, 9)
-"""Places that are changed in one try."""
+"""Numbers of places changed in one try."""
 
 SHARPNESS = 2.0
-"""The logit of the token that a mixture starts from, over the others."""
+"""The initial logit of a mixture's starting token above the others."""
 
 STEP = 1.0
-"""How far a mixture's logits go in one step where its gradient is largest."""
+"""The largest change of a mixture's logits in one step."""
 
 NEAREST = 1e-300
-"""Keeps the logarithm of no distance at all finite."""
+"""Keeps the logarithm of a zero distance finite."""
 
 
 class Adversary:
-    """Of one model, in float64 (torch; gates and convolutions are evaluated in float32, alike for both runs)."""
+    """The adversary of one model, in float64 (torch evaluates gates and convolutions in float32 in both runs)."""
 
     def __init__(self, architecture: Architecture, weights: Weights) -> None:
         self._architecture = architecture
@@ -53,9 +53,9 @@ class Adversary:
     def flipped(
         self, tokens: Tokens, past: int, rounds: int, window: Tokens | None = None, direction: Floats | None = None
     ) -> Tokens:
-        """tokens (N, T), the first `past` of them before the cut -> the same with substitutions.
+        """Substitutes tokens (N, T), the first `past` of them before the cut, to increase the distance.
 
-        window: (K), what follows the cut, which stays; `tokens` are then the pasts alone. direction: (H).
+        window: (K), fixed tokens after the cut; `tokens` are then the pasts alone. direction: (H).
         """
         chosen = torch.from_numpy(tokens)
         fixed = None if window is None else self._shares(torch.from_numpy(window)[None].expand(len(tokens), -1))
@@ -78,7 +78,7 @@ class Adversary:
         return chosen.numpy()
 
     def softened(self, tokens: Tokens, past: int, steps: int) -> Tokens:
-        """tokens (N, T) -> where mixtures end that start from these."""
+        """Returns the tokens (N, T) at which climbing mixtures end that start from these."""
         logits = SHARPNESS * self._shares(torch.from_numpy(tokens))
         for _ in range(steps):
             logits = logits.detach().requires_grad_()
@@ -91,10 +91,10 @@ class Adversary:
     def states(
         self, reach: Mapping[str, tuple[Floats, Floats]], last: Tokens, rounds: int, generator: np.random.Generator
     ) -> tuple[dict[str, Floats], Tokens]:
-        """Initial states, (N, ...) by name, and what is read from there, (N, K), which begins as `last`; both climb.
+        """Returns climbed initial states, (N, ...) by name, and the tokens from there, (N, K), which start as `last`.
 
-        reach: the least and the greatest value of each unit, by state tensor. A convolution's inputs are not in it:
-        they are what a LayerNorm puts out.
+        reach: the least and the greatest value of each unit, by state tensor, except a convolution's inputs, which are
+        outputs of a LayerNorm.
         """
         count, size = len(last), len(self._names) - len(self._front)
         places = {name: (np.full(1, -1.0), np.full(1, 1.0)) for name in self._front} | dict(reach)
@@ -132,7 +132,7 @@ class Adversary:
         return found_states, chosen.numpy()
 
     def _admitted(self, states: list[Tensor]) -> list[Tensor]:
-        """With a convolution's inputs normalised."""
+        """Returns the states with normalised inputs of the convolutions."""
         admitted = []
         for name, state in zip(self._names, states, strict=True):
             if name in self._front:
@@ -151,12 +151,12 @@ class Adversary:
         return self._logarithm(self._apart(self._admitted(states), shares), None)
 
     def _ends(self, shares: Tensor, fixed: Tensor | None, past: int, direction: Floats | None) -> Tensor:
-        """How far the ends are apart, as its logarithm, (N). shares: (T, N, V), of which `past` are before the cut."""
+        """Returns the logarithm of the ends' distance, (N). shares: (T, N, V), of which `past` are before the cut."""
         _, full = self._run(shares[:past], self._zero(shares.shape[1]))
         return self._logarithm(self._apart(full, shares[past:] if fixed is None else fixed), direction)
 
     def _apart(self, full: list[Tensor], last: Tensor) -> Tensor:
-        """What is between the ends of runs from `full` and from zero: (N, H)."""
+        """Returns the difference of the ends of runs from `full` and from zero: (N, H)."""
         count = last.shape[1]
         both = [torch.cat([one, other]) for one, other in zip(full, self._zero(count), strict=True)]
         hidden, _ = self._run(torch.cat([last, last], dim=1), both)
@@ -167,7 +167,7 @@ class Adversary:
         return torch.log(squares + NEAREST)
 
     def _run(self, shares: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The network over mixtures of tokens, (T, N, V): each place has an embedding of its own."""
+        """Runs the network over mixtures of tokens, (T, N, V); each place has its own embedding."""
         time, count = shares.shape[:2]
         rows = (shares @ self._weights["embedding.weight"]).reshape(time * count, -1)
         places = torch.arange(time * count).view(time, count)
@@ -181,5 +181,5 @@ class Adversary:
         return [torch.zeros(count, *shape, dtype=torch.float64) for shape in shapes]
 
     def _shares(self, tokens: Tensor) -> Tensor:
-        """Nothing but these tokens: (N, T) -> (T, N, V)."""
+        """Returns pure tokens as shares: (N, T) -> (T, N, V)."""
         return functional.one_hot(tokens.T, self._architecture.vocabulary_size).double()

@@ -1,4 +1,4 @@
-"""One random model held to its bounds, by every history that could be made bad for it."""
+"""Checks the bounds of one random model with adversarial histories."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ DIRECTIONS, PUSHED = 4, 4
 SHOWN = (1, 2, 4, 8, 16, 24)
 LONG, REPEATED, KEPT = 2000, 12, 64
 FRONT_ROUNDING = 1e-9
-FLOAT64 = 1e-14  # of shares
+FLOAT64 = 1e-14  # tolerance of shares
 DTYPES: dict[str, type[np.float64 | np.float32]] = {"float64": np.float64, "float32": np.float32}
 
 OF_WINDOWS = ("of_radius", "of_lead", "of_top1", "of_variation")
-"""What of a window may be passed."""
+"""The bounds of a window."""
 
 Floats = NDArray[np.float64]
 Found = dict[str, object]
 
 
 def random_model(seed: int) -> tuple[Architecture, Weights]:
-    """One model; cells take turns."""
+    """Returns a random model; cells take turns."""
     generator = np.random.default_rng(seed)
     cell = tuple(CELLS)[seed % len(CELLS)]
     residual = bool(generator.random() < 0.4)
@@ -87,7 +87,7 @@ def random_model(seed: int) -> tuple[Architecture, Weights]:
 
 
 def examine(seed: int) -> Found:
-    """One model, all its histories, initial states and windows."""
+    """Checks one model with all its histories, initial states and windows."""
     return _Examined(seed).found()
 
 
@@ -123,7 +123,7 @@ class _Examined:
         return found
 
     def _histories(self) -> Tokens:
-        """Random ones, and then those that were made to be bad."""
+        """Returns random histories and adversarial ones."""
         size = self.architecture.vocabulary_size
         random = random_histories(self.generator, size, RANDOM, PAST, LAST)
         greedy = greedy_histories(self.exact, size, PAST, LAST)
@@ -134,12 +134,12 @@ class _Examined:
         return np.concatenate([random, greedy, climbed, ascended])
 
     def _states(self, last: Tokens) -> tuple[State, Tokens]:
-        """Initial states within reach, and what follows, from `last` on; where reach is all that is asked of one."""
+        """Returns initial states within reach and the tokens from there, if any state within reach is covered."""
         reach = reachable(self.architecture, self.layers)
         if reach is None:
             return {}, last[:0]
         states, last = self.adversary.states(reach, last, FLIPS, self.generator)
-        if self.architecture.front is None:  # so that float32 has them too, and within reach
+        if self.architecture.front is None:  # makes them exact in float32, and within reach
             states = {name: (value * (1 - 2.0**-20)).astype(np.float32).astype(float) for name, value in states.items()}
         return states, last
 
@@ -173,12 +173,12 @@ class _Examined:
         found["violations"] = violations
 
     def _hold_served(self, found: Found, histories: Tokens) -> None:
-        """The term that is served for float32's rounding, attacked in float32 over thousands of steps.
+        """Checks the served rounding term in float32 over thousands of steps.
 
         Pairs of runs of the exported `step` graph that read the same tokens, one after a past and one from the zero
-        state, must stay within e_k and the rounding of two runs; each of them within the rounding of one run of exact
-        arithmetic. The tokens: each one held, after each other one; cycles of two and three; what the adversary made of
-        random histories, over and over; random ones.
+        state, must stay within e_k and the rounding of two runs; each of them within the rounding of one run from exact
+        arithmetic. The tokens: each one repeated after each other one; cycles of two and three; the adversary's
+        histories, repeated; random ones.
         """
         size, random = self.architecture.vocabulary_size, self.generator
         past, held = (each.ravel() for each in np.meshgrid(np.arange(size), np.arange(size)))
@@ -208,14 +208,15 @@ class _Examined:
         found["served_pairs"] = len(tokens)
         found["served_above"] = int((~(apart <= limits)).any(axis=1).sum()) + int((~(off <= rounding.carried)).sum())
         found["served_sequences"] = rounding.sequences
-        # once the past itself is forgotten, what is left is rounding
+        # after the past is forgotten, only rounding remains
         left = limits <= 1.5 * rounding.between_runs
         found["served_of_two"] = float(apart[:, left].max() / rounding.between_runs) if left.any() else None
         found["served_of_one"] = float(off.max() / rounding.carried)
 
     def _long_runs(self, run: Run, pasts: Tokens, tokens: Tokens) -> tuple[Floats, Floats]:
-        """How far `hidden` of the two float32 runs is apart after each token, (N, T), and how far the one with the past
-        is from exact arithmetic at most, (N)."""
+        """Returns the distance of the two float32 runs' `hidden` after each token, (N, T), and the largest distance of
+        the run with the past from exact arithmetic, (N).
+        """
         rows = len(tokens)
         exact = self.exact.zero_state(rows)
         zeros: Tensors = {name: value.astype(np.float32) for name, value in exact.items()}
@@ -236,7 +237,7 @@ class _Examined:
         return np.stack(apart, axis=1), off
 
     def _hold_windows(self, found: Found, histories: Tokens, states: State) -> None:
-        """A few windows by themselves: the radius, how far leads move, and whether a proved first token ever loses."""
+        """Checks a few windows: the radius, the changes of leads, and the proved top-1 tokens."""
         request = RequestBound(self.architecture, self.weights, self.layers)
         top1 = Top1(self.architecture, self.weights, request)
         counts = dict.fromkeys(("windows", "window_pairs", "proved", *OF_WINDOWS), 0)
@@ -281,15 +282,17 @@ class _Examined:
 
 
 def softmax(logits: Floats) -> Floats:
-    """(..., V)."""
+    """Returns probabilities (..., V)."""
     shares: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
     shares /= shares.sum(axis=-1, keepdims=True)
     return shares
 
 
 def reachable(architecture: Architecture, layers: list[Layer]) -> dict[str, tuple[Floats, Floats]] | None:
-    """By state tensor of the recurrent layers, a box that no state leaves, wherever in it it starts; None for cells
-    whose reach is no such box: linear and relu layers."""
+    """Returns, by state tensor of the recurrent layers, a box that no state leaves from any start in it.
+
+    None for cells without such a box: linear and relu layers.
+    """
     if architecture.cell in ("linear", "rnn_relu"):
         return None
     boxes = {}

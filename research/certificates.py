@@ -1,22 +1,22 @@
-"""Random models against their certificates: is any bound ever passed, and how tight are they?
+"""Checks the certificates of random models: whether a bound is violated, and how tight the bounds are.
 
     python -m research.certificates [--models N] [--workers N] [--output FILE] [--figure FILE]
 
 Models of every cell, plain and residual, one to three layers, with weights scaled across the boundary of stability.
 
 - The curve: random and adversarial histories (`research/histories.py`; by gradients: `research/adversary.py`), run
-  in float64 and step by step in float32 to the end and from the zero state over the last tokens; and initial states
-  that climb the gradient anywhere within reach, where any such state is covered. At every k the distance must stay
-  within e_k plus the a priori rounding of two runs in that dtype. Models over a front have no such rounding term and
-  are held, in float64 only, to e_k + 1e-9.
-- What is served for rounding: of every contractive model the `step` graph is exported and its rounding measured, as for
-  a bundle; pairs of float32 runs over thousands of steps (held tokens, cycles, what the adversary found, random ones)
-  must stay within e_k and that term, and each within its half of exact arithmetic.
-- The window: after all these pasts, and more that climb toward this one window, no run may end further from its end
-  than its radius, no lead may move by more than by direction, no first token that is proved may lose, and no
-  distribution may be further than the total variation by direction (float64).
+  in float64 and step by step in float32 to the end and from the zero state over the last tokens; and, for cells whose
+  bounds cover any state within reach, initial states that climb the gradient. At every k the distance must stay within
+  e_k plus the a priori rounding of two runs in that dtype. Models over a front have no such rounding term and are
+  checked, in float64 only, against e_k + 1e-9.
+- The served rounding: the `step` graph of every contractive model is exported and its rounding measured, as for a
+  bundle; pairs of float32 runs over thousands of steps (repeated tokens, cycles, the adversary's histories, random
+  ones) must stay within e_k and that term, and each within half the term of exact arithmetic.
+- The window: after all these pasts, and more that climb toward this one window, every run must end within the radius
+  of the window's end, every lead must move within its bound by direction, every proved top-1 token must win, and every
+  distribution must be within the total variation by direction (float64).
 
-The results so far are kept in FILE; run again, it goes on from there.
+FILE keeps the results so far; another run continues from there.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ KINDS = {"random": ("tab:blue", 0.95), "adversarial": ("tab:red", 1.0), "state":
 
 
 def violations(found: dict[str, object]) -> int:
-    """Of all bounds of one model."""
+    """Returns the number of violations of all bounds of one model."""
     of_windows: dict[str, int] = found["request"]  # type: ignore[assignment]
     served = int(str(found.get("served_above", 0)))
     return int(str(found["violations"])) + served + sum(of_windows[key] for key in OF_WINDOWS)
 
 
 def report(console: Console, results: list[dict[str, object]]) -> None:
-    """The figures, as tables."""
+    """Prints the figures as tables."""
     table = Table(title="Models and histories")
     for heading in (
         "cell",
@@ -96,7 +96,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def report_served(console: Console, results: list[dict[str, object]]) -> None:
-    """The served term for rounding against float32 runs of the exported step graph."""
+    """Prints the served rounding term against float32 runs of the exported step graph."""
     table = Table(title="Served rounding, float32 graphs, thousands of steps; observed / served: median (max)")
     for heading in ("cell", "carried along", "models", "pairs", "above", "of one run", "of two runs"):
         table.add_column(heading, justify="right")
@@ -115,7 +115,7 @@ def report_served(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def report_windows(console: Console, results: list[dict[str, object]]) -> None:
-    """Windows by themselves."""
+    """Prints the figures of windows."""
     table = Table(title="Windows, float64; observed / bound of contractive models: median (max)")
     headings = (
         "windows",
@@ -145,7 +145,7 @@ def report_windows(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[list[float]]]:
-    """Observed over bound by cell and kind of history, then by k: one number a model."""
+    """Returns observed / bound by cell and kind of history, then by k: one number per model."""
     shares: dict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[] for _ in SHOWN])
     for cell in CELLS:
         for kind in KINDS:
@@ -159,7 +159,7 @@ def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[li
 
 
 def draw(results: list[dict[str, object]], file: Path) -> None:
-    """Median, and the tenth to the ninetieth percentile, of observed / bound by k."""
+    """Plots the median, and the tenth to the ninetieth percentile, of observed / bound by k."""
     figure, axes = pyplot.subplots(2, 3, figsize=(10, 5.6), sharex=True, sharey=True, layout="constrained")
     shares = tightness(results)
     for axis, cell in zip(axes.flat, CELLS, strict=True):
@@ -184,7 +184,7 @@ def draw(results: list[dict[str, object]], file: Path) -> None:
 
 
 def main() -> None:
-    """Goes on from what the output file holds."""
+    """Continues from the results in the output file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--models", type=int, default=5400)
     parser.add_argument("--workers", type=int, default=1)

@@ -1,8 +1,8 @@
 """Pairs of runs that read the same last tokens, one with a past and one from the zero state, and their distance.
 
-Random pasts, and ones that are made to be bad: pasts that drive the state to its edges by one token over and over, and
-then the last tokens chosen one by one so that the two runs stay as far apart as they can (greedy over the vocabulary);
-and a climb by single tokens, on the distance at the end.
+Pasts are random or adversarial: pasts that drive the state to its edges by one repeated token, followed by tokens
+chosen one by one to keep the two runs as far apart as possible (greedy over the vocabulary); and a climb by single
+tokens on the distance at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Curve = NDArray[np.float64]
 
 
 def distances(reference: Reference, past: Tokens, last: Tokens) -> Curve:
-    """past: (N, P), last: (N, K) -> the 2-norm distance of `hidden` after each of the last tokens, (N, K)."""
+    """Returns the 2-norm distance of `hidden` after each of the last tokens, (N, K). past: (N, P), last: (N, K)."""
     full = reference.zero_state(len(past))
     for column in past.T:
         _, full = reference.advance(column, full)
@@ -25,7 +25,7 @@ def distances(reference: Reference, past: Tokens, last: Tokens) -> Curve:
 
 
 def distances_from(reference: Reference, full: State, last: Tokens) -> Curve:
-    """full: states after some past, (N, ...), or any others; last: (N, K) -> the same."""
+    """Like `distances`, from any states `full`, (N, ...). last: (N, K)."""
     count = len(last)
     cut = reference.zero_state(count)
     curve = []
@@ -38,8 +38,7 @@ def distances_from(reference: Reference, full: State, last: Tokens) -> Curve:
 
 
 def after(reference: Reference, state: State, past: Tokens | None, window: Tokens) -> Curve:
-    """`hidden` where runs from `state` (N, ...) end that read a past of their own (N, P), if any, and then all of them
-    the window (K): (N, H)."""
+    """Returns `hidden`, (N, H), of runs from `state` (N, ...) after their pasts (N, P), if any, and the window (K)."""
     for column in () if past is None else past.T:
         _, state = reference.advance(column, state)
     for token in window:
@@ -48,7 +47,7 @@ def after(reference: Reference, state: State, past: Tokens | None, window: Token
 
 
 def random_histories(generator: np.random.Generator, vocabulary: int, count: int, past: int, last: int) -> Tokens:
-    """(count, past + last); one half repeats a few tokens only, so that states go far."""
+    """Returns (count, past + last) tokens; one half repeats only a few tokens, which drives states far."""
     tokens = generator.integers(vocabulary, size=(count, past + last), dtype=np.int64)
     few = generator.integers(vocabulary, size=(count // 2, 2), dtype=np.int64)
     tokens[: count // 2] = np.take_along_axis(few, generator.integers(2, size=(count // 2, past + last)), axis=1)
@@ -56,7 +55,7 @@ def random_histories(generator: np.random.Generator, vocabulary: int, count: int
 
 
 def greedy_histories(reference: Reference, vocabulary: int, past: int, last: int) -> Tokens:
-    """(V, past + last): every token over and over, then at each step the token that leaves the states most apart."""
+    """Returns (V, past + last): each token repeated, then at each step the token that keeps states furthest apart."""
     pasts = np.repeat(np.arange(vocabulary, dtype=np.int64)[:, None], past, axis=1)
     full, cut = reference.zero_state(vocabulary), reference.zero_state(vocabulary)
     for column in pasts.T:
@@ -79,7 +78,7 @@ def greedy_histories(reference: Reference, vocabulary: int, past: int, last: int
 def climbed_histories(
     reference: Reference, generator: np.random.Generator, start: Tokens, past: int, rounds: int
 ) -> Tokens:
-    """From `start` (N, past + last), changes of a few tokens at a time that move the ends further apart."""
+    """Changes a few tokens of `start` (N, past + last) at a time to move the ends further apart."""
     tokens, best = start, distances(reference, start[:, :past], start[:, past:])[:, -1]
     for _ in range(rounds):
         changed = generator.random(tokens.shape) < 2 / tokens.shape[1]

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from research.proof_results import MedianAndLargest, ModelFigures, Results
 
 LEAST = 1e-13
-"""What is less is float64's rounding."""
+"""Smaller values are float64's rounding."""
 
 HELD = 64
 KINDS = (
@@ -27,7 +27,7 @@ KINDS = (
 
 
 def plot(results: Results, path: Path) -> None:
-    """Above, bundle by bundle, distance and bounds by k; below, what is proved, and what it costs."""
+    """Plots, above, each bundle's distance and bounds by k; below, the proved shares and their cost."""
     models = {name: model for name, model in sorted(results.models.items()) if model.windows}
     count = max(len(models), 1)
     figure = plt.figure(figsize=(max(10.5, 2.9 * count), 8.2), layout="constrained")
@@ -58,7 +58,7 @@ def plot(results: Results, path: Path) -> None:
 
 
 def _legend(figure: SubFigure, lines: tuple[tuple[str, str, str, str], ...]) -> None:
-    """Below everything; lines: what each is, its mark, its dashes, its colour."""
+    """Adds a legend at the bottom; lines: label, marker, dashes and colour of each."""
     handles = [
         Line2D([], [], color=colour, marker=mark, linestyle=dashes, markersize=4, label=what)
         for what, mark, dashes, colour in lines
@@ -79,7 +79,7 @@ def _distances(axes: Axes, name: str, model: ModelFigures, colour: str) -> None:
 
 
 def _band(axes: Axes, windows: list[int], spreads: list[MedianAndLargest], colour: str, style: str) -> None:
-    """The median, and a shade from there to the largest."""
+    """Plots the median, shaded to the largest value."""
     known = [
         (k, max(s.median, LEAST), max(s.largest if s.largest is not None else s.median, LEAST))
         for k, s in zip(windows, spreads, strict=True)
@@ -107,7 +107,7 @@ def _shares(axes: Axes, models: dict[str, ModelFigures]) -> None:
 
 
 def _frontier(axes: Axes, models: dict[str, ModelFigures]) -> None:
-    """Every bundle, at every k: what its windows lose in perplexity beside what they prove."""
+    """Plots, for every bundle and k, the windows' perplexity against the proved share."""
     for index, model in enumerate(models.values()):
         points = [
             (model.window_perplexity[k], 100 * window.proved.direction, k)

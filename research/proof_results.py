@@ -1,4 +1,4 @@
-"""What `research.proofs` finds, as it is kept in its JSON."""
+"""The results of `research.proofs`, as stored in its JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Values = NDArray[np.float64]
 
 
 class MedianAndLargest(Frozen):
-    """Median and largest of a number over positions; null where it is infinite."""
+    """Median and largest of a number over positions; null if infinite."""
 
     median: float | None
     largest: float | None
 
     @classmethod
     def of(cls, values: Values) -> MedianAndLargest:
-        """values: (N)."""
+        """Summarises values: (N)."""
         found = [float(np.median(values)), float(values.max())]
         median, largest = (value if np.isfinite(value) else None for value in found)
         return cls(median=median, largest=largest)
@@ -31,9 +31,8 @@ class MedianAndLargest(Frozen):
 class Proved(Frozen):
     """Shares of positions whose most probable token is proved to be the never-interrupted run's.
 
-    curve, request: the service's own margin test, with the certificate's e_k, and with the smaller of that and the
-    request's radius; the rounding of two float32 runs added to either. direction: `models/certificate/top1.py`, in
-    exact arithmetic.
+    curve, request: the service's margin test, with the certificate's e_k, and with the smaller of e_k and the request's
+    radius, each plus the rounding of two float32 runs. direction: `models/certificate/top1.py`, in exact arithmetic.
     """
 
     curve: float
@@ -46,9 +45,9 @@ class WindowFigures(Frozen):
 
     observed, observed_variation: window against never-interrupted run, both in float64. worst_case: e_k;
     worst_case_variation: epsilon(k), with the rounding of two runs; request, request_variation: the same for the
-    window's own tokens, the latter from the smaller of radius and e_k. direction_variation: by direction, as
-    `Proved.direction`; None where figures are older than that. over_worst_case, over_request: observed distance by
-    bound, position by position. violations: positions at which any bound was passed or a proof was wrong.
+    window's tokens, the latter from the smaller of radius and e_k. direction_variation: by direction, like
+    `Proved.direction`; None in older figures. over_worst_case, over_request: observed distance divided by the bound,
+    position by position. violations: positions at which a bound was violated or a proof was wrong.
     """
 
     positions: int
@@ -87,7 +86,7 @@ class ModelFigures(Frozen):
     windows: dict[int, WindowFigures] = Field(default_factory=dict)
 
     def with_windows_of(self, before: ModelFigures | None) -> ModelFigures:
-        """With what was measured before, if it was of the same weights, certificate and text."""
+        """Adds earlier measurements if they are of the same weights, certificate and text."""
         same = before is not None and before.model_copy(update={"windows": {}}) == self.model_copy(
             update={"perplexity": before.perplexity, "window_perplexity": before.window_perplexity}
         )
@@ -95,7 +94,7 @@ class ModelFigures(Frozen):
 
 
 class Results(Frozen):
-    """Every bundle that was measured, by name."""
+    """The measured bundles by name."""
 
     split: str
     models: dict[str, ModelFigures] = Field(default_factory=dict)
@@ -105,7 +104,7 @@ class Results(Frozen):
         return cls.model_validate_json(path.read_bytes())
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Writes atomically."""
         write_json(path, self)
 
     def having(self, name: str, model: ModelFigures) -> Results:

@@ -1,4 +1,4 @@
-"""The tables of `research.proofs`, and where they stand on the page."""
+"""The tables of `research.proofs`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SHOWN = 64
 
 
 def tables(results: Results) -> dict[str, list[str]]:
-    """All of them, by the names that they have on the page."""
+    """Returns all tables by the names of their markers on the page."""
     return {"models": models_table(results), "distances": distances_table(results), "answers": answers_table(results)}
 
 
 def models_table(results: Results) -> list[str]:
-    """One line a bundle: its certificate, what it costs in perplexity, and what is proved at the usual window."""
+    """Returns one line per bundle: certificate, cost in perplexity, and proved shares at the usual window."""
     names = (
         "bundle",
         "contraction by layer: factor, rule, norm",
@@ -45,7 +45,7 @@ def models_table(results: Results) -> list[str]:
 
 
 def distances_table(results: Results) -> list[str]:
-    """The state: observed distance and its two bounds, by bundle and k."""
+    """Returns the state's observed distance and its two bounds, by bundle and k."""
     names = (
         "bundle",
         "k",
@@ -74,7 +74,7 @@ def distances_table(results: Results) -> list[str]:
 
 
 def answers_table(results: Results) -> list[str]:
-    """The answer: total variation and its two bounds, and the first token, by bundle and k."""
+    """Returns the prediction's total variation and its bounds, and the proved top-1 tokens, by bundle and k."""
     names = (
         "bundle",
         "k",
@@ -125,12 +125,12 @@ def _k(model: ModelFigures) -> str:
 
 
 def _spread(spread: MedianAndLargest) -> str:
-    """Median (largest)."""
+    """Formats as median (largest)."""
     return f"{_number(spread.median)} ({_number(spread.largest)})"
 
 
 def _number(value: float | None) -> str:
-    """Two digits; a total variation bound that rounds to 1 and is below it shows that it is."""
+    """Formats two digits; a value below 1 that rounds to 1 stays below 1."""
     if value is None:
         return "none"
     if value == 0:
@@ -141,7 +141,7 @@ def _number(value: float | None) -> str:
 
 
 def _share(share: float) -> str:
-    """Rounded down: what is not quite all does not read as all."""
+    """Formats a share, rounded down so that nearly all does not read as all."""
     if share in (0, 1):
         return f"{share:.0%}".replace("%", " %")
     return f"{max(int(share * 1000), 1 if share > 0 else 0) / 10:.1f} %"

@@ -1,17 +1,18 @@
-"""What the certificates of the bundles promise, beside what is observed over a text, and how many answers they prove.
+"""Compares the bundles' certificates with observations over a text, and counts the predictions that they prove.
 
     OMP_NUM_THREADS=1 python -m research.proofs --data FOLDER [--only NAME ...] [--positions N] [--fewer N]
     python -m research.proofs --render
 
-FOLDER holds WikiText-2's word-level files. At positions spread evenly over a split, for windows of several k: the state
-(the output layer's input) and the answer of the window, in float64, against the run that has never been interrupted
-since the split's first token; the certificate's curve; the bound of each request; which first tokens are proved.
-Bounds of LSTM and GRU windows, of several layers, and behind a front are slow: for windows other than of 64 tokens they
-are measured at `--fewer` positions.
+FOLDER holds WikiText-2's word-level files. At positions spread evenly over a split, for windows of several k, it
+compares the window's state (the output layer's input) and prediction, in float64, with the run that was never
+interrupted since the split's first token, with the certificate's curve and with the bound of each request, and counts
+the proved top-1 tokens.
+Bounds of LSTM and GRU windows, of several layers, and after a front are slow: except for windows of 64 tokens they are
+measured at `--fewer` positions.
 
-Every k of every bundle is kept in the JSON when it is done: a run that was killed goes on, and what is done is not
-done again. From the JSON come the figure and, between their markers, the tables of the page; `--render` makes only
-these. What was measured of weights or under a certificate that are no longer there is dropped.
+The JSON stores every k of every bundle as soon as it is done, so that a killed run resumes without repeating it. The
+figure and the page's tables are made from the JSON; `--render` makes only these. Measurements of outdated weights or
+certificates are dropped.
 
 Small matrices gain nothing from threads: run it with OMP_NUM_THREADS=1.
 """
@@ -44,7 +45,7 @@ SLOW = ("lstm", "gru")
 
 
 def described(manifest: Manifest, tokens: int) -> ModelFigures:
-    """What the manifest says, before anything is measured."""
+    """Returns the figures of the manifest, without measurements."""
     certificate, quality, last = manifest.certificate, manifest.quality, manifest.max_window
     shown = sorted({*np.geomspace(1, last, 60).astype(int).tolist(), *(k for k in WINDOWS if k <= last)})
     return ModelFigures(
@@ -63,7 +64,7 @@ def described(manifest: Manifest, tokens: int) -> ModelFigures:
 
 
 def read_stream(bundle: Bundle, folder: Path, split: str) -> Tokens:
-    """A split as training reads it: `<eos>` before every line and after the last, (tokens)."""
+    """Reads a split like training: `<eos>` before every line and after the last, (tokens)."""
     vocabulary = bundle.vocabulary
     flat = [vocabulary.eos_id]
     for sequence in vocabulary.encode_lines(read_wikitext_2(folder)[0][split]):
@@ -74,7 +75,7 @@ def read_stream(bundle: Bundle, folder: Path, split: str) -> Tokens:
 def measure(
     bundle: Bundle, stream: Tokens, split: str, positions: int, fewer: int, path: Path, progress: Progress
 ) -> None:
-    """All of one bundle, into the JSON at `path`; what that already has of this bundle is not measured again."""
+    """Measures one bundle into the JSON at `path`, except what the JSON already has."""
     name, results = bundle.manifest.name, read(path, split)
     figures = described(bundle.manifest, len(stream)).with_windows_of(results.models.get(name))
     positions = min(positions, len(stream) - LONGEST)
@@ -101,12 +102,12 @@ def measure(
 
 
 def read(path: Path, split: str) -> Results:
-    """What is in the JSON by now: other bundles may be measured by other processes."""
+    """Reads the current JSON, because other processes may measure other bundles."""
     return Results.read(path) if path.exists() else Results(split=split)
 
 
 def current(results: Results, bundles: Path) -> Results:
-    """Only what was measured of the weights that are there now, under what their manifests say now."""
+    """Returns only the results of the current weights and manifests."""
     models = {}
     for name, before in sorted(results.models.items()):
         if (bundles / name).is_dir():
@@ -119,11 +120,11 @@ def current(results: Results, bundles: Path) -> Results:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundles", type=Path, default=Path("models/bundles"))
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the bundles, measure these now")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these bundles")
     parser.add_argument("--data", type=Path, metavar="FOLDER")
     parser.add_argument("--split", choices=("valid", "test"), default="valid")
     parser.add_argument("--positions", type=int, default=5000)
-    parser.add_argument("--fewer", type=int, default=1000, help="positions of slow models, but at k = 64")
+    parser.add_argument("--fewer", type=int, default=1000, help="positions of slow models, except at k = 64")
     parser.add_argument("--json", type=Path, default=Path("research/figures/proofs.json"))
     parser.add_argument("--figure", type=Path, default=Path("research/figures/proofs.png"))
     parser.add_argument("--page", type=Path, default=Path("research/stability.md"))

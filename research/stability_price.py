@@ -1,16 +1,16 @@
-"""The price of stability: perplexity against lambda, and how far training with a cut-off past leads away.
+"""The price of stability: perplexity against lambda, and the weight distance of training with a truncated past.
 
     python -m research.stability_price --data DIR --runs DIR [--tokenizer FILE] [--json FILE] [--figures DIR]
 
-Trains one run folder after the other, all with the same data, batches and number of steps:
+Trains one run folder after another, all with the same data, batches and number of steps:
 
 - price: a Gated network and a tanh-RNN under every lambda from 0.7 to none; three seeds at both ends, one between.
 - distance: the RNN at 0.9 and unconstrained, trained recurrently and truncated (every chunk from the zero state) from
-  the same initial weights; by AdamW, and by projected gradient descent with steps alpha / t, which is where Miller and
-  Hardt ("Stable recurrent models", 2019, proposition 2) promise that the weights stay close if the model is stable.
-  The truncated model is the project's: it sees as much of a chunk as it has read, from one token to all of them.
+  the same initial weights; by AdamW, and by projected gradient descent with steps alpha / t, for which Miller and
+  Hardt ("Stable recurrent models", 2019, proposition 2) prove that the weights stay close if the model is stable.
+  The truncated model is the project's: it sees the part of a chunk that it has read, from one token to all of them.
 
-A run that is done is not trained again, one that was stopped goes on; `--report` trains nothing. Perplexities are of
+A finished run is not trained again, an interrupted one resumes; `--report` trains nothing. Perplexities are of
 the validation split, recurrent, with the best weights of the run. k(1e-3) is the certificate's: the smallest window
 from which on no answer is off by more than that in total variation, in exact arithmetic; none where K is too short.
 """
@@ -44,7 +44,7 @@ EXTREMES = (0.7, None)
 SEEDS = (1, 2, 3)
 DISTANCE_CAPS = (0.9, None)
 KEPT = 20
-"""Weights are compared at this many steps, evenly apart."""
+"""Number of evenly spaced steps at which weights are compared."""
 
 EPSILON = 1e-3
 THEORY = {
@@ -55,11 +55,11 @@ THEORY = {
     "weight_decay": 0.0,
     "clip_norm": 1e6,
 }
-"""The theory's descent: the step alpha / t, nothing else. (The gradient is never clipped at 1e6.)"""
+"""The theory's descent with the step alpha / t. (A clip norm of 1e6 never clips the gradient.)"""
 
 
 def variant(base: Experiment, name: str, cap: float | None, seed: int, **training: object) -> Experiment:
-    """The base experiment under another cap, seed and training."""
+    """Returns the base experiment with another cap, seed and training."""
     return Experiment.model_validate(
         base.model_dump()
         | {"name": f"{name}-{cap or 'none'}-seed{seed}"}
@@ -69,18 +69,18 @@ def variant(base: Experiment, name: str, cap: float | None, seed: int, **trainin
 
 
 def price_run(bases: dict[str, Experiment], family: str, cap: float | None, seed: int) -> Experiment:
-    """One point of the price; where the distances start from it, its weights are kept along the way."""
+    """Returns the run of one point of the price; keeps its weights if it is also a run of the distances."""
     kept = keep_every(bases) if (family, seed) == ("rnn", SEEDS[0]) and cap in DISTANCE_CAPS else 0
     return variant(bases[family], family, cap, seed, keep_every=kept)
 
 
 def keep_every(bases: dict[str, Experiment]) -> int:
-    """Steps between the weights that are compared."""
+    """Returns the number of steps between compared weights."""
     return max(1, bases["rnn"].training.steps // KEPT)
 
 
 def distance_runs(bases: dict[str, Experiment], cap: float | None) -> dict[str, tuple[Experiment, Experiment]]:
-    """By optimiser: the recurrent run and its truncated twin."""
+    """Returns, by optimiser, the recurrent run and its truncated twin."""
     base, seed = bases["rnn"], SEEDS[0]
     keys = {"keep_every": keep_every(bases)}
     cut = keys | {"regime": "truncated"}
@@ -94,7 +94,7 @@ def distance_runs(bases: dict[str, Experiment], cap: float | None) -> dict[str, 
 
 
 def plan(bases: dict[str, Experiment]) -> list[Experiment]:
-    """Every run, in order: one seed of each price, the distances, the other seeds."""
+    """Returns every run, in order: one seed of each price, the distances, the other seeds."""
     runs = [price_run(bases, family, cap, SEEDS[0]) for cap in CAPS for family in bases]
     runs += [run for cap in DISTANCE_CAPS for pair in distance_runs(bases, cap).values() for run in pair]
     runs += [price_run(bases, family, cap, seed) for seed in SEEDS[1:] for cap in EXTREMES for family in bases]
@@ -102,7 +102,7 @@ def plan(bases: dict[str, Experiment]) -> list[Experiment]:
 
 
 def is_done(folder: RunFolder, experiment: Experiment) -> bool:
-    """Whether the folder holds this very experiment, trained to its end. A different one is left to the trainer."""
+    """Whether the folder holds this experiment, trained to its end. The trainer handles a different one."""
     if not folder.begun:
         return False
     found = folder.experiment()
@@ -111,7 +111,7 @@ def is_done(folder: RunFolder, experiment: Experiment) -> bool:
 
 
 def measure_price(family: str, cap: float | None, run: Experiment, folder: RunFolder, longest: int) -> dict[str, Any]:
-    """One point: perplexity and certificate of the run's best weights."""
+    """Measures one point: perplexity and certificate of the run's best weights."""
     best, checkpoint = folder.load("best.pt"), folder.load("checkpoint.pt")
     weights = {name: tensor.numpy() for name, tensor in best["weights"].items()}
     architecture = run.model.architecture(len(weights["embedding.weight"]))
@@ -139,7 +139,7 @@ def measure_price(family: str, cap: float | None, run: Experiment, folder: RunFo
 
 
 def measure_distance(recurrent: RunFolder, truncated: RunFolder, steps: range) -> dict[str, list[float]]:
-    """Euclidean distances over all weights together, at each of `steps`; both runs started from the same weights."""
+    """Returns Euclidean distances over all weights at each of `steps`; both runs started from the same weights."""
     start = recurrent.load(kept_name(0))["weights"]
     found: dict[str, list[float]] = {"steps": list(steps), "between": [], "recurrent_moved": [], "truncated_moved": []}
     for step in steps:
@@ -151,12 +151,12 @@ def measure_distance(recurrent: RunFolder, truncated: RunFolder, steps: range) -
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Of two sets of weights, all tensors together."""
+    """Returns the Euclidean distance of two sets of weights over all tensors."""
     return math.sqrt(sum(float(((one[name].double() - other[name].double()) ** 2).sum()) for name in one))
 
 
 def measure(bases: dict[str, Experiment], runs: Path, longest: int, console: Console) -> dict[str, Any]:
-    """What the runs that are done have shown."""
+    """Measures the finished runs."""
 
     def folder(run: Experiment) -> RunFolder:
         return RunFolder(runs / run.name)
@@ -190,7 +190,7 @@ def measure(bases: dict[str, Experiment], runs: Path, longest: int, console: Con
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
-    """The results, for people."""
+    """Yields the results as tables."""
     table = Table(title="The price of stability (validation, recurrent)")
     for heading in ("model", "lambda", "seed", "perplexity a token", f"k({EPSILON:g})"):
         table.add_column(heading, justify="right")
@@ -210,7 +210,7 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains what is missing, then measures and draws; the exit status: 0, 2 where the input was at fault."""
+    """Trains the missing runs, then measures and plots. Returns the exit status: 0, or 2 for invalid input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="file or folder with the data")
     parser.add_argument("--runs", type=Path, required=True, help="folder of run folders")
@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gated", type=Path, default=EXPERIMENTS / "price-gated.toml", help="the Gated experiment")
     parser.add_argument("--rnn", type=Path, default=EXPERIMENTS / "price-rnn.toml", help="the RNN experiment")
     parser.add_argument("--longest-window", type=int, default=1024, help="K (default: %(default)s)")
-    parser.add_argument("--report", action="store_true", help="train nothing: report the runs that are done")
+    parser.add_argument("--report", action="store_true", help="train nothing; report the finished runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figures", type=Path, help="folder for stability_price.png and weight_distance.png")
     options = parser.parse_args(arguments)

@@ -18,7 +18,7 @@ OPTIMIZERS = {"adamw": "AdamW", "sgd": "projected gradient descent, steps alpha 
 
 
 def plot_prices(results: dict[str, Any], path: Path) -> None:
-    """Perplexity against lambda, every seed a mark; below it the certified k, on the same axis."""
+    """Plots perplexity against lambda, a mark per seed, and below it the certified k on the same axis."""
     prices = results["prices"]
     caps = sorted({point["lambda"] for point in prices}, key=lambda cap: cap or 1)
     place = {cap: index for index, cap in enumerate(caps)}
@@ -62,7 +62,7 @@ def plot_prices(results: dict[str, Any], path: Path) -> None:
 
 
 def plot_distances(results: dict[str, Any], path: Path) -> None:
-    """How far recurrent and truncated training come apart (solid), beside how far each moved (dashed, dotted)."""
+    """Plots the distance of recurrent and truncated training (solid) and how far each moved (dashed, dotted)."""
     figure, parts = plt.subplots(1, len(OPTIMIZERS), figsize=(10.5, 4.8), layout="constrained")
     for axes, (optimizer, title) in zip(parts, OPTIMIZERS.items(), strict=True):
         for index, found in enumerate(f for f in results["distances"] if f["optimizer"] == optimizer):

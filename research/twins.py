@@ -1,10 +1,10 @@
-"""The recurrent-trained model beside its truncated-trained twin: perplexity, agreement, latency, weights.
+"""Compares the recurrent-trained model with its truncated-trained twin: perplexity, agreement, latency, weights.
 
     python -m research.twins --data FOLDER [--json FILE]
 
-FOLDER holds WikiText-2's word-level files. Perplexities are the manifests'. Everything else is measured here, in one
-run, in turns: agreement over consecutive positions of the test split, latency at batch 1 in rounds, and how far the
-two sets of weights are apart, beside how far each moved from the weights that both started from.
+FOLDER holds WikiText-2's word-level files. Perplexities are the manifests'. Everything else is measured in one
+run, in turns: agreement over consecutive positions of the test split, latency at batch 1 in rounds, and the distances
+of the two sets of weights from each other and from their common initial weights.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Answers = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 def zero_state(bundle: Bundle) -> dict[str, NDArray[np.float32]]:
-    """One session's state before any token."""
+    """Returns one session's state before any token."""
     return {tensor.name: np.zeros((1, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
 
 
 def recurrent_answers(bundle: Bundle, runner: OnnxRunner, stream: NDArray[np.int64]) -> Answers:
-    """Logits (N, V) and hidden (N, H) after every token of `stream`, one uninterrupted state."""
+    """Returns logits (N, V) and hidden (N, H) after every token of `stream`, without resetting the state."""
     state, logits, hidden = zero_state(bundle), [], []
     for token in track(stream, f"{bundle.manifest.name}, recurrent", transient=True):
         found = runner.run("step", {"tokens": np.array([token]), **state})
@@ -52,7 +52,7 @@ def recurrent_answers(bundle: Bundle, runner: OnnxRunner, stream: NDArray[np.int
 
 
 def window_answers(runner: OnnxRunner, stream: NDArray[np.int64], k: int) -> Answers:
-    """Logits and hidden from exactly the last k tokens, at every position with k tokens up to it."""
+    """Returns logits and hidden from exactly the last k tokens, at every position with at least k tokens."""
     rows = np.lib.stride_tricks.sliding_window_view(stream, k)
     logits, hidden = [], []
     for start in track(range(0, len(rows), 64), f"windows of {k}", transient=True):
@@ -64,7 +64,7 @@ def window_answers(runner: OnnxRunner, stream: NDArray[np.int64], k: int) -> Ans
 
 
 def agreement(one: Answers, other: Answers) -> dict[str, float]:
-    """How far two series of answers to the same questions are apart."""
+    """Compares two series of predictions at the same positions."""
     statistics = AgreementStatistics()
     for p, q, h, g in zip(one[0], other[0], one[1], other[1], strict=True):
         statistics.add(compare(p, q, h, g, None, proved=False))
@@ -79,7 +79,7 @@ def agreement(one: Answers, other: Answers) -> dict[str, float]:
 def latencies(
     runners: dict[str, OnnxRunner], bundles: dict[str, Bundle], k: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Quartiles of the rounds' medians, microseconds, of one step and of one window of k, at batch 1."""
+    """Returns quartiles of the rounds' medians, in microseconds, of one step and of one window of k, at batch 1."""
     token, rows = np.array([5]), np.full((1, k), 5)
     found: dict[str, dict[str, list[float]]] = {name: {"step": [], "window": []} for name in runners}
     for _ in track(range(ROUNDS), "latency", transient=True):
@@ -97,12 +97,12 @@ def latencies(
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
-    """By name."""
+    """Returns the quartiles by name."""
     return dict(zip(("p25", "median", "p75"), np.percentile(values, (25, 50, 75)).tolist(), strict=True))
 
 
 def weight_distance(bundles: dict[str, Bundle]) -> dict[str, float]:
-    """Euclidean distances over all weights together: between the twins, and of each from their common start."""
+    """Returns Euclidean distances over all weights: between the twins, and of each from their common start."""
     first, second = (bundles[name].weights() for name in TWINS)
     manifest = bundles[TWINS[0]].manifest
     torch.manual_seed(manifest.provenance.seed)

@@ -23,29 +23,29 @@ from wane.training.group import ALONE, Group
 from wane.training.run import evaluate_run, export_run, train
 from wane.training.run_folder import RunFolder
 
-REPLACE = "replace a bundle of the same name and of the same or a higher version, which is refused otherwise"
+REPLACE = "replace a bundle of the same name even if its version is the same or higher"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of each command. What a command does is said in `wane/cli.py`."""
+    """Returns the parser of each command's arguments. `wane/cli.py` describes the commands."""
     parser = argparse.ArgumentParser(prog="wane")
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("train")
     command.add_argument("experiment", type=Path, help="experiment file (TOML)")
-    command.add_argument("--data", type=Path, help="file or folder with the data; overrides data.path")
+    command.add_argument("--data", type=Path, help="file or folder of training data; overrides data.path")
     command.add_argument("--run", type=Path, help="run folder (default: runs/NAME)")
-    command.add_argument("--tokenizer", type=Path, help="use this tokenizer.json and make none")
+    command.add_argument("--tokenizer", type=Path, help="existing tokenizer.json (default: train one)")
 
     command = commands.add_parser("evaluate")
     command.add_argument("run", type=Path, help="run folder")
     command.add_argument("--data", type=Path, help="overrides data.path")
     command.add_argument(
-        "--positions", type=_positive, default=POSITIONS, help="window positions a split (default: %(default)s)"
+        "--positions", type=_positive, default=POSITIONS, help="window positions per split (default: %(default)s)"
     )
 
     command = commands.add_parser("export")
-    command.add_argument("run", type=Path, help="run folder; evaluated first where that has not been done")
+    command.add_argument("run", type=Path, help="run folder; evaluated first if it has no evaluation")
     command.add_argument("--bundles", type=Path, required=True, help="folder of bundles; the bundle is BUNDLES/NAME")
     command.add_argument("--data", type=Path, help="overrides data.path")
     command.add_argument(
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--precision",
         choices=get_args(Precision),
         default="float32",
-        help="what the graphs multiply in; in int8 the bundle is NAME-int8 and is not certified (default: %(default)s)",
+        help="number format of the matrix products; int8 writes NAME-int8, uncertified (default: %(default)s)",
     )
     command.add_argument("--replace", action="store_true", help=REPLACE)
     _add_audit(commands)
@@ -69,55 +69,67 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "(torch.save or safetensors), or the folder of a bundle or a run.",
     )
     command.add_argument("file", type=Path, help="checkpoint, bundle or run folder")
-    command.add_argument("--data", type=Path, help="file or folder of text, or of events (.jsonl: a list a line)")
+    command.add_argument("--data", type=Path, help="file or folder of text, or of events (.jsonl: one list per line)")
     command.add_argument("--tokenizer", type=Path, help="tokenizer.json: byte-level BPE, or WordLevel")
     command.add_argument(
         "--vocabulary",
         type=Path,
-        help="names in the order of their ids: JSON, or one a line; words, characters, events",
+        help="token names in id order (words, characters or events): JSON, or one per line",
     )
-    command.add_argument("--eos", metavar="TOKEN", help="the token that begins a sequence and stands for a line break")
+    command.add_argument("--eos", metavar="TOKEN", help="token that begins a sequence and encodes a line break")
     command.add_argument(
-        "--tolerance", type=_share, default=TOLERANCE, help="total variation to recommend k for (default: %(default)s)"
+        "--tolerance",
+        type=_share,
+        default=TOLERANCE,
+        help="largest total variation of the recommended k (default: %(default)s)",
     )
     command.add_argument(
-        "--positions", type=_positive, default=AUDITED, help="positions compared (default: %(default)s)"
+        "--positions", type=_positive, default=AUDITED, help="number of positions compared (default: %(default)s)"
     )
     command.add_argument(
-        "--tokens", type=_positive, default=TOKENS, help="at most so many tokens of the data (default: %(default)s)"
+        "--tokens", type=_positive, default=TOKENS, help="largest number of tokens read (default: %(default)s)"
     )
     command.add_argument(
         "--max-window", type=_window, default=MAX_WINDOW, help="largest k evaluated and served (default: %(default)s)"
     )
-    command.add_argument("--threads", type=_positive, help="of torch; 1 where the machine is busy (default: torch's)")
-    command.add_argument("--report", type=Path, metavar="DIR", help="folder of the report (default: audits/NAME)")
-    command.add_argument("--export", type=Path, metavar="BUNDLES", help="write the bundle BUNDLES/NAME")
+    command.add_argument("--threads", type=_positive, help="torch threads; use 1 on a busy machine (default: torch's)")
+    command.add_argument("--report", type=Path, metavar="DIR", help="report folder (default: audits/NAME)")
+    command.add_argument("--export", type=Path, metavar="BUNDLES", help="also write the bundle BUNDLES/NAME")
     command.add_argument("--replace", action="store_true", help=REPLACE)
-    command.add_argument("--name", type=_name, help="name of report and bundle (default: the file's)")
-    command.add_argument("--version", type=_version, default="1", help="version of the bundle (default: %(default)s)")
-    command.add_argument("--attribution", help="whose the weights and their data are; kept in the bundle")
-    unusual = command.add_argument_group("where the file is unusual")
-    unusual.add_argument("--state-dict", metavar="KEY", help="where in the file the tensors are, as in model.best")
+    command.add_argument("--name", type=_name, help="name of the report and the bundle (default: the file's)")
+    command.add_argument(
+        "--version", type=_version, default="1", help="version number of the bundle (default: %(default)s)"
+    )
+    command.add_argument("--attribution", help="owner of the weights and their data, recorded in the bundle")
+    unusual = command.add_argument_group("options for unusual files")
+    unusual.add_argument(
+        "--state-dict", metavar="KEY", help="dotted key of the tensors in the file, such as model.best"
+    )
     unusual.add_argument(
         "--map",
         dest="mapping",
         action="append",
         default=[],
         metavar="NAME=THEIRS",
-        help="embedding, head or head.bias and their tensor; layers.0 and their module; layers.0.weight_ih and so on",
+        help="Wane's name (embedding, head, head.bias, layers.0, layers.0.weight_ih, ...) and the file's",
     )
     unusual.add_argument(
-        "--ignore", action="append", default=[], metavar="PATTERN", help="tensors that are no part of the model"
+        "--ignore", action="append", default=[], metavar="PATTERN", help="tensors that do not belong to the model"
     )
-    unusual.add_argument("--nonlinearity", choices=("tanh", "relu"), help="of an RNN; no file says it (default: tanh)")
+    unusual.add_argument(
+        "--nonlinearity",
+        choices=("tanh", "relu"),
+        help="nonlinearity of an RNN, which files do not record (default: tanh)",
+    )
 
 
-FAILURES = ()  # `main` reports its own
+FAILURES = ()  # `main` reports its own errors
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one command; the exit status: 0, 1 where another process of the group was lost, 2 where the input was at
-    fault, 130 where it was interrupted.
+    """Runs one command and returns the exit status.
+
+    0: success. 1: another process of the group was lost. 2: invalid input. 130: interrupted.
     """
     options = build_parser().parse_args(arguments)
     console, group = Console(), ALONE
@@ -131,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
         group.wait_for_end()
         return 1
     except (TrainingError, FloatingPointError) as error:
-        # what is wrong is wrong in every process of a group: one says so
+        # every process of a group raises the same error; the first prints it
         if group.first:
             _print_error(console, error)
         else:
@@ -140,7 +152,8 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         if group.first:
             console.print(
-                "stopped" + ("; the same command goes on from the last checkpoint" if _can_go_on(options) else "")
+                "stopped"
+                + ("; run the same command again to resume from the last checkpoint" if _can_resume(options) else "")
             )
         return 130
     return 0
@@ -152,7 +165,7 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
         train(experiment, options.data, options.run, options.tokenizer, _as_typed(options, group), console, group)
         return
     if not group.alone:
-        raise RunError(f"{group.size} processes: `train` is for several, `{options.command}` for one")
+        raise RunError(f"`{options.command}` runs in one process, not {group.size}; only `train` runs in several")
     if options.command == "evaluate":
         evaluate_run(options.run, options.data, options.positions, console)
     elif options.command == "audit":
@@ -169,7 +182,7 @@ def _print_error(console: Console, error: Exception) -> None:
 
 
 def _as_typed(options: argparse.Namespace, group: Group) -> str:
-    """The command, with the names of files and folders and not where they lay on this machine."""
+    """Returns the command, with the names of files and folders instead of their paths."""
     words = [*group.launcher, "train", options.experiment.name]
     for option in ("data", "run", "tokenizer"):
         if (path := getattr(options, option)) is not None:
@@ -178,7 +191,7 @@ def _as_typed(options: argparse.Namespace, group: Group) -> str:
 
 
 def _audit_as_typed(options: argparse.Namespace) -> str:
-    """The command's essentials, with the names of files and not where they lay."""
+    """Returns the command's options that affect the result, with the names of files instead of their paths."""
     words = ["wane", "audit", options.file.name]
     for option in ("data", "tokenizer", "vocabulary", "export"):
         if (path := getattr(options, option)) is not None:
@@ -193,7 +206,7 @@ def _audit_as_typed(options: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _can_go_on(options: argparse.Namespace) -> bool:
+def _can_resume(options: argparse.Namespace) -> bool:
     if options.command != "train":
         return False
     return RunFolder(options.run or Path("runs") / options.experiment.stem).begun
@@ -201,13 +214,13 @@ def _can_go_on(options: argparse.Namespace) -> bool:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def _window(text: str) -> int:
     if (window := _positive(text)) > LARGEST_WINDOW:
-        raise argparse.ArgumentTypeError(f"{text} is more than {LARGEST_WINDOW}, the largest window there is")
+        raise argparse.ArgumentTypeError(f"{text} is more than {LARGEST_WINDOW}, the largest window")
     return window
 
 
@@ -223,11 +236,11 @@ def _share(text: str) -> float:
 
 def _name(text: str) -> str:
     if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name: letters, digits, '.', '_' and '-', up to 64")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name: use up to 64 letters, digits, '.', '_' and '-'")
     return text
 
 
 def _version(text: str) -> str:
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a version: up to nine digits")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version: use up to nine digits")
     return text

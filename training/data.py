@@ -1,7 +1,7 @@
 """Corpora: WikiText-2, any text, or event sequences, as streams of token ids.
 
-A stream is what a server sees: sequences, each preceded by `<eos>`, one after another. Counts and hashes of known
-data sets are checked (`training/wikitext.py`), so that a figure can be traced to the very bytes it was measured on.
+A stream is one sequence after another, each preceded by `<eos>`, as a server reads them. Counts and hashes of known
+data sets are checked (`training/wikitext.py`), so that every figure can be traced to the bytes it was measured on.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Item = TypeVar("Item")
 SPLITS = ("train", "valid", "test")
 
 LEAST_LINES = 20
-"""With fewer, a text is split between words and not between lines."""
+"""A text with fewer lines is split between words instead of lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Three token streams over one vocabulary, with what is needed to reproduce and to report them."""
+    """Token streams over one vocabulary, with the word counts and file hashes of their source."""
 
     vocabulary: Vocabulary
     tokenizer_json: str
@@ -42,7 +42,7 @@ class Corpus:
 
 
 def load_corpus(config: DataConfig, tokenizer_json: str | None = None) -> Corpus:
-    """Reads, checks and tokenises a corpus. With `tokenizer_json` that vocabulary is used, else one is made.
+    """Reads, checks and tokenises a corpus. Uses the vocabulary `tokenizer_json`, or trains one if it is None.
 
     Raises DataError.
     """
@@ -63,7 +63,7 @@ def load_corpus(config: DataConfig, tokenizer_json: str | None = None) -> Corpus
 
 
 def _stream(sequences: list[list[int]], eos_id: int) -> NDArray[np.int64]:
-    """`<eos>` before every sequence and after the last: (tokens,) int64."""
+    """Returns the sequences with `<eos>` before each and after the last: (tokens,) int64."""
     flat = [eos_id]
     for sequence in sequences:
         flat.extend(sequence)
@@ -80,7 +80,7 @@ def _checked(corpus: Corpus, path: Path) -> Corpus:
 
 
 def _read_file(path: Path) -> tuple[str, str]:
-    """A file's text, without a byte-order mark, and its SHA-256."""
+    """Returns a file's text, without a byte-order mark, and its SHA-256."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -95,12 +95,12 @@ def _read_file(path: Path) -> tuple[str, str]:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as the service reads them: a line feed ends one, with a carriage return before it or not."""
+    """Splits lines as the service does, at line feeds with or without a carriage return."""
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
 
 
 def data_kind(path: Path) -> Literal["text", "events"]:
-    """Events where every file is JSON lines by its name (.jsonl, .ndjson), text where none is. Raises DataError."""
+    """Returns "events" if all files are .jsonl or .ndjson, "text" if none is. Raises DataError if only some are."""
     files = _files(path) if path.is_dir() else [path]
     lines = [file for file in files if file.suffix in (".jsonl", ".ndjson")]
     if lines and len(lines) < len(files):
@@ -109,9 +109,9 @@ def data_kind(path: Path) -> Literal["text", "events"]:
 
 
 def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int) -> Corpus:
-    """Text, or events for a vocabulary of events, as one stream `audit`: the sequences that end within `tokens`.
+    """Reads text, or events for a vocabulary of events, as one stream `audit`: the sequences within `tokens` tokens.
 
-    The first sequence is read whole, however long. A folder is its files in name order. Raises DataError.
+    The first sequence is always read whole. A folder's files are read in name order. Raises DataError.
     """
     hashes: dict[str, str] = {}
     sequences: list[list[int]] = []
@@ -146,7 +146,7 @@ def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: 
 
 
 def _read_text(config: DataConfig, path: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """A file's text, or that of a folder's files in name order, split by position into train, valid and test."""
+    """Splits the text of a file, or of a folder's files in name order, by position into train, valid and test."""
     files = _files(path) if path.is_dir() else [path]
     lines, hashes = [], {}
     for file in files:
@@ -155,13 +155,13 @@ def _read_text(config: DataConfig, path: Path) -> tuple[dict[str, list[str]], di
         lines.extend(_lines(text))
     if len(lines) >= LEAST_LINES:
         return _split(lines, config, path), hashes
-    # One long line, as some corpora are: cut between words instead.
+    # some corpora are one long line: split between words instead
     words = _split("\n".join(lines).split(" "), config, path)
     return {split: " ".join(part).split("\n") for split, part in words.items()}, hashes
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder that are neither hidden, nor in a hidden folder, nor empty. Raises DataError: none."""
+    """Returns a folder's files that are not hidden, in a hidden folder or empty. Raises DataError if there are none."""
     files = sorted(
         file
         for file in folder.rglob("*")
@@ -170,16 +170,16 @@ def _files(folder: Path) -> list[Path]:
         and file.stat().st_size
     )
     if not files:
-        raise DataError(f"{folder}: the folder holds no file with anything in it")
+        raise DataError(f"{folder}: the folder holds no files, or only empty or hidden ones")
     return files
 
 
 def _split(items: list[Item], config: DataConfig, path: Path) -> dict[str, list[Item]]:
-    """Cuts by position, never at random: neighbours stay together, so the test split is unseen text."""
+    """Splits by position, not at random: neighbours stay together, so that the test split is unseen text."""
     valid, test = (max(1, round(len(items) * share)) for share in (config.valid_share, config.test_share))
     train = len(items) - valid - test
     if train < 1:
-        raise DataError(f"{path}: too short to be split into train, valid and test")
+        raise DataError(f"{path}: too short to split into train, valid and test")
     return {"train": items[:train], "valid": items[train : train + valid], "test": items[train + valid :]}
 
 
@@ -201,7 +201,7 @@ def _train_tokenizer(config: DataConfig, lines: list[str]) -> str:
 
 
 def _word_tokenizer(counts: Counter[str], size: int, split_whitespace: bool) -> str:
-    """A word-level vocabulary of the `size` most frequent names, specials included; ties in name order."""
+    """Returns a word-level vocabulary of the `size` most frequent names, special tokens included. Ties: by name."""
     names = sorted((name for name in counts if name not in (EOS, UNK)), key=lambda name: (-counts[name], name))
     table = {name: index for index, name in enumerate([EOS, UNK, *names[: size - 2]])}
     tokenizer = Tokenizer(models.WordLevel(table, unk_token=UNK))
@@ -211,7 +211,7 @@ def _word_tokenizer(counts: Counter[str], size: int, split_whitespace: bool) -> 
 
 
 def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> Corpus:
-    """JSON lines, one list of event names a line. Raises DataError naming the line."""
+    """Reads JSON lines with one list of event names each. Raises DataError, which names the line."""
     text, digest = _read_file(path)
     split = _split(_sequences(_lines(text), path, 0), config, path)
     if tokenizer_json is None:
@@ -226,14 +226,14 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
 
 
 def _sequences(lines: list[str], path: Path, before: int) -> list[list[str]]:
-    """The event names of lines of a file with `before` lines before them; a blank line is none."""
+    """Returns the event names of each line that is not blank; `before`: the number of earlier lines in the file."""
     return [
         _events(line, f"{path}, line {number}") for number, line in enumerate(lines, start=before + 1) if line.strip()
     ]
 
 
 def _events(line: str, where: str) -> list[str]:
-    """The event names of one line. Raises DataError."""
+    """Returns the event names of one line. Raises DataError."""
     try:
         events = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -242,19 +242,19 @@ def _events(line: str, where: str) -> list[str]:
         raise DataError(f"{where}: not a list of event names")
     for name in events:
         if name in (EOS, UNK):
-            raise DataError(f"{where}: {name} is no event: the vocabulary keeps that name for itself")
+            raise DataError(f"{where}: {name} is reserved by the vocabulary and cannot name an event")
         if "\n" in name or name != name.strip():
-            raise DataError(f"{where}: the event name {name!r} has a line break or blanks around it")
+            raise DataError(f"{where}: the event name {name!r} has a line break, or blanks around it")
         if not name.isprintable() and any("\ud800" <= character <= "\udfff" for character in name):
             raise DataError(f"{where}: the event name {name!r} is not Unicode text")
     return events
 
 
 def batches(stream: NDArray[np.int64], batch: int, chunk: int, split: str) -> tuple[NDArray[np.int64], int]:
-    """Lays a stream out as `batch` parallel streams: (length, batch) time-major, and the chunks an epoch has.
+    """Splits a stream into `batch` parallel streams: (length, batch), time-major, and the number of chunks an epoch.
 
-    Chunk i reads rows `i * chunk .. (i + 1) * chunk` and is scored on the rows one further on; what does not fill
-    a chunk is left out. Raises DataError where the stream is too short for one.
+    Chunk i reads rows `i * chunk .. (i + 1) * chunk` and is scored on the rows one step later; tokens that do not fill
+    a chunk are dropped. Raises DataError if the stream is too short for one chunk.
     """
     length = (len(stream) - 1) // batch
     chunks = length // chunk

@@ -1,4 +1,4 @@
-"""Where a process trains."""
+"""The device that a process trains on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from wane.training.group import ALONE, Group
 
 
 def choose_device(name: str, group: Group = ALONE) -> torch.device:
-    """`auto` takes CUDA where there is one; of several processes each takes one of its own, by its local rank.
+    """Returns the device. `auto` is CUDA if available. Each of several processes uses the device of its local rank.
 
-    Raises RunError for `cuda` without one, and where a machine has fewer than it has processes.
+    Raises RunError for `cuda` without a device, or if a machine has fewer devices than processes.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,5 +20,5 @@ def choose_device(name: str, group: Group = ALONE) -> torch.device:
     if name == "cpu" or group.alone:
         return torch.device(name)
     if group.local_size > (count := torch.cuda.device_count()):
-        raise RunError(f"{group.local_size} processes for {count} CUDA device(s): each needs one of its own")
+        raise RunError(f"{group.local_size} processes for {count} CUDA device(s): each process needs its own")
     return torch.device(name, group.local_rank)

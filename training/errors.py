@@ -1,19 +1,19 @@
-"""What can be wrong with what a user gives to training. The command line prints the message and exits with 2.
+"""The errors of training. The command line prints the message and exits with 2.
 
 TrainingError (ValueError)
-├── ConfigError      an experiment file
-├── DataError        a corpus
-├── ForeignError     a checkpoint or vocabulary from elsewhere
-└── RunError         a run folder, or a bundle that could not be written from it
-    ├── ResumeError  a run folder that cannot be gone on with
-    └── LostError    the other processes of a group, gone while it trained; exits with 1
+├── ConfigError      an invalid experiment file
+├── DataError        an invalid corpus
+├── ForeignError     an unusable foreign checkpoint or vocabulary
+└── RunError         an unusable run folder, or a bundle that could not be written
+    ├── ResumeError  a run that cannot be resumed
+    └── LostError    another process of the group was lost; exits with 1
 """
 
 from __future__ import annotations
 
 
 class TrainingError(ValueError):
-    """The input was at fault; the message names the file and what is wrong where."""
+    """The input is invalid; the message names the file and the fault."""
 
 
 class ConfigError(TrainingError):
@@ -25,7 +25,7 @@ class DataError(TrainingError):
 
 
 class ForeignError(TrainingError):
-    """A checkpoint or vocabulary from elsewhere that Wane cannot express, or not understand."""
+    """A foreign checkpoint or vocabulary that Wane cannot read or express."""
 
 
 class RunError(TrainingError):
@@ -33,8 +33,8 @@ class RunError(TrainingError):
 
 
 class ResumeError(RunError):
-    """A run folder that holds another run, or none."""
+    """A run folder without a run, or with a different one."""
 
 
 class LostError(RunError):
-    """Another process of the group is gone."""
+    """Another process of the group was lost."""

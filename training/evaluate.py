@@ -1,8 +1,8 @@
 """Perplexity of one network served both ways: recurrent, and as a window of the last k tokens.
 
-Recurrent figures are over a whole split, one state from its first token to its last. Window figures are over
-positions spread evenly through the split, each predicted from exactly its last k tokens, and are paired with the
-recurrent figure at the very same positions: what is compared differs in nothing but the past that was cut off.
+Recurrent figures cover a whole split, with one state from its first token to its last. Window figures cover
+positions spread evenly through the split, each predicted from exactly its last k tokens. They are paired with the
+recurrent figure at the same positions, so that only the truncated past differs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class SplitLosses:
-    """Mean negative log-probabilities of one split, in nats a token."""
+    """Mean negative log-probabilities of one split, in nats per token."""
 
     tokens: int
     words: int | None
@@ -43,15 +43,17 @@ class SplitLosses:
     window: dict[int, float]
 
     def perplexity(self, nats: float) -> Perplexity:
-        """A mean loss as perplexity per token and, for text, per word (all tokens' loss shared by the words)."""
+        """Converts a mean loss to perplexity per token and, for text, per word (total loss divided by the words)."""
         per_word = None if self.words is None else math.exp(nats * self.tokens / self.words)
         return Perplexity(per_token=math.exp(nats), per_word=per_word)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of the never-interrupted run. `hidden`: float32 (tokens, H), the output layer's input after each token;
-    `losses`: float32 (tokens,), of the tokens that came next; `state`: after the last one.
+    """A piece of the never-interrupted run.
+
+    `hidden`: float32 (tokens, H), the output layer's input after each token. `losses`: float32 (tokens,), of the
+    tokens that follow. `state`: the state after the last token.
     """
 
     start: int
@@ -64,7 +66,7 @@ class Piece:
 def recurrent_pieces(
     network: Network, stream: NDArray[np.int64], stops: Sequence[int] = (), advance: Advance | None = None
 ) -> Iterator[Piece]:
-    """The network over all tokens but the last, its state never interrupted; a piece ends at each of `stops`, too."""
+    """Runs the network over all tokens but the last, without resetting its state; also ends a piece at each stop."""
     tokens = torch.from_numpy(np.ascontiguousarray(stream)).to(network.embedding.weight.device)
     length = len(tokens) - 1
     ends = sorted({*range(PIECE, length, PIECE), *(stop for stop in stops if 0 < stop < length), length})
@@ -79,7 +81,7 @@ def recurrent_pieces(
 
 
 def recurrent_losses(network: Network, stream: NDArray[np.int64], advance: Advance | None = None) -> Tensor:
-    """-log p(stream[t + 1] | stream[0..t]) for every t: float32 (tokens - 1,), the state never interrupted."""
+    """Returns -log p(stream[t + 1] | stream[0..t]) for every t, without resetting the state: float32 (tokens - 1,)."""
     return torch.cat([piece.losses for piece in recurrent_pieces(network, stream, advance=advance)])
 
 
@@ -91,7 +93,7 @@ def window_losses(
     positions: NDArray[np.int64],
     advance: Advance | None = None,
 ) -> Tensor:
-    """-log p(stream[t + 1] | stream[t - k + 1 .. t]) from the zero state, for every t in `positions`."""
+    """Returns -log p(stream[t + 1] | stream[t - k + 1 .. t]) from the zero state, for every t in `positions`."""
     losses = []
     for start in range(0, len(positions), ROWS):
         ends = positions[start : start + ROWS]
@@ -105,14 +107,17 @@ def window_losses(
 
 @torch.inference_mode()
 def window_hidden(network: Network, stream: NDArray[np.int64], k: int, ends: NDArray[np.int64]) -> Tensor:
-    """The output layer's input after stream[t - k + 1 .. t] from the zero state, for every t in `ends`: (ends, H)."""
+    """Returns the output layer's input after stream[t - k + 1 .. t], from the zero state, for each t in `ends`.
+
+    Shape: (ends, H).
+    """
     inputs = torch.from_numpy(stream[np.arange(1 - k, 1)[:, None] + ends[None, :]])
     hidden: Tensor = network(inputs.to(network.embedding.weight.device))[0][-1]
     return hidden
 
 
 def spread_positions(stream: NDArray[np.int64], count: int, longest: int) -> NDArray[np.int64]:
-    """At most `count` positions, evenly spread over those with `longest` tokens up to them and one after."""
+    """Returns at most `count` evenly spread positions, each the end of `longest` tokens and followed by a token."""
     first, last = longest - 1, len(stream) - 2
     if last < first:
         return np.empty(0, dtype=np.int64)
@@ -127,7 +132,7 @@ def evaluate_split(
     count: int = POSITIONS,
     advance: Advance | None = None,
 ) -> SplitLosses:
-    """Both ways over one split. Windows longer than the split are left out."""
+    """Evaluates one split both ways, without the windows that are longer than the split."""
     network.eval()
     stream = corpus.streams[split]
     windows = [k for k in windows if k <= len(stream) - 1]
@@ -144,14 +149,14 @@ def evaluate_split(
 
 
 def evaluation_steps(corpus: Corpus, splits: Sequence[str], windows: Sequence[int], count: int) -> int:
-    """How many token steps an evaluation runs: the total of its progress bar."""
+    """Returns the number of token steps of an evaluation, the total of its progress bar."""
     return sum(
         len(corpus.streams[split]) - 1 + min(count, len(corpus.streams[split])) * sum(windows) for split in splits
     )
 
 
 def quality(splits: dict[str, SplitLosses], judged: str = "valid") -> Quality:
-    """The manifest's record of an evaluation. `judged`: the split that tells which window is close to recurrent."""
+    """Returns the manifest's record of an evaluation. `judged`: the split that determines the smallest close window."""
     return Quality(
         tokens={name: losses.tokens for name, losses in splits.items()},
         words={name: losses.words for name, losses in splits.items() if losses.words is not None},
@@ -169,7 +174,7 @@ def quality(splits: dict[str, SplitLosses], judged: str = "valid") -> Quality:
 
 
 def smallest_close_window(losses: SplitLosses) -> int | None:
-    """The smallest evaluated k from which on the perplexity per token is within 0.5 % of the recurrent one."""
+    """Returns the smallest evaluated k from which on the perplexity per token is within 0.5 % of the recurrent one."""
     close = None
     for k, nats in sorted(losses.window.items(), reverse=True):
         ratio = math.exp(nats - losses.recurrent_at_positions)

@@ -1,8 +1,8 @@
-"""The processes that train one run together, as `torchrun` starts them, and all that they tell each other.
+"""The processes that train one run together, started by `torchrun`, and their communication.
 
-Every process has the whole network and some lanes of the batch. The first (rank 0) reads and writes: the experiment,
-the corpus and the run folder are its own, and the others are told what they hold. A process that is alone is in no
-process group, and nothing is sent: what it computes is what it would without this module.
+Every process has the whole network and some lanes of the batch. Only the first (rank 0) reads the experiment and the
+corpus and keeps the run folder; it sends the others what they need. A single process joins no process group and
+sends nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from wane.training.errors import LostError, RunError, TrainingError
 T = TypeVar("T")
 
 LAUNCHER_WAIT_S = 10.0
-"""How long a process that did not fail itself waits for the launcher to end it; the one that failed is then named."""
+"""How long a healthy process waits for the launcher to stop it, so that the launcher names the failed process."""
 
 TRANSPORT = "gloo/transport"
-"""In the messages of gloo's broken connections, which are plain RuntimeErrors."""
+"""Part of the message of gloo's connection errors, which are plain RuntimeErrors."""
 
 
 class Group:
@@ -44,15 +44,15 @@ class Group:
 
     @classmethod
     def join(cls) -> Group:
-        """The group that the environment tells of, as torchrun sets it; without one, `ALONE`.
+        """Joins the group that torchrun described in the environment, or returns `ALONE` if there is none.
 
-        Tensors on the CPU go by gloo, those on CUDA devices by NCCL. Raises RunError where the others are not found.
+        gloo sends CPU tensors, NCCL sends CUDA tensors. Raises RunError if the other processes are not found.
         """
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return ALONE
         try:
             store, rank, size = next(rendezvous("env://"))
-            # torchrun starts processes again with the store that has the addresses of those before
+            # torchrun restarts processes with a store that still holds the addresses of the previous ones
             attempt = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             dist.init_process_group(store=attempt, rank=rank, world_size=size)
         except (ValueError, RuntimeError) as error:
@@ -63,10 +63,10 @@ class Group:
         return group
 
     def leave(self) -> None:
-        """Ends the process group, and its threads with it.
+        """Closes the process group and its threads.
 
-        Networks still refer to the group. If its threads were left running, one that gives up a tensor while the
-        interpreter ends would abort the process.
+        Networks still refer to the group. A thread that released a tensor during interpreter shutdown would abort the
+        process.
         """
         if not self.alone:
             dist.destroy_process_group()
@@ -82,37 +82,37 @@ class Group:
 
     @property
     def launcher(self) -> list[str]:
-        """What starts such a group: the words in front of `train`.
+        """The command words before `train` that start such a group.
 
-        After `--` torchrun leaves options alone: it would take `--run` for one of its own, cut short.
+        `--` stops torchrun from reading `--run` as an abbreviation of one of its own options.
         """
         if self.alone:
             return ["wane"]
         nodes = ["--nnodes", str(self.size // self.local_size)] if self.size > self.local_size else []
         return ["torchrun", *nodes, "--nproc-per-node", str(self.local_size), "-m", "--", "wane"]
 
-    # -- who does what
+    # -- division of the work
 
     def share(self, count: int) -> slice:
-        """Which of `count` lanes are this process's: as many as any other's, or one more, or one less."""
+        """Returns this process's slice of `count` lanes. The sizes of two processes' slices differ by at most one."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def parallel(self, network: nn.Module) -> nn.Module:
-        """The network, its weights the first process's, its gradients after `backward` the mean over the processes."""
+        """Wraps the network: copies the first process's weights, and averages gradients over the processes."""
         return network if self.alone else DistributedDataParallel(network, gradient_as_bucket_view=True)
 
     def seed_noise(self, seed: int, step: int) -> None:
-        """Dropout's masks of a step: others in every process, and the same ones again when a run goes on.
+        """Seeds a step's dropout masks: different in every process, and the same when the step is repeated.
 
-        A process that is alone goes on in its own sequence, which a checkpoint keeps.
+        A single process continues its random sequence, which checkpoints contain.
         """
         if not self.alone:
             torch.manual_seed(int(np.random.SeedSequence([seed, step, self.rank]).generate_state(1)[0]))
 
-    # -- what is told
+    # -- communication
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Sums over the processes, the same bits in each; float64."""
+        """Returns float64 sums over the processes, bitwise equal in each."""
         if self.alone:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -121,24 +121,24 @@ class Group:
         return totals
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns in the first process, in all; a TrainingError, likewise, is raised in all."""
+        """Calls `make` in the first process and returns its result in all. Raises its TrainingError in all."""
         if self.alone:
             return make()
-        told: list[T | TrainingError | None] = [None]
+        message: list[T | TrainingError | None] = [None]
         if self.first:
             try:
-                told = [make()]
+                message = [make()]
             except TrainingError as error:
-                told = [error]
-        dist.broadcast_object_list(told)
-        (found,) = told
+                message = [error]
+        dist.broadcast_object_list(message)
+        (found,) = message
         if isinstance(found, TrainingError):
             raise found
         return found  # type: ignore[return-value]  # None only where T is
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A TrainingError of one process in this block is raised in all, naming its rank; nothing may be sent in it."""
+        """Raises a TrainingError of one process in all, with its rank. The block must not communicate."""
         if self.alone:
             yield
             return
@@ -149,12 +149,12 @@ class Group:
             mine = error
         errors: list[TrainingError | None] = [None] * self.size
         dist.all_gather_object(errors, mine)
-        for rank, told in enumerate(errors):
-            if told is not None:
-                raise told if rank == 0 else type(told)(f"rank {rank}: {told}")
+        for rank, found in enumerate(errors):
+            if found is not None:
+                raise found if rank == 0 else type(found)(f"rank {rank}: {found}")
 
     def gather(self, rows: list[Tensor]) -> list[Tensor]:
-        """Tensors of this process's lanes, (lanes, ...): in the first process those of all lanes, on the CPU."""
+        """Collects tensors (lanes, ...). The first process returns those of all lanes, on the CPU."""
         if self.alone:
             return rows
         parts: list[list[Tensor]] | None = [[]] * self.size if self.first else None
@@ -162,18 +162,18 @@ class Group:
         return rows if parts is None else [torch.cat(whole) for whole in zip(*parts, strict=True)]
 
     def check_same(self, what: str, digest: Callable[[], str]) -> None:
-        """Raises RunError in every process where one has another digest than the first."""
+        """Raises RunError in every process if the digest of one differs from the first's."""
         if self.alone:
             return
         digests = [""] * self.size
         dist.all_gather_object(digests, digest())
         others = [str(rank) for rank, found in enumerate(digests) if found != digests[0]]
         if others:
-            raise RunError(f"rank {', '.join(others)} has other {what} than rank 0: are the machines alike?")
+            raise RunError(f"rank {', '.join(others)} and rank 0 have different {what}: do the machines differ?")
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """In this block a broken connection to another process is a LostError."""
+        """Turns a broken connection to another process into a LostError."""
         try:
             yield
         except RuntimeError as error:
@@ -181,20 +181,22 @@ class Group:
                 raise
             self._failing = True
             reason = str(error).split("] ", 1)[-1].split(". ", 1)[0]
-            raise LostError(f"rank {self.rank} of {self.size} lost the connection to another: {reason}") from error
+            raise LostError(
+                f"rank {self.rank} of {self.size} lost the connection to another process: {reason}"
+            ) from error
 
     def wait_for_end(self) -> None:
-        """Leaves it to the launcher to end this process, because another one failed."""
+        """Waits for the launcher to stop this process after another one failed."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if not self._ended:
             time.sleep(LAUNCHER_WAIT_S)
 
     def _on_sigterm(self, *_: object) -> None:
-        """The launcher ends what is left of a group in which a process has failed: said, unless that is being said."""
+        """Raises LostError when the launcher stops the group, unless this process already reports a failure."""
         self._ended = True
         if not self._failing:
             self._failing = True
-            raise LostError(f"rank {self.rank} of {self.size} was ended by its launcher")
+            raise LostError(f"rank {self.rank} of {self.size} was stopped by its launcher")
 
 
 ALONE = Group()

@@ -1,4 +1,4 @@
-"""A split as parallel streams, and which of them are a process's own."""
+"""A split as parallel streams, and a process's share of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from wane.training.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Some of the `width` parallel streams that a split is laid out as: those of `mine`, in `chunks` chunks.
+    """The streams `mine` of a split's `width` parallel streams, in `chunks` chunks.
 
-    rows: int64 (length, lanes), time-major; chunk: tokens a chunk.
+    rows: int64 (length, lanes), time-major; chunk: tokens per chunk.
     """
 
     rows: NDArray[np.int64]
@@ -28,22 +28,22 @@ class Lanes:
 
     @classmethod
     def of(cls, group: Group, stream: NDArray[np.int64], width: int, chunk: int, split: str) -> Lanes:
-        """This process's. Raises DataError where the stream is too short for a chunk of every lane."""
+        """Returns this process's lanes. Raises DataError if the stream is too short for one chunk in every lane."""
         rows, chunks = batches(stream, width, chunk, split)
         mine = group.share(width)
         return cls(rows[:, mine], mine, width, chunk, chunks)
 
     @property
     def count(self) -> int:
-        """Lanes of this process: none, where there are fewer than processes."""
+        """Number of this process's lanes; 0 is possible if there are fewer lanes than processes."""
         return int(self.rows.shape[1])
 
     @property
     def share(self) -> float:
-        """Of all lanes, and so of all tokens."""
+        """This process's share of all lanes, and therefore of all tokens."""
         return self.count / self.width
 
     def tokens(self, index: int, device: torch.device) -> Tensor:
-        """Chunk `index` and the token after it: int64 (chunk + 1, lanes)."""
+        """Returns chunk `index` and the token after it: int64 (chunk + 1, lanes)."""
         part = self.rows[index * self.chunk : (index + 1) * self.chunk + 1]
         return torch.from_numpy(np.array(part, order="C")).to(device)

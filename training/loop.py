@@ -29,7 +29,7 @@ LOG_EVERY = 50
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a run reports after every step."""
+    """The figures of one training step."""
 
     step: int
     steps: int
@@ -43,8 +43,8 @@ class Progress:
 class Trainer:
     """Trains one experiment on one corpus in one run folder. `run()` yields after every step.
 
-    In a group each process has some lanes of every batch and their states; weights, losses and what is decided by them
-    are the same in all, and the first process keeps the folder. Raises ResumeError where the folder holds another run.
+    In a group each process has some lanes of every batch and their states. Weights, losses and the decisions based on
+    them are the same in all. The first process writes the folder. Raises ResumeError if the folder holds another run.
     """
 
     def __init__(self, experiment: Experiment, corpus: Corpus, folder: RunFolder, group: Group = ALONE) -> None:
@@ -78,7 +78,7 @@ class Trainer:
         self.parallel = group.parallel(self.network)
 
     def run(self) -> Iterator[Progress]:
-        """Trains to the end, one step per item."""
+        """Trains to the end; yields after every step."""
         self.network.train()
         seen, since = 0, time.monotonic()
         while self.step < self.end:
@@ -114,15 +114,15 @@ class Trainer:
             hidden, self.state = self.parallel(tokens[:-1], state)
             logits = self.network.logits(hidden)
         loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[1:].flatten())
-        told = [loss.item()]
+        means = [loss.item()]
         if self.pressure is not None:
             pressed, proved = self.pressure(self.step)
             loss = loss + pressed
-            told.append(proved)
-        loss = loss * (lanes.share * self.group.size)  # gradients are averaged over processes, not over lanes
+            means.append(proved)
+        loss = loss * (lanes.share * self.group.size)  # DDP averages over processes, not over lanes
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        value, *rest = self.group.total([lanes.share * mean for mean in told])
+        value, *rest = self.group.total([lanes.share * mean for mean in means])
         if not math.isfinite(value):
             raise FloatingPointError(f"the loss is {value} at step {self.step + 1}: try a smaller learning_rate")
         self.proved = rest[0] if rest else None
@@ -136,7 +136,7 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> float:
-        """Mean loss over the validation split, recurrent or as the regime trains it; keeps the best weights."""
+        """Returns the mean loss over the validation split, run as the regime trains it; keeps the best weights."""
         project(self.network, *self.constraints)
         self.group.check_same(f"weights after step {self.step}", self._digest)
         self.network.eval()
@@ -165,7 +165,7 @@ class Trainer:
         return loss
 
     def _maybe_decay(self) -> None:
-        """`plateau`: begins the decay once validation has stopped improving, or when only its steps are left."""
+        """`plateau`: begins the decay when validation stops improving or when only `decay_steps` steps remain."""
         if self.config.schedule != "plateau" or self.decay_start is not None:
             return
         waited = (self.step - self.best_step) // self.config.evaluate_every
@@ -176,12 +176,12 @@ class Trainer:
             self._log({"step": self.step, "decay_start": self.step, "stalled": stalled})
 
     def _maybe_keep(self) -> None:
-        """`keep_every`: the weights of this step, in a file of their own; those of the start too."""
+        """`keep_every`: saves the weights of this step, including step 0, in their own file."""
         if self.config.keep_every and self.step % self.config.keep_every == 0:
             self._save(kept_name(self.step), {"weights": self.network.weights(), "step": self.step})
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """Weight decay on matrices only, not on biases and gains."""
+        """Returns the optimiser, with weight decay on matrices only, not on biases and gains."""
         matrices = [p for p in self.network.parameters() if p.ndim > 1]
         others = [p for p in self.network.parameters() if p.ndim <= 1]
         groups = [
@@ -196,15 +196,15 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def _train_width(self) -> int:
-        """`batch`. Raises RunError where it is less than the processes are."""
+        """Returns `batch`. Raises RunError if it is smaller than the number of processes."""
         if self.config.batch < self.group.size:
             raise RunError(
-                f"training.batch = {self.config.batch} for {self.group.size} processes: each needs a lane of its own"
+                f"training.batch = {self.config.batch} for {self.group.size} processes: each needs at least one lane"
             )
         return self.config.batch
 
     def _valid_width(self) -> int:
-        """As many parallel streams as training has, or as few as the validation split has room for."""
+        """Returns the training's number of parallel streams, or fewer if the validation split is shorter."""
         tokens = len(self.corpus.streams["valid"]) - 1
         return max(1, min(self.config.batch, tokens // self.config.chunk))
 
@@ -212,14 +212,14 @@ class Trainer:
         return Lanes.of(self.group, self.corpus.streams[split], width, self.config.chunk, split)
 
     def _digest(self) -> str:
-        """The SHA-256 of the weights."""
+        """Returns the SHA-256 of the weights."""
         digest = hashlib.sha256()
         for tensor in self.network.weights().values():
             digest.update(tensor.cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def _open(self, experiment: Experiment) -> dict[str, Any] | None:
-        """The checkpoint to go on from; none, and a fresh folder, where there is none."""
+        """Returns the checkpoint to resume from, or starts a fresh folder and returns None."""
         if self.folder.begun:
             return self.folder.resume(experiment, self.corpus)
         self.folder.begin(experiment, self.corpus)
@@ -253,7 +253,7 @@ class Trainer:
         )
 
     def _resume(self, saved: dict[str, Any]) -> None:
-        """Goes on from a checkpoint; a decay that had begun goes on to its end, whatever `steps` says now."""
+        """Resumes from a checkpoint. A decay that had begun runs to its end, even if `steps` has changed."""
         self.network.load_state_dict(saved["network"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]

@@ -1,4 +1,4 @@
-"""Where and how a run was trained, recorded when it starts and not when it is exported."""
+"""The command, commit, versions and hardware of a training run, recorded at its start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "numpy", "tokenizers")
 
 
 class Origin(Frozen):
-    """One start of a run. `git_commit` has a + behind it where files differed from the commit."""
+    """One start of a run. `git_commit` ends in + if files differed from the commit."""
 
     started: str
     command: str
@@ -26,7 +26,7 @@ class Origin(Frozen):
 
 
 def describe_origin(command: str, device: torch.device, processes: int = 1) -> Origin:
-    """This process, now, about to train on `device`, with others like it or alone."""
+    """Describes this process, about to train on `device`. `processes`: the size of its group."""
     return Origin(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
@@ -37,7 +37,7 @@ def describe_origin(command: str, device: torch.device, processes: int = 1) -> O
 
 
 def _git_commit() -> str | None:
-    """The checkout's commit; null outside a checkout."""
+    """Returns the checkout's commit, or None outside a checkout."""
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)  # noqa: S603

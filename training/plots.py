@@ -1,4 +1,4 @@
-"""Plots of what training and evaluation found. matplotlib is imported here only, and drawn without a screen."""
+"""Plots of training, evaluation and audit. Only this module imports matplotlib, with a backend without a screen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AUDIT = (11.0, 8.0)
 
 
 def plot_quality(name: str, quality: Quality, path: Path) -> None:
-    """Perplexity per token against the window k, with the recurrent one as a line, by split."""
+    """Plots perplexity per token against the window k by split, with the recurrent perplexity as a line."""
     figure, axes = plt.subplots(figsize=FIGURE, layout="constrained")
     for index, (split, window) in enumerate(quality.window.items()):
         colour = f"C{index}"
@@ -51,7 +51,7 @@ def plot_quality(name: str, quality: Quality, path: Path) -> None:
 
 
 def plot_log(name: str, log: Path, path: Path) -> None:
-    """Training and validation loss against steps, from a run's log."""
+    """Plots training and validation loss against steps, from a run's log."""
     records = [json.loads(line) for line in log.read_text().splitlines()]
     train = [(r["step"], r["loss"]) for r in records if "loss" in r]
     valid = [(r["step"], r["valid_loss"]) for r in records if "valid_loss" in r]
@@ -63,8 +63,8 @@ def plot_log(name: str, log: Path, path: Path) -> None:
         axes.axhline(best, color="C1", linestyle=":", label=f"best: {best:.4f} (perplexity {math.exp(best):.2f})")
     for record in records:
         if "decay_start" in record:
-            axes.axvline(record["decay_start"], color="0.5", linestyle="--", label="learning rate decays from here")
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=name)
+            axes.axvline(record["decay_start"], color="0.5", linestyle="--", label="decay of the learning rate begins")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=name)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")
     figure.savefig(path, dpi=130)
@@ -72,7 +72,7 @@ def plot_log(name: str, log: Path, path: Path) -> None:
 
 
 def plot_audit(report: AuditReport, path: Path) -> None:
-    """Forgetting by k in four panels: distance, total variation, perplexity, and the gradient by i."""
+    """Plots forgetting in four panels: distance, total variation and perplexity by k, and the gradient by i."""
     figure, ((distance, variation), (perplexity, gradient)) = plt.subplots(2, 2, figsize=AUDIT, layout="constrained")
     windows, ks, recommended = report.windows, [at.k for at in report.windows], report.recommended
     certificate = report.certificate
@@ -80,12 +80,12 @@ def plot_audit(report: AuditReport, path: Path) -> None:
     proved = "proved, with rounding" if certificate.rounding else "proved, in exact arithmetic"
 
     _spreads(distance, ks, [at.distance for at in windows])
-    distance.set(ylabel="2-norm distance before the output layer", title="two trajectories, by the tokens they share")
+    distance.set(ylabel="2-norm distance before the output layer", title="two trajectories, by shared tokens")
     if certificate.state_error:
         _proved(distance, [error + rounding for error in certificate.state_error], proved)
 
     _spreads(variation, ks, [at.total_variation for at in windows])
-    variation.set(ylabel="total variation", title="predicted distributions: the last k tokens, or all")
+    variation.set(ylabel="total variation", title="predicted distributions: last k tokens against all")
     if certificate.error_bound:
         _proved(variation, certificate.error_bound, proved)
     variation.axhline(recommended.tolerance, color="0.4", linestyle=":", label=f"tolerance {recommended.tolerance:g}")
@@ -98,7 +98,7 @@ def plot_audit(report: AuditReport, path: Path) -> None:
 
     _spreads(gradient, [at.i + 1 for at in report.gradients], [at.gradient for at in report.gradients])
     gradient.set(
-        ylabel="$|\\partial p_{t+i}\\,/\\,\\partial x_t|$", title="how far back a prediction is moved by its inputs"
+        ylabel="$|\\partial p_{t+i}\\,/\\,\\partial x_t|$", title="dependence of a prediction on earlier inputs"
     )
 
     for axes in (distance, variation, perplexity, gradient):
@@ -117,7 +117,7 @@ def plot_audit(report: AuditReport, path: Path) -> None:
 
 
 def _spreads(axes: Axes, at: list[int], spreads: list[Quantiles]) -> None:
-    """Median, p99 and maximum, on a logarithmic axis that starts above nothing, or on a linear one where all are 0."""
+    """Plots median, p99 and maximum, on a logarithmic axis, or on a linear one if all are 0."""
     if any(spread.max > 0 for spread in spreads):
         axes.set_yscale("log")
     for name, style in (("median", "o-"), ("p99", "s-"), ("max", "^-")):
@@ -126,7 +126,7 @@ def _spreads(axes: Axes, at: list[int], spreads: list[Quantiles]) -> None:
 
 
 def _proved(axes: Axes, curve: Sequence[float], label: str) -> None:
-    """What is proved of every k from 1; a logarithmic axis still ends below where what was measured does."""
+    """Plots a proved curve from k = 1; keeps the lower limit of a logarithmic axis at the measured values."""
     bottom = axes.get_ylim()[0]
     axes.plot(range(1, len(curve) + 1), _shown(axes, curve), "--", color="C3", label=label)
     if axes.get_yscale() == "log":
@@ -134,5 +134,5 @@ def _proved(axes: Axes, curve: Sequence[float], label: str) -> None:
 
 
 def _shown(axes: Axes, values: Sequence[float]) -> list[float]:
-    """The values without those that the axis cannot show."""
+    """Returns the values, with NaN for those that the axis cannot show."""
     return [math.nan if value <= 0 and axes.get_yscale() == "log" else value for value in values]

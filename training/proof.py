@@ -1,16 +1,16 @@
-"""A pressure, while training, towards answers that a window can prove.
+"""A training loss that rewards predictions that a window can prove.
 
-A window's first token is proved to be the never-interrupted model's when its lead over every other exceeds what the
-cut-off past can still change (`models/certificate/request.py`). For a network of one Gated layer, with or without a
-front, all that the past still holds after a window is each unit's state, times the product of the gates since:
+A window's top-1 token is proved to be the never-interrupted model's if its lead over every other token exceeds what
+the truncated past can still change (`models/certificate/request.py`). In a network of one Gated layer, with or without
+a front, the past acts after a window only through each unit's state, times the product of the gates since:
 
-    e = 2 * prod_(t > reach) f_t              (H): how far the state may be off, as |s|, |s~| < 1
+    e = 2 * prod_(t > reach) f_t              (H): the largest error of the state, as |s|, |s~| < 1
 
-and what that can change of the lead of a over b is, to first order, `sum_i |d(logit_a - logit_b) / d s_i| e_i`. The
-pressure is the logarithm of that over the lead, at the rival where it is largest, where it is above `-slack`; above
-`ceiling` it presses no more, for a lead of next to nothing is not to be proved by anything. The lead itself is not
-pressed: a model has no reason to be surer than it is. Units are then free to remember for as long as the gates' caps
-let them wherever what they hold is no threat to the first place: by a small weight, in rare contexts, on rare tokens.
+To first order, that error changes the lead of a over b by at most `sum_i |d(logit_a - logit_b) / d s_i| e_i`. The loss
+is the logarithm of the ratio of this change to the lead, at the rival with the largest ratio, as far as it exceeds
+`-slack`. It is constant above `ceiling`, because a lead near zero cannot be proved. The lead itself gets no gradient,
+because a model has no reason to become more confident. Units may still remember for as long as the gates' caps allow
+where their state cannot change the top-1 token: with small weights, in rare contexts, on rare tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from wane.models.networks import Network, ResidualLayer
 from wane.training.config import ProofConfig
 
 LEAST_LEAD = 1e-3
-"""Nats: leads are taken as at least this."""
+"""Lower limit of a lead, in nats."""
 
 TINY = 1e-9
 
 
 class ProofPressure:
-    """Watches a network run, and says how far its latest chunk's last answers are from being proved."""
+    """Observes a network's runs, and measures how far the last predictions of its latest chunk are from provable."""
 
     def __init__(self, network: Network, config: ProofConfig) -> None:
         self._network, self._config = network, config
@@ -49,11 +49,11 @@ class ProofPressure:
         self._below, (self._state,) = inputs[0][-1], output[1]
 
     def __call__(self, step: int) -> tuple[Tensor, float]:
-        """The pressure at the end of the chunk that the network has just run, to be added to the loss; and the share
-        of its rows whose first token is proved, to first order.
+        """Returns the loss term at the end of the network's latest chunk, and the share of rows whose top-1 token is
+        proved, to first order.
         """
         gates = self._cell.gates
-        assert isinstance(gates, Tensor), "a network that has not run: this is a bug"
+        assert isinstance(gates, Tensor), "the network has not run: this is a bug"
         config, below, state = self._config, self._below.float(), self._state.float()
         seen = len(gates) - self._reach
         longer = 1.0 if config.window is None else (config.window - self._reach) / seen

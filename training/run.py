@@ -1,4 +1,4 @@
-"""What the three commands do with a run folder, shown while it happens."""
+"""The commands train, evaluate and export on a run folder, with progress bars."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from wane.training.run_folder import RunFolder
 EVALUATED_SPLITS = ("valid", "test")
 SAMPLE_TOKENS = 512
 LONGEST_WINDOW = 128
-"""Every evaluation goes at least this far, whatever the bundle will serve."""
+"""Every evaluation includes windows up to this length, even if the bundle serves only shorter ones."""
 
 
 def _with_data(experiment: Experiment, data: Path | None) -> Experiment:
@@ -59,9 +59,9 @@ def train(
     console: Console,
     group: Group = ALONE,
 ) -> Path:
-    """Trains, or goes on with, an experiment; returns the run folder. `command` is kept as the run's origin.
+    """Trains or resumes an experiment; returns the run folder. Records `command` as the run's origin.
 
-    In a group only the first process reads the data and has the folder.
+    In a group only the first process reads the data and writes the folder.
     """
     folder = RunFolder(run or Path("runs") / experiment.name)
     experiment = _with_data(experiment, data)
@@ -100,7 +100,7 @@ def train(
             if progress.valid_loss is not None:
                 bar.console.print(
                     f"step {progress.step}: validation loss {progress.valid_loss:.4f} "
-                    f"(perplexity {math.exp(progress.valid_loss):.2f} a token)"
+                    f"(perplexity {math.exp(progress.valid_loss):.2f} per token)"
                 )
     if group.first:
         plot_log(experiment.name, folder.path / "log.jsonl", folder.path / "training.png")
@@ -119,7 +119,7 @@ def _read_tokenizer(path: Path | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A run that is done, or far enough: its best weights, and the corpus that they were trained on."""
+    """A run with at least one evaluation: its best weights, and the corpus that they were trained on."""
 
     folder: RunFolder
     experiment: Experiment
@@ -129,7 +129,7 @@ class Trained:
 
 
 def open_run(path: Path, data: Path | None) -> Trained:
-    """Reads a run folder. Raises TrainingError: no run, damaged, or other data than it was trained on."""
+    """Reads a run folder. Raises TrainingError if it has no run, is damaged, or was trained on other data."""
     folder = RunFolder(path)
     experiment = _with_data(folder.experiment(), data)
     if experiment.training.threads is not None:
@@ -151,7 +151,7 @@ def evaluate_run(path: Path, data: Path | None, positions: int, console: Console
 
 
 def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
-    """As `evaluate_run`, of a run that is open."""
+    """Like `evaluate_run`, for an opened run."""
     windows = [k for k in WINDOWS if k <= max(run.experiment.export.max_window, LONGEST_WINDOW)]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console) as bar:
@@ -167,7 +167,7 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
                 for split in EVALUATED_SPLITS
             }
         )
-        bar.update(task, completed=total)  # short splits have fewer positions than were asked for
+        bar.update(task, completed=total)  # short splits have fewer positions than requested
     run.folder.write_quality(found, run.best_step, positions)
     plot_quality(run.experiment.name, found, run.folder.path / "evaluation.png")
     console.print(quality_table(run.experiment.name, found))
@@ -175,7 +175,7 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
 
 
 def quality_table(name: str, found: Quality) -> Table:
-    """Perplexity by k and split, as a table."""
+    """Returns a table of perplexity by k and split."""
     table = Table(title=f"{name}: perplexity per token (per word)")
     table.add_column("")
     for split in found.window:
@@ -209,10 +209,10 @@ def export_run(
     precision: Precision = "float32",
     replace: bool = False,
 ) -> Path:
-    """Writes the run's best weights as `bundles/NAME`, in int8 as `bundles/NAME-int8`; returns that path.
+    """Writes the run's best weights as `bundles/NAME`, or in int8 as `bundles/NAME-int8`; returns that path.
 
-    The latter has no quality: what was evaluated is in float32. `replace`: whether a bundle of the same or a higher
-    version may be replaced. Raises RunError.
+    An int8 bundle has no quality, because evaluation runs in float32. `replace`: whether to replace a bundle of the
+    same or a higher version. Raises RunError.
     """
     run = open_run(path, data)
     experiment, corpus, network = run.experiment, run.corpus, run.network
@@ -253,18 +253,18 @@ def export_run(
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Turns every reason why the bundle `target` could not be written into a RunError."""
+    """Turns every error of writing the bundle `target` into a RunError."""
     try:
         yield
     except BundleExistsError as error:
-        way_out = "; --replace replaces it, and so does a higher --version" if error.replaceable else ""
+        way_out = "; use --replace or a higher --version" if error.replaceable else ""
         raise RunError(f"{target} was not written: {error}{way_out}") from error
     except (ExportError, OSError) as error:
         raise RunError(f"{target} was not written: {error}") from error
 
 
 def _provenance(run: Trained) -> Provenance:
-    """The first start's command and commit; the versions of training, and of the export where only it has them."""
+    """Returns the provenance: command, commit and versions of the run's first start; the export adds its libraries."""
     origins, saved = run.folder.origins(), run.folder.load("checkpoint.pt")
     return Provenance(
         created=datetime.now(UTC).isoformat(timespec="seconds"),

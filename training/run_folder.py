@@ -1,15 +1,15 @@
-"""A run folder: all that a training leaves behind, and what is checked before it is used again.
+"""A run folder: the files of one training run, and the checks before they are used again.
 
-    experiment.json   the experiment, as it was last run
+    experiment.json   the experiment, as last run
     tokenizer.json    the vocabulary
-    origin.jsonl      a line each time the run was begun or gone on with: command, commit, versions, hardware
-    log.jsonl         a line for every logged step and every evaluation
-    checkpoint.pt     everything that a resumed run needs to go on as if it had never stopped
+    origin.jsonl      a line per start or resume of the run: command, commit, versions, hardware
+    log.jsonl         a line per logged step and per evaluation
+    checkpoint.pt     everything that a resumed run needs to continue as if never interrupted
     best.pt           the weights with the lowest validation loss
-    weights-N.pt      the weights after step N, where training.keep_every asks for them
-    quality.json      the last evaluation, with what it was of
+    weights-N.pt      the weights after step N, if training.keep_every is set
+    quality.json      the last evaluation, with its step and number of positions
 
-Files are written whole or not at all; checkpoints are loaded with weights_only.
+Checkpoints and weights are written atomically and loaded with weights_only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FREE_TO_CHANGE = {("training", "steps"), ("training", "threads"), ("training", "
 
 
 def kept_name(step: int) -> str:
-    """The file of the weights after `step`."""
+    """Returns the file name of the weights after `step`."""
     return f"weights-{step}.pt"
 
 
@@ -44,17 +44,17 @@ class RunFolder:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a checkpoint to go on from."""
+        """Whether there is a checkpoint to resume from."""
         return (self.path / "checkpoint.pt").exists()
 
     # -- while training
 
     def begin(self, experiment: Experiment, corpus: Corpus) -> None:
-        """Starts afresh, over whatever a run without a checkpoint has left."""
+        """Starts a run, and overwrites the files of a run without a checkpoint."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunError(f"{self.path} cannot be made: {error.strerror}") from error
+            raise RunError(f"{self.path} cannot be created: {error.strerror}") from error
         for name in ("best.pt", "quality.json", "origin.jsonl"):
             (self.path / name).unlink(missing_ok=True)
         (self.path / "tokenizer.json").write_text(corpus.tokenizer_json, encoding="utf-8")
@@ -62,9 +62,9 @@ class RunFolder:
         self._write_experiment(experiment)
 
     def resume(self, experiment: Experiment, corpus: Corpus) -> dict[str, Any]:
-        """The checkpoint of the same experiment on the same data; `steps` may have been raised.
+        """Returns the checkpoint of the same experiment on the same data; only `FREE_TO_CHANGE` keys may differ.
 
-        Raises ResumeError naming what differs.
+        Raises ResumeError, which names the difference.
         """
         before, now = self.experiment().model_dump(mode="json"), experiment.model_dump(mode="json")
         for part in ("model", "data", "training"):
@@ -89,37 +89,37 @@ class RunFolder:
             log.write(json.dumps(record) + "\n")
 
     def save(self, name: str, record: dict[str, Any]) -> None:
-        """Writes a checkpoint, whole or not at all."""
+        """Writes a checkpoint atomically."""
         partial = self.path / f"{name}.partial"
         torch.save(record, partial)
         partial.replace(self.path / name)
 
     def add_origin(self, origin: Origin) -> None:
-        """Records how the run was begun or gone on with."""
+        """Records a start or resume of the run."""
         with (self.path / "origin.jsonl").open("a", encoding="utf-8") as file:
             file.write(origin.model_dump_json() + "\n")
 
     # -- afterwards
 
     def experiment(self) -> Experiment:
-        """The experiment of this run. Raises RunError where this is no run folder."""
+        """Reads the run's experiment. Raises RunError if this is not a run folder."""
         path = self.path / "experiment.json"
         try:
             return Experiment.parse(path, json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
-            raise RunError(f"{self.path} is no run folder: {path.name}: {error.strerror}") from error
+            raise RunError(f"{self.path} is not a run folder: {path.name}: {error.strerror}") from error
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise RunError(f"{path}: cannot be read as JSON: {error}") from error
 
     def tokenizer_json(self) -> str:
-        """The vocabulary's file."""
+        """Reads the vocabulary's file. Raises RunError."""
         try:
             return (self.path / "tokenizer.json").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"{self.path / 'tokenizer.json'} cannot be read: {error}") from error
 
     def origins(self) -> list[Origin]:
-        """How the run was begun and gone on with, in order."""
+        """Reads the starts and resumes of the run, in order. Raises RunError."""
         try:
             lines = (self.path / "origin.jsonl").read_text(encoding="utf-8").splitlines()
             return [Origin.model_validate_json(line) for line in lines]
@@ -127,11 +127,11 @@ class RunFolder:
             raise RunError(f"{self.path / 'origin.jsonl'} cannot be read: {error}") from error
 
     def load(self, name: str) -> dict[str, Any]:
-        """A checkpoint or weights, on the CPU. Raises ResumeError where the file is missing or damaged."""
+        """Loads a checkpoint or weights on the CPU. Raises ResumeError if the file is missing or damaged."""
         try:
             saved: dict[str, Any] = torch.load(self.path / name, weights_only=True, map_location="cpu")
         except FileNotFoundError as error:
-            raise ResumeError(f"{self.path} holds no {name}: has it been trained past one evaluation?") from error
+            raise ResumeError(f"{self.path} has no {name}: the run has not reached its first evaluation") from error
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ResumeError(f"{self.path / name} is damaged: {error}") from error
         return saved
@@ -141,15 +141,17 @@ class RunFolder:
         trained_on = dict(checkpoint["data"])
         for name in sorted(trained_on.keys() | corpus.hashes.keys()):
             if trained_on.get(name) != corpus.hashes.get(name):
-                raise ResumeError(f"{self.path} holds a run on other data: {name} is not the file it was trained on")
+                raise ResumeError(
+                    f"{self.path} holds a run on other data: {name} is not the file that it was trained on"
+                )
 
     def write_quality(self, found: Quality, best_step: int, positions: int) -> None:
-        """Keeps an evaluation of the weights of `best_step`."""
+        """Writes the evaluation of the weights of `best_step`."""
         record = {"best_step": best_step, "positions": positions, "quality": found.model_dump(mode="json")}
         (self.path / "quality.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def quality(self, best_step: int, positions: int) -> Quality | None:
-        """The kept evaluation, if it is of these weights and at least that many positions."""
+        """Returns the written evaluation if it has these weights and at least `positions` positions, else None."""
         try:
             record = json.loads((self.path / "quality.json").read_text(encoding="utf-8"))
             if record["best_step"] != best_step or record["positions"] < positions:
@@ -162,14 +164,14 @@ class RunFolder:
         (self.path / "experiment.json").write_text(experiment.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     def _drop_lines_after(self, step: int) -> None:
-        """Forgets log lines that a killed run wrote after its last checkpoint: they will be written again."""
+        """Drops log lines that a killed run wrote after its last checkpoint; the resumed run writes them again."""
         path = self.path / "log.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         path.write_text("".join(line for line in lines if _step_of(line) <= step), encoding="utf-8")
 
 
 def _step_of(line: str) -> float:
-    """The step of a log line; a line that the kill cut short counts as later than all."""
+    """Returns the step of a log line, or infinity for an incomplete line."""
     try:
         return float(json.loads(line)["step"])
     except ValueError:

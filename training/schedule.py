@@ -8,7 +8,7 @@ from wane.training.config import TrainingConfig
 
 
 def learning_rate(config: TrainingConfig, step: int, decay_start: int | None) -> float:
-    """The learning rate of `step` (0 is the first). `decay_start`: the step at which `plateau` began to decay."""
+    """Returns the learning rate of `step`, counted from 0. `decay_start`: the first step of `plateau`'s decay."""
     peak = config.learning_rate
     if step < config.warmup:
         return peak * (step + 1) / config.warmup

@@ -1,4 +1,4 @@
-"""WikiText-2, the word-level files: fetched where there is no copy, and checked byte for byte either way.
+"""WikiText-2, the word-level files: downloaded if there is no copy, and checked by SHA-256.
 
 Merity et al. 2016, arXiv 1609.07843. Wikipedia text, CC BY-SA.
 """
@@ -16,7 +16,7 @@ PUBLIC_COPY = "https://raw.githubusercontent.com/pytorch/examples/main/word_lang
 CACHE = Path.home() / ".cache" / "wane" / "wikitext-2"
 TIMEOUT_S = 60
 
-FILES = {  # split: (SHA-256 of the file, words with one <eos> a line)
+FILES = {  # split: (SHA-256 of the file, words with one <eos> per line)
     "train": ("9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f", 2_088_628),
     "valid": ("f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8", 217_646),
     "test": ("d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0", 245_569),
@@ -24,7 +24,7 @@ FILES = {  # split: (SHA-256 of the file, words with one <eos> a line)
 
 
 def read_wikitext_2(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Lines by split, stripped of the blanks around them, and the files' SHA-256. Raises DataError."""
+    """Returns the stripped lines by split, and the files' SHA-256. Raises DataError."""
     lines, hashes = {}, {}
     for split, (expected, expected_words) in FILES.items():
         path = folder / f"{split}.txt"
@@ -38,12 +38,12 @@ def read_wikitext_2(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]
         lines[split] = [line.strip() for line in raw.decode("utf-8").removesuffix("\n").split("\n")]
         words = sum(len(line.split()) + 1 for line in lines[split])
         if words != expected_words:
-            raise DataError(f"{path}: {words} words with one <eos> a line, WikiText-2 has {expected_words}")
+            raise DataError(f"{path}: {words} words with one <eos> per line, WikiText-2 has {expected_words}")
     return lines, hashes
 
 
 def fetch_wikitext_2(folder: Path = CACHE, source: str = PUBLIC_COPY) -> Path:
-    """Downloads what is missing into `folder`; returns it. A file that is not WikiText-2's is not kept."""
+    """Downloads missing files into `folder`; returns it. Does not keep a file with a wrong hash. Raises DataError."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, (expected, _) in FILES.items():
         path = folder / f"{split}.txt"
@@ -55,7 +55,7 @@ def fetch_wikitext_2(folder: Path = CACHE, source: str = PUBLIC_COPY) -> Path:
                 raw = answer.read()
         except (OSError, http.client.HTTPException) as error:
             raise DataError(
-                f"{url} could not be fetched ({error}); name a folder that holds WikiText-2 with --data"
+                f"{url} could not be downloaded ({error}); name a folder with WikiText-2 with --data"
             ) from error
         found = hashlib.sha256(raw).hexdigest()
         if found != expected:

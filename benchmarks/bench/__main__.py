@@ -1,17 +1,17 @@
-"""Wane beside its peers and the two ceilings, in one run on one machine.
+"""Compares Wane with its peers and the two ceilings, in one run on one machine.
 
     scripts/bench [--only NAME ...] [--models NAME ...] [--rounds N] [--seconds S] [--quick] [--around COMMAND]
                   [--baseline FOLDER [--module MODULE]]
 
-Every round starts each contender in turn, each round in another order, on one model after the other; checks that it
-answers what the model says; puts it under its loads; and stops it. A run that was stopped goes on where it was, as
-long as the code, the models and the settings are the same. A whole run of five rounds or more writes
-docs/figures/bench.json, docs/figures/bench.png and the tables of docs/benchmarks.md; any other, build/bench/.
-Clients and servers share the machine. Linux only.
+Every round starts each contender in turn, each round in another order, on one model after the other; checks its
+answers against the model's; runs its loads; and stops it. An interrupted run resumes, as long as the code, the models
+and the settings are unchanged. A complete run of at least five rounds writes docs/figures/bench.json,
+docs/figures/bench.png and the tables of docs/benchmarks.md; any other run writes to build/bench/. Clients and servers
+share the machine. Linux only.
 
-With `--baseline`, FOLDER is another checkout of Wane, and Wane's servers are measured alone unless `--only` says
-otherwise. The server of that checkout is started beside this one's, by the same interpreter, and the two take turns
-under each load. The table has the ratios of this checkout's figures over the other's, round by round.
+With `--baseline`, FOLDER is another checkout of Wane, and only Wane's servers are measured unless `--only` is given.
+The same interpreter starts that checkout's server at the same time as this one's, and the two take turns under each
+load. The table has the ratios of this checkout's figures to the other's, round by round.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 FIGURES = ROOT / "docs" / "figures"
 WHOLE_ROUNDS = 5
 WIDTH = 160
-"""Of tables that go to a file."""
+"""Width of tables in a file."""
 
 FAILURES = (ServerFailed, WrongAnswer, wrk.LoadFailed, BadAnswer, httpx.HTTPError, OSError)
 
@@ -70,29 +70,33 @@ def main() -> None:
         results = empty(models, rounds, seconds).having(found, targets(found), comparisons(found, models))
         report(results, FIGURES if whole else WORK, PAGE if whole else None)
     if failed:
-        raise SystemExit(f"bench: failed, and left out: {', '.join(failed)}; the same command tries them again")
+        raise SystemExit(f"bench: failed, not in the results: {', '.join(failed)}; run the same command to retry them")
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         "scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", nargs="+", choices=list(contenders()), metavar="NAME", help=f"of {', '.join(contenders())}"
+        "--only",
+        nargs="+",
+        choices=list(contenders()),
+        metavar="NAME",
+        help=f"contenders to measure: {', '.join(contenders())}",
     )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: both")
     parser.add_argument("--rounds", type=positive, default=WHOLE_ROUNDS, help=f"default {WHOLE_ROUNDS}")
-    parser.add_argument("--seconds", type=positive, default=5, help="of one load in one round (default 5)")
-    parser.add_argument("--quick", action="store_true", help="one round of one second, to see that all of it works")
+    parser.add_argument("--seconds", type=positive, default=5, help="length of one load in one round (default 5)")
+    parser.add_argument("--quick", action="store_true", help="one round of one second, as a smoke test")
     parser.add_argument(
-        "--around", default="", metavar="COMMAND", help="is given each visit's command to run, such as `taskset -c 0,1`"
+        "--around", default="", metavar="COMMAND", help="prefix of each visit's command, such as `taskset -c 0,1`"
     )
     parser.add_argument(
-        "--workers", type=positive, metavar="N", help="processes with the model of each peer; default: its own"
+        "--workers", type=positive, metavar="N", help="model processes of each peer (default: the peer's own number)"
     )
-    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout, to take turns with")
-    parser.add_argument("--module", default="wane", help="that is the command of the other checkout (default wane)")
+    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout to compare with")
+    parser.add_argument("--module", default="wane", help="the other checkout's command module (default wane)")
     parser.add_argument("--visit", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -105,7 +109,7 @@ def positive(text: str) -> int:
 
 
 def visited(together: list[Contender], model: str, round_: int, seconds: float, folder: Path) -> None:
-    """One visit in a process of its own, so that whatever it leaves behind ends with it."""
+    """Makes one visit in its own process, so that its resources end with it."""
     try:
         for found in visit(together, MODELS[model], round_, seconds, WORK / "logs"):
             found.write(visit_path(folder, round_, model, found.contender))
@@ -114,7 +118,7 @@ def visited(together: list[Contender], model: str, round_: int, seconds: float, 
 
 
 def prepare(names: list[str], models: list[str], console: Console) -> None:
-    """Everything that a run needs: wrk, services, the peers' environments, the benchmarks' own model."""
+    """Checks or creates the prerequisites: wrk, services, the peers' environments, the benchmarks' own model."""
     try:
         wrk.require_wrk()
         for name in names:
@@ -130,7 +134,7 @@ def prepare(names: list[str], models: list[str], console: Console) -> None:
 
 
 def report(results: Results, folder: Path, page: Path | None) -> None:
-    """The tables in the terminal; JSON, figure and page as files."""
+    """Prints the tables; writes JSON, figure and page."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     tables.show(results, console)
     results.write(folder / "bench.json")

@@ -1,4 +1,4 @@
-"""The ceiling of the model: a loop around onnxruntime, one thread, batches full, nothing done with what comes out."""
+"""The ceiling of the model: a loop around onnxruntime with one thread and full batches that ignores the outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Feeds = dict[str, NDArray[np.generic]]
 
 
 def prepare_step(bundle: Path, vocabulary: int, batch: int, seed: int) -> Callable[[float], Timed]:
-    """One token for each of `batch` sessions a run, the states fed back."""
+    """Prepares runs of one token for each of `batch` sessions, with the states fed back."""
     session = open_graph(bundle / "step.onnx")
     tokens = np.random.default_rng(seed).integers(vocabulary, size=(256, batch))
     states: Feeds = {
@@ -36,7 +36,7 @@ def prepare_step(bundle: Path, vocabulary: int, batch: int, seed: int) -> Callab
 
 
 def prepare_window(bundle: Path, vocabulary: int, window: int, batch: int, seed: int) -> Callable[[float], Timed]:
-    """`batch` windows a run."""
+    """Prepares runs of `batch` windows."""
     session = open_graph(bundle / "window.onnx")
     tokens = np.random.default_rng(seed).integers(vocabulary, size=(16, batch, window))
     lengths = np.full(batch, window)
@@ -48,7 +48,7 @@ def prepare_window(bundle: Path, vocabulary: int, window: int, batch: int, seed:
 
 
 def loop(run: Callable[[int], None], seconds: float) -> Timed:
-    """Over and over, for at least that long."""
+    """Repeats `run` for at least `seconds`."""
     taken: list[float] = []
     begun = last = time.perf_counter()
     while last - begun < seconds:

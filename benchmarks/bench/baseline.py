@@ -1,7 +1,7 @@
-"""Another checkout of Wane beside this one: both are started together and put under each load in turn.
+"""Compares with another checkout of Wane: both servers run at the same time and take turns under each load.
 
-The host gives this machine more or less from minute to minute. So the two are measured within seconds of each other,
-and compared round by round.
+The host's speed changes from minute to minute. The two are therefore measured within seconds of each other and
+compared round by round.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ NAME = "baseline"
 
 @dataclass(frozen=True)
 class Baseline:
-    """A checkout whose server is started as `python -m MODULE serve`, by this interpreter, in its folder."""
+    """A checkout whose server this interpreter starts as `python -m MODULE serve` in its folder."""
 
     folder: Path
     module: str
 
     def of(self, contender: Contender) -> Contender:
-        """The baseline's server with the same settings as one of this checkout's."""
+        """Returns the baseline's server with the settings of `contender`."""
         ours = [wane.name for wane in wanes()]
         return wanes(self.folder, self.module, NAME, title=NAME)[ours.index(contender.name)]
 
 
 def comparisons(rounds: Rounds, models: list[str]) -> list[Comparison]:
-    """The loads that both have answered, in the order of measuring."""
+    """Returns comparisons for the loads that both servers answered, in the order of measurement."""
     found = []
     for model in models:
         for ours, theirs in zip(wanes(), wanes(name=NAME), strict=True):
@@ -54,5 +54,5 @@ def comparisons(rounds: Rounds, models: list[str]) -> list[Comparison]:
 
 
 def item_cpus(rounds: list[Measured]) -> list[float]:
-    """CPU time for each item, of a server's rounds."""
+    """Returns the CPU time per item of a server's rounds."""
     return [one.item_cpu_us for one in rounds if one.item_cpu_us is not None]

@@ -1,4 +1,4 @@
-"""HTTP/1.1 and WebSocket over plain sockets: no more than a load needs, so that the client leaves the cores alone."""
+"""HTTP/1.1 and WebSocket over plain sockets, reduced to a load's needs so that the client uses little CPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ TEXT, CLOSE, PING, PONG = 0x1, 0x8, 0x9, 0xA
 
 
 class BadAnswer(Exception):
-    """A server answered what it should not have; the message has the beginning of it."""
+    """A server sent an unexpected answer; the message has the beginning of it."""
 
 
 def connect(port: int) -> socket.socket:
-    """A connection to this machine that sends at once."""
+    """Opens a connection to this machine without Nagle's delay."""
     connected = socket.create_connection(("127.0.0.1", port), timeout=10)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connected
 
 
 def http_request(path: str, body: str) -> bytes:
-    """A POST of JSON on a connection that is kept."""
+    """Returns a POST of JSON over a keep-alive connection."""
     data = body.encode()
     head = (
         f"POST {path} HTTP/1.1",
@@ -35,13 +35,13 @@ def http_request(path: str, body: str) -> bytes:
 
 
 class HttpAnswers:
-    """The answers that arrive on one connection. Bodies have a content-length: nothing else is understood."""
+    """Parses the answers on one connection. Supports only bodies with a content-length."""
 
     def __init__(self) -> None:
         self._received = bytearray()
 
     def receive(self, data: bytes) -> bytes | None:
-        """The body of the answer that `data` completes, or None. Raises BadAnswer where it is not a 2xx."""
+        """Returns the body of the answer that `data` completes, or None. Raises BadAnswer unless it is a 2xx."""
         if not data:
             raise BadAnswer("the server closed the connection")
         self._received += data
@@ -63,10 +63,10 @@ class HttpAnswers:
 
 
 class WebSocket:
-    """One WebSocket, opened; messages are text, unfragmented, and pings are answered."""
+    """One open WebSocket for unfragmented text messages; answers pings."""
 
     def __init__(self, port: int, path: str) -> None:
-        """Raises BadAnswer where the server does not switch protocols."""
+        """Raises BadAnswer if the server does not switch protocols."""
         self.socket = connect(port)
         key = b64encode(os.urandom(16)).decode()
         self.socket.sendall(
@@ -85,11 +85,11 @@ class WebSocket:
         self._received = bytearray(rest)
 
     def send(self, frame: bytes) -> None:
-        """A frame made by `text_frame`."""
+        """Sends a frame made by `text_frame`."""
         self.socket.sendall(frame)
 
     def receive(self) -> bytes | None:
-        """Reads once: the message that is now complete, or None. Raises BadAnswer where the server closed."""
+        """Reads once. Returns the completed message, or None. Raises BadAnswer if the server closed."""
         data = self.socket.recv(READ_AT_ONCE)
         if not data:
             raise BadAnswer("the server closed the connection")
@@ -105,7 +105,7 @@ class WebSocket:
         return None
 
     def _frame(self) -> tuple[int, bytes] | None:
-        """The first frame, taken off what was received: its opcode and payload."""
+        """Removes the first frame from the received bytes; returns its opcode and payload."""
         held = self._received
         if len(held) < 2:
             return None
@@ -123,7 +123,7 @@ class WebSocket:
 
 
 def text_frame(text: str) -> bytes:
-    """A client's text frame. Clients must mask; a mask of zeros changes nothing and costs nothing."""
+    """Returns a client's text frame. Clients must mask; a mask of zeros changes nothing and costs nothing."""
     return _frame(TEXT, text.encode())
 
 

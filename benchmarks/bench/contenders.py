@@ -1,6 +1,7 @@
-"""Who is measured: Wane, its peers, and the two ceilings. A peer is a TOML file in a folder of `benchmarks/peers`.
+"""The contenders: Wane, its peers, and the two ceilings. A peer is a TOML file in a folder of `benchmarks/peers`.
 
-`peer.toml` is a server that is sent windows, `sessions.toml` one that keeps the state of sessions."""
+`peer.toml` describes a server of windows, `sessions.toml` one that keeps the state of sessions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ PEERS = ROOT / "benchmarks" / "peers"
 ENVIRONMENTS = ROOT / "build" / "peers"
 
 LSTM, SHIPPED = "lstm256", "gated-stable"
-"""The models that everyone serves."""
+"""The models that all contenders serve."""
 
 WANE = "wane"
 STEP_PATH = "/v1/sessions/{session}/tokens"
@@ -33,14 +34,14 @@ SERVICES: tuple[Service, ...] = get_args(Service)
 
 @dataclass(frozen=True)
 class Contender:
-    """How one server is started and spoken to.
+    """The command and the protocol of one contender.
 
     command: with `{bin}`, the folder of its virtual environment's programs, `{bundle}`, and `{ports[0]}` to
-    `{ports[2]}`, free TCP ports of which the first answers; without one it is no server. path, wire: where a window is
-    posted, and in which form (`wire.py`). step_path: where a session's token is posted. package: the distribution whose
-    version is told. workers: the processes that hold the model, of servers that have such. environment: may hold the
-    address of a service, `{redis}` or `{collector}`. peer: its folder of PEERS; empty where it runs in
-    the project's virtual environment. tree: the checkout that the command runs in.
+    `{ports[2]}`, free TCP ports, the first of which serves requests; empty if it is not a server. path, wire: the path
+    and the format (`wire.py`) of a window. step_path: the path of a session's token. package: the distribution whose
+    version is reported. workers: the number of model processes, for servers with such processes. environment: may
+    contain the address of a service, `{redis}` or `{collector}`. peer: its folder in PEERS, empty if it runs in the
+    project's virtual environment. tree: the checkout that the command runs in.
     """
 
     name: str
@@ -58,27 +59,28 @@ class Contender:
 
     @property
     def requirements(self) -> Path | None:
-        """What its own virtual environment holds; None where it runs in the project's."""
+        """The requirements of its own virtual environment; None if it runs in the project's."""
         return PEERS / self.peer / "requirements.txt" if self.peer else None
 
     @property
     def programs(self) -> Path:
-        """The folder of the interpreter that it runs on."""
+        """The folder of its interpreter."""
         return ENVIRONMENTS / self.peer / "bin" if self.peer else Path(sys.executable).parent
 
     @property
     def services(self) -> list[Service]:
-        """What its environment has the address of."""
+        """The services whose addresses its environment contains."""
         return [name for name in SERVICES if any(f"{{{name}}}" in value for value in self.environment.values())]
 
     def arguments(self, bundle: Path, ports: list[int]) -> list[str]:
-        """The command that serves `bundle`."""
+        """Returns the command that serves `bundle`."""
         return [part.format(bin=self.programs, bundle=bundle, ports=ports) for part in self.command]
 
     def variables(self, bundle: Path, ports: list[int], addresses: Mapping[str, str]) -> dict[str, str]:
-        """The environment of that command: this one's, without settings of Wane that would leak in.
+        """Returns the environment of that command: this process's without Wane's settings, and the contender's own.
 
-        addresses: of the services, by name."""
+        addresses: of the services, by name.
+        """
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
         own = {
             name: value.format(ports=ports, workers=self.workers, **addresses)
@@ -89,7 +91,7 @@ class Contender:
 
 
 def read_peer(path: Path) -> Contender:
-    """The peer of one TOML file. Raises KeyError or TypeError where the file is not complete."""
+    """Reads the peer of one TOML file. Raises KeyError or TypeError if the file is incomplete."""
     values = {"kind": "windows", **tomllib.loads(path.read_text(encoding="utf-8"))}
     folder = path.parent.name
     name = folder if path.stem == "peer" else f"{folder}-{path.stem}"
@@ -97,9 +99,9 @@ def read_peer(path: Path) -> Contender:
 
 
 def wanes(tree: Path = ROOT, module: str = "wane", name: str = WANE, title: str = "Wane") -> list[Contender]:
-    """The server of one checkout, started as `python -m MODULE serve`, with three settings.
+    """Returns the server of one checkout, started as `python -m MODULE serve`, in three configurations.
 
-    They are: the default ones; sessions in Redis; traces of one request in a hundred sent to a collector.
+    They are the default, sessions in Redis, and traces of one request in a hundred sent to a collector.
     """
     plain = Contender(
         name,
@@ -131,7 +133,7 @@ def wanes(tree: Path = ROOT, module: str = "wane", name: str = WANE, title: str 
 
 
 def contenders() -> dict[str, Contender]:
-    """Everyone, by name: Wane, the peers, the trivial handler, the bare loop."""
+    """Returns all contenders by name: Wane, the peers, the trivial handler, the bare loop."""
     peers = [read_peer(path) for path in sorted(PEERS.glob("*/*.toml"))]
     peers.sort(key=lambda peer: ("windows", "sessions", "handler").index(peer.kind))
     others = (
@@ -142,5 +144,5 @@ def contenders() -> dict[str, Contender]:
 
 
 def peer_names(kind: Kind = "windows") -> list[str]:
-    """Those that serve windows as we do, the ones to be better than; or the peers of another kind."""
+    """Returns the names of the peers of a kind; by default those that serve windows."""
     return [contender.name for contender in contenders().values() if contender.kind == kind]

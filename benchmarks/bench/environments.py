@@ -11,11 +11,11 @@ INSTALLED = ".installed.txt"
 
 
 class NotInstalled(Exception):
-    """A peer's environment could not be made; the message has pip's last words."""
+    """A peer's environment could not be created; the message has the end of pip's output."""
 
 
 def install(contender: Contender) -> None:
-    """Makes the environment that this one runs in, where it is missing or its requirements have changed.
+    """Creates the contender's environment if it is missing or its requirements have changed.
 
     Raises NotInstalled.
     """

@@ -1,4 +1,4 @@
-"""Wane's engine without HTTP, by the clients of `benchmarks.engine`: what batching, sessions and answers cost."""
+"""Wane's engine without HTTP, with the clients of `benchmarks.engine`: the cost of batching, sessions and answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.engine import CLIENTS, Subject
 
 
 def prepare_engine(bundle: Path, way: str, stack: ExitStack) -> Callable[[float], Timed]:
-    """Steps of sessions, each awaited by a client of its own; way: `batcher` or `engine`. `stack` ends its threads."""
+    """Prepares session steps, each awaited by its own client; way: `batcher` or `engine`. `stack` stops the threads."""
     runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
     subject = Subject(bundle)
     runner.run(subject.start())

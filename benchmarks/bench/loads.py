@@ -1,4 +1,4 @@
-"""What each contender is put under. Tokens are random, so that no answer can be had from a cache."""
+"""The loads of each contender. Tokens are random, so that no answer can come from a cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INPUTS = 64
 BATCHED_CONNECTIONS = 4
 EVENTS_A_SECOND = 1000
 REQUESTS = 4096
-"""Different requests of one load; they come round again after that."""
+"""Number of different requests of one load, which then repeat."""
 BULK_PATH = "/v1/sessions/tokens"
 JSON = {"content-type": "application/json"}
 
@@ -38,12 +38,12 @@ Drive = Callable[[float], Timed]
 
 
 class NotUnderstood(Exception):
-    """A server does not know a load's requests; the message has what it answered."""
+    """A server does not support a load's requests; the message has its answer."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a load is run: a bundle, the server that has it, if it is a server, and what ends with the visit."""
+    """The context of a load: a bundle, its server if any, and the resources that end with the visit."""
 
     contender: Contender
     bundle: Path
@@ -59,23 +59,23 @@ class Stage:
 
     @property
     def vocabulary(self) -> int:
-        """Its size."""
+        """The size of the vocabulary."""
         return self.manifest.vocabulary.size
 
     @cached_property
     def words(self) -> list[tuple[int, str]]:
-        """Each token whose own text is read as that one token, and the text."""
+        """The tokens whose text encodes to that one token, each with its text."""
         vocabulary = Vocabulary.read(self.manifest.vocabulary.kind, self.bundle / "tokenizer.json")
         texts = [(token, vocabulary.token(token)) for token in range(self.vocabulary)]
         return [(token, text) for token, text in texts if vocabulary.encode(text) == [token]]
 
     def tokens(self, *shape: int) -> list[list[int]]:
-        """Random tokens, rows of them."""
+        """Returns rows of random tokens."""
         drawn: list[list[int]] = np.random.default_rng(self.seed).integers(self.vocabulary, size=shape).tolist()
         return drawn
 
     def text(self, count: int) -> list[tuple[int, str]]:
-        """Random ones of `words`."""
+        """Returns a random choice of `words`."""
         drawn = np.random.default_rng(self.seed).integers(len(self.words), size=count)
         return [self.words[index] for index in drawn]
 
@@ -83,7 +83,7 @@ class Stage:
         return httpx.Client(base_url=self.running.url, timeout=30, trust_env=False)
 
     def sessions(self, prefix: str, count: int) -> list[str]:
-        """New sessions' ids. A peer starts a session with its first step."""
+        """Returns the ids of new sessions. A peer creates a session at its first step."""
         names = [f"{prefix}-{index}" for index in range(count)]
         if self.contender.kind == "sessions":
             return names
@@ -95,8 +95,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Load:
-    """One load. items: tokens or windows that one request has answered; prepare: what can be made before, and raises
-    NotUnderstood; figure: what two versions of a server are compared by."""
+    """One load.
+
+    items: tokens or windows per request. prepare: builds the requests, and raises NotUnderstood. figure: the figure by
+    which two versions of a server are compared.
+    """
 
     name: str
     title: str
@@ -111,19 +114,19 @@ def step_body(token: int) -> str:
 
 
 def compact(document: object) -> str:
-    """JSON without spaces."""
+    """Returns JSON without spaces."""
     return json.dumps(document, separators=(",", ":"))
 
 
 def step_request(path: str, session: str, sequence: dict[str, Any]) -> tuple[str, str]:
-    """The path and the body of one step. The body names the session where the path does not."""
+    """Returns the path and the body of one step. The body names the session unless the path does."""
     if "{session}" in path:
         return path.format(session=session), compact(sequence)
     return path, compact({"session": session, **sequence})
 
 
 def step_load(connections: int) -> Load:
-    """One token a request. The sessions are four times as many as the connections, so no two requests meet in one."""
+    """One token per request. There are four sessions per connection, so that no session has two requests in flight."""
 
     def prepare(stage: Stage) -> Drive:
         walked = itertools.cycle(stage.sessions(f"steps{connections}", 4 * max(16, connections)))
@@ -136,7 +139,7 @@ def step_load(connections: int) -> Load:
 
 
 def text_load() -> Load:
-    """One token a request, as text."""
+    """One token per request, as text."""
 
     def prepare(stage: Stage) -> Drive:
         walked = itertools.cycle(stage.sessions("texts", 4 * CONNECTIONS))
@@ -148,7 +151,7 @@ def text_load() -> Load:
 
 
 def window_load(connections: int) -> Load:
-    """A window a request."""
+    """One window per request."""
 
     def prepare(stage: Stage) -> Drive:
         contender = stage.contender
@@ -160,7 +163,7 @@ def window_load(connections: int) -> Load:
 
 
 def handler_load(connections: int) -> Load:
-    """One token a request, to a handler that does nothing with it."""
+    """One token per request, to a handler that ignores it."""
 
     def prepare(stage: Stage) -> Drive:
         requests = [(stage.contender.path, step_body(token)) for (token,) in stage.tokens(REQUESTS, 1)]
@@ -170,7 +173,7 @@ def handler_load(connections: int) -> Load:
 
 
 def websocket_load() -> Load:
-    """One token a message, one WebSocket a session."""
+    """One token per message, one WebSocket per session."""
 
     def prepare(stage: Stage) -> Drive:
         sessions = stage.sessions("sockets", CONNECTIONS)
@@ -182,13 +185,13 @@ def websocket_load() -> Load:
 
 
 def batched_load() -> Load:
-    """One token for each of many sessions a request."""
+    """One token for each of many sessions per request."""
     title = f"session step, {INPUTS} a call, {plural(BATCHED_CONNECTIONS)}"
     return Load(f"batched-{INPUTS}", title, "tokens/s", INPUTS, lambda stage: prepare_bulk(stage, "batched", {}))
 
 
 def columns_load() -> Load:
-    """The same, answered as columns."""
+    """Like `batched_load`, answered as columns."""
 
     def prepare(stage: Stage) -> Drive:
         return prepare_bulk(stage, "columns", {"format": "columns"})
@@ -198,9 +201,10 @@ def columns_load() -> Load:
 
 
 def prepare_bulk(stage: Stage, prefix: str, options: dict[str, str]) -> Drive:
-    """Calls with a step for each of many sessions; eight times as many sessions as are in flight.
+    """Prepares calls with a step for each of many sessions; there are eight times as many sessions as in flight.
 
-    Raises NotUnderstood where the first call is answered by 422."""
+    Raises NotUnderstood if the server answers the first call with 422.
+    """
     walked = itertools.cycle(stage.sessions(prefix, 8 * BATCHED_CONNECTIONS * INPUTS))
     rows = stage.tokens(REQUESTS // 16, INPUTS)
     requests = [(BULK_PATH, bulk_body(walked, row, options)) for row in rows]
@@ -217,7 +221,7 @@ def bulk_body(sessions: Iterator[str], tokens: Sequence[int], options: dict[str,
 
 
 def open_load() -> Load:
-    """Session steps that come when they come."""
+    """Session steps at random times, whether or not earlier ones are answered."""
 
     def prepare(stage: Stage) -> Drive:
         sessions = stage.sessions("events", EVENTS_A_SECOND)
@@ -250,7 +254,7 @@ def bare_load(role: str, batch: int) -> Load:
 
 
 def engine_load(way: str) -> Load:
-    """Wane's own, between the bare loop and HTTP."""
+    """Wane's batcher or engine, without HTTP."""
 
     def prepare(stage: Stage) -> Drive:
         return in_process.prepare_engine(stage.bundle, way, stage.stack)
@@ -259,7 +263,7 @@ def engine_load(way: str) -> Load:
 
 
 def scan_loads(model: str) -> list[Load]:
-    """A long sequence, for its last state and for its score; ONNX's own operator where it is the model's cell."""
+    """A long sequence, for its last state and for its score; also with ONNX's operator if it is the model's cell."""
 
     def prepare(kind: str, way: str) -> Callable[[Stage], Drive]:
         if way == scan.NATIVE:
@@ -275,7 +279,7 @@ def scan_loads(model: str) -> list[Load]:
 
 
 def figure_at(connections: int) -> Figure:
-    """A client that is alone waits; many together are served at a rate."""
+    """Returns the figure to compare: latency for one connection, rate for several."""
     return "rate" if connections > 1 else "p50_ms"
 
 
@@ -284,7 +288,7 @@ def plural(connections: int) -> str:
 
 
 def loads_of(contender: Contender, model: str) -> list[Load]:
-    """What this one is put under with a model, in order."""
+    """Returns the loads of a contender with a model, in order."""
     steps = [step_load(CONNECTIONS), step_load(1)]
     windows = [window_load(CONNECTIONS), window_load(1)]
     match contender.kind:
@@ -307,7 +311,7 @@ def loads_of(contender: Contender, model: str) -> list[Load]:
 
 
 def check(stage: Stage, expected: Callable[[list[list[int]]], list[Ranked]]) -> None:
-    """Windows are answered as the model answers them, and so is every way to step. Raises WrongAnswer."""
+    """Checks the answers to windows and to every kind of step against the model. Raises WrongAnswer."""
     contender = stage.contender
     if contender.kind not in ("wane", "windows", "sessions"):
         return
@@ -323,7 +327,7 @@ def check(stage: Stage, expected: Callable[[list[list[int]]], list[Ranked]]) -> 
 
 
 def _check_steps(stage: Stage, client: httpx.Client, expected: Callable[[list[list[int]]], list[Ranked]]) -> None:
-    """Wane feeds a session's start token by itself; a peer is sent it."""
+    """Checks the steps. Wane feeds a session's start token itself; a peer needs it in a request."""
     start, words = stage.manifest.vocabulary.eos_id, stage.text(8)
     (ranked,) = expected([[start, *(token for token, _ in words)]])
     by_token, by_text, together = stage.sessions("check", 3)

@@ -1,4 +1,4 @@
-"""ONNX's own LSTM operator with a bundle's weights: what a long sequence costs without any of Wane's graphs."""
+"""ONNX's LSTM operator with a bundle's weights: the cost of a long sequence without Wane's graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONNX_ORDER = (0, 3, 1, 2)
 
 
 class NativeLstm:
-    """One LSTM layer between an embedding and an output layer, as one graph, on `threads` threads that spin."""
+    """One LSTM layer between an embedding and an output layer, as one graph, on `threads` spinning threads."""
 
     def __init__(self, bundle: Path, threads: int) -> None:
         options = onnxruntime.SessionOptions()
@@ -31,18 +31,18 @@ class NativeLstm:
         }
 
     def state(self, tokens: NDArray[np.int64]) -> list[NDArray[np.float32]]:
-        """h and c (1, H) after `tokens`, (T)."""
+        """Returns h and c (1, H) after `tokens`, (T)."""
         return [value[0] for value in self._sessions[False].run(["h", "c"], {"tokens": tokens})]
 
     def score(self, tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.float32]:
-        """log p of each of `targets`, (T), each after the tokens up to its own place."""
+        """Returns log p of each of `targets`, (T), after the tokens up to its position."""
         (logprobs,) = self._sessions[True].run(["logprobs"], {"tokens": tokens, "targets": targets})
         found: NDArray[np.float32] = logprobs[:, 0]
         return found
 
 
 def graph(weights: dict[str, NDArray[np.float32]], scored: bool) -> bytes:
-    """tokens[T] (and targets[T]) -> h, c (or logprobs[T,1])."""
+    """Builds the graph: tokens[T] (and targets[T]) -> h, c (or logprobs[T,1])."""
     hidden = weights["head.weight"].shape[1]
 
     def gates(name: str) -> NDArray[np.float32]:

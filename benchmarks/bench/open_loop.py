@@ -1,8 +1,8 @@
-"""Open loop over HTTP: requests are sent when they are due, whether or not earlier ones have been answered.
+"""Open loop over HTTP: sends requests when they are due, whether or not earlier ones are answered.
 
-A latency is from when its request was due: a server that stalls is charged for all that came due meanwhile, and so is
-the generator where it is late itself (told apart as `lag_p99_ms`). The wait is `select`'s, whose timeout is not rounded
-to milliseconds as `epoll`'s is in Python.
+A latency starts when its request was due: a stall of the server counts for all requests due meanwhile, and so does a
+delay of the generator, which `lag_p99_ms` reports separately. The loop waits with `select`, because Python rounds the
+timeout of `epoll` to milliseconds.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ TIMEOUT_S = 10.0
 
 
 def poisson(rate: float, seconds: float, seed: int) -> NDArray[np.float64]:
-    """When requests are due, in seconds from the beginning: `rate` a second on average, each on its own."""
+    """Returns the due times of requests of a Poisson process with `rate` per second, in seconds from the start."""
     gaps = np.random.default_rng(seed).exponential(1 / rate, size=max(1, int(rate * seconds)))
     return np.cumsum(gaps)
 
 
 def drive(port: int, requests: Iterator[bytes], due: NDArray[np.float64], connections: int = CONNECTIONS) -> Timed:
-    """Sends one of `requests` at each time of `due`, on whichever connection is free, in order.
+    """Sends one of `requests` at each time of `due`, in order, on any free connection.
 
-    Where none is free, a request waits for one, and its latency counts that. Raises BadAnswer where one is not
-    answered by a 2xx, or not within ten seconds.
+    If no connection is free, a request waits for one, and its latency includes the wait. Raises BadAnswer if an answer
+    is not a 2xx or takes more than ten seconds.
     """
     opened = [connect(port) for _ in range(connections)]
     try:
@@ -71,7 +71,7 @@ def _drive(opened: list[socket.socket], requests: Iterator[bytes], due: list[flo
 
 
 def summary(latencies: list[float], seconds: float, lags: list[float] | None = None) -> Timed:
-    """Of latencies and lags in seconds."""
+    """Summarises latencies and lags in seconds."""
     p50, p90, p99, longest = (float(value) for value in np.percentile(np.array(latencies) * 1e3, (50, 90, 99, 100)))
     lag = float(np.percentile(lags, 99) * 1e3) if lags else None
     return Timed(

@@ -1,4 +1,4 @@
-"""A run as a figure: what each contender answers in a second, and how long one client waits."""
+"""The figure of a run: each contender's throughput, and the latency of one client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Dot = tuple[str, Spread, str]
 
 
 def save(results: Results, path: Path) -> None:
-    """One row for each model: throughput on the left, one client's latency on the right; whiskers are rounds."""
+    """Plots one row per model: throughput on the left, one client's latency on the right; whiskers span the rounds."""
     models = list(results.figures)
     figure, rows = plt.subplots(
         len(models), 2, figsize=(11, 0.8 + 3.5 * len(models)), layout="constrained", squeeze=False
@@ -37,7 +37,7 @@ def save(results: Results, path: Path) -> None:
 
 
 def throughput(results: Results, model: str) -> list[Dot]:
-    """Tokens and windows a second, Wane's ways first."""
+    """Returns tokens and windows per second, Wane's loads first."""
     wanted = [
         (WANE, "batched-64", "Wane, session, 64 steps a call", OURS),
         (WANE, "websocket-64", "Wane, session, 64 WebSockets", OURS),
@@ -54,7 +54,7 @@ def throughput(results: Results, model: str) -> list[Dot]:
 
 
 def latency(results: Results, model: str) -> list[Dot]:
-    """Median wait of a client that is alone."""
+    """Returns the median latency of a single client."""
     wanted = [
         (WANE, "session-1", "Wane, session", OURS),
         (WANE, "window-1", "Wane, window of 64", OURS),
@@ -73,7 +73,7 @@ def _measured(results: Results, model: str, wanted: list[tuple[str, str, str, st
 
 
 def _dots(axes: Axes, dots: list[Dot], form: str) -> None:
-    """A dot each, with a whisker from the smallest to the largest of the rounds: a log scale has no foot for a bar."""
+    """Plots dots with whiskers from the smallest to the largest round, because bars have no base on a log scale."""
     for index, (_, spread, colour) in enumerate(dots):
         axes.plot([spread.least, spread.most], [index, index], color=colour, linewidth=2)
         axes.plot(spread.median, index, "o", color=colour, markersize=7)

@@ -1,4 +1,4 @@
-"""A server's life: started on free ports, asked until it answers, stopped with everything that it started."""
+"""A server process: starts on free ports, waits until it answers, stops with all processes that it started."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class ServerFailed(Exception):
-    """A server did not start, or is gone; the message has the end of its log."""
+    """A server did not start or has stopped; the message has the end of its log."""
 
 
 class ServerProcess:
-    """One server on one bundle, as a context. Its processes are known by a mark in their environment, so that those
-    are stopped too which left the process group. Linux only: they are looked up in /proc."""
+    """One server on one bundle, as a context.
+
+    A mark in their environment identifies its processes, so that those outside the process group are stopped too.
+    Linux only: the processes are searched in /proc.
+    """
 
     def __init__(
         self, contender: Contender, bundle: Path, log: Path, addresses: Mapping[str, str] | None = None
@@ -71,7 +74,7 @@ class ServerProcess:
         self._process.wait()
 
     def wait_ready(self, path: str, body: str) -> bytes:
-        """The first good answer to that request. Raises ServerFailed where there is none in time."""
+        """Returns the first successful answer to the request. Raises ServerFailed if there is none in time."""
         deadline = time.monotonic() + READY_WITHIN_S
         with httpx.Client(base_url=self.url, timeout=10, trust_env=False) as client:
             while time.monotonic() < deadline:
@@ -85,7 +88,7 @@ class ServerProcess:
         raise ServerFailed(f"{self._contender.title} did not answer within {READY_WITHIN_S:.0f} s: {self._tail()}")
 
     def cpu_seconds(self) -> float:
-        """CPU time of all its living processes, user and system."""
+        """Returns the user and system CPU time of all its running processes."""
         spent = 0
         for pid in self._pids():
             with contextlib.suppress(OSError):

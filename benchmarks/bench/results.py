@@ -1,4 +1,4 @@
-"""What `benchmarks.bench` finds, as it is kept in its JSON."""
+"""The results of `benchmarks.bench`, as stored in its JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ Figure = Literal["rate", "p50_ms", "p99_ms"]
 
 
 class Timed(Frozen):
-    """One load for some seconds: how many requests were answered, and how long they took from sending, or, of an open
-    loop, from when they should have been sent; `lag_p99_ms` is then how late they were sent."""
+    """One load for some seconds: the number of answered requests and their latencies.
+
+    A latency starts when the request is sent, or in an open loop when it is due; `lag_p99_ms` is the delay of sending.
+    """
 
     requests: int
     seconds: float
@@ -28,31 +30,35 @@ class Timed(Frozen):
 
 
 class Measured(Timed):
-    """A load on one contender in one round. items: tokens or windows answered, the same as requests where each has one;
-    server_cpu_s: CPU time of the server's processes; null where the load runs in the model's."""
+    """A load on one contender in one round.
+
+    items: answered tokens or windows. server_cpu_s: CPU time of the server's processes; null without a server.
+    """
 
     items: int
     server_cpu_s: float | None = None
 
     @property
     def rate(self) -> float:
-        """Items a second."""
+        """Items per second."""
         return self.items / self.seconds
 
     @property
     def server_cpus(self) -> float | None:
-        """CPU seconds of the server for each second."""
+        """CPU seconds of the server per second."""
         return None if self.server_cpu_s is None else self.server_cpu_s / self.seconds
 
     @property
     def item_cpu_us(self) -> float | None:
-        """CPU time of the server for each item, in microseconds."""
+        """CPU time of the server per item, in microseconds."""
         return None if self.server_cpu_s is None else 1e6 * self.server_cpu_s / self.items
 
 
 class Visit(Frozen):
-    """One round's loads on one contender: started, checked, measured, stopped. loads: by name. refused: what the server
-    answered to the loads whose requests it does not know."""
+    """One round's loads on one contender: started, checked, measured, stopped.
+
+    loads: by name. refused: the server's answers to the loads that it does not support.
+    """
 
     model: str
     contender: str
@@ -71,9 +77,9 @@ class Visit(Frozen):
 
 
 class Rounds:
-    """The figures of every round, by model, contender and load, in the rounds' order; and the contenders' versions.
+    """The figures of all rounds, by model, contender and load, in order; and the contenders' versions.
 
-    refused: as a visit's, by model, contender and load."""
+    refused: like a visit's, by model, contender and load."""
 
     def __init__(self, visits: Iterable[Visit]) -> None:
         self.figures: dict[str, dict[str, dict[str, list[Measured]]]] = {}
@@ -88,13 +94,15 @@ class Rounds:
                 loads.setdefault(name, []).append(measured)
 
     def of(self, model: str, contender: str, load: str) -> list[Measured]:
-        """One load's; none where it was not measured."""
+        """Returns one load's figures; empty if it was not measured."""
         return self.figures.get(model, {}).get(contender, {}).get(load, [])
 
 
 class Summary(Frozen):
-    """One load on one contender, over the rounds. requests: of all rounds; rate: items a second; item_cpu_us: CPU time
-    of the server for each item."""
+    """One load on one contender, over the rounds.
+
+    requests: of all rounds; rate: items per second; item_cpu_us: CPU time of the server per item.
+    """
 
     rounds: int
     requests: int
@@ -109,7 +117,7 @@ class Summary(Frozen):
 
     @classmethod
     def of(cls, rounds: Sequence[Measured]) -> Self:
-        """Of at least one round."""
+        """Summarises at least one round."""
         lags = [one.lag_p99_ms for one in rounds if one.lag_p99_ms is not None]
         cpus = [one.server_cpus for one in rounds if one.server_cpus is not None]
         item_cpus = [one.item_cpu_us for one in rounds if one.item_cpu_us is not None]
@@ -128,8 +136,10 @@ class Summary(Frozen):
 
 
 class Target(Frozen):
-    """what, over against: at least `wanted`, or at most if `most`; null where nothing is wanted of it. spread: of the
-    value, round by round."""
+    """The ratio of `what` to `against`, which must be at least `wanted`, or at most if `most`; null: no target.
+
+    spread: of the value, round by round.
+    """
 
     what: str
     against: str
@@ -141,15 +151,18 @@ class Target(Frozen):
 
     @property
     def met(self) -> bool | None:
-        """By the median; None where nothing is wanted."""
+        """Whether the median meets the target; None without a target."""
         if self.wanted is None:
             return None
         return self.value <= self.wanted if self.most else self.value >= self.wanted
 
 
 class Comparison(Frozen):
-    """One load on a server and on its baseline, which took turns: what it is compared by, and the ratios of the server
-    over the baseline round by round. item_cpu: of the CPU time for each item."""
+    """One load on a server and on its baseline, which took turns.
+
+    figure: the compared figure. ratio: of the server to the baseline, round by round. item_cpu: of the CPU time per
+    item.
+    """
 
     model: str
     contender: str
@@ -161,8 +174,10 @@ class Comparison(Frozen):
 
 
 class Results(Frozen):
-    """A run: on what, of what, and its figures, by model, contender and load. versions: by contender. refused: as a
-    visit's."""
+    """A run: its machine, its models, and its figures by model, contender and load.
+
+    versions: by contender. refused: like a visit's.
+    """
 
     created: str
     commit: str | None = None
@@ -185,7 +200,7 @@ class Results(Frozen):
         write_json(path, self.model_dump(mode="json", exclude_none=True))
 
     def having(self, rounds: Rounds, targets: Sequence[Target], comparisons: Sequence[Comparison] = ()) -> Results:
-        """With the summaries of these rounds, the targets that they reach or miss, and the ratios to a baseline."""
+        """Returns the results with the summaries of these rounds, the targets, and the ratios to a baseline."""
         figures = {
             model: {
                 name: {load: Summary.of(found) for load, found in loads.items()} for name, loads in contenders.items()
@@ -198,9 +213,9 @@ class Results(Frozen):
         )
 
     def summary(self, model: str, contender: str, load: str) -> Summary | None:
-        """None where it was not measured."""
+        """Returns one load's summary; None if it was not measured."""
         return self.figures.get(model, {}).get(contender, {}).get(load)
 
     def refusal(self, model: str, contender: str, load: str) -> str:
-        """What a server answered to requests that it does not know; empty where it did not refuse any."""
+        """Returns a server's answer to a load that it does not support; empty if it refused none."""
         return self.refused.get(model, {}).get(contender, {}).get(load, "")

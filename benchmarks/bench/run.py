@@ -1,4 +1,4 @@
-"""A run: every visit that it is made of, each in a process of its own, and where it stopped."""
+"""A run: its visits, each in its own process, and the ones already made."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ CODE = (".py", ".lua", ".toml", ".txt", ".json")
 
 @dataclass(frozen=True)
 class Run:
-    """Who, on what, how often and how long. workers: of each peer; None leaves it to the peer. baseline: takes turns
-    with each of Wane's servers."""
+    """The contenders, models, rounds and seconds of a run.
+
+    workers: model processes of each peer; None: the peer's own number. baseline: takes turns with each of Wane's
+    servers.
+    """
 
     names: list[str]
     models: list[str]
@@ -34,7 +37,7 @@ class Run:
     baseline: Baseline | None = None
 
     def plan(self) -> list[tuple[int, str, str]]:
-        """Round, model and contender of every visit: who begins changes from round to round."""
+        """Returns round, model and contender of every visit; the first contender changes from round to round."""
         count = len(self.names)
         return [
             (round_, model, self.names[(index + round_) % count])
@@ -44,21 +47,21 @@ class Run:
         ]
 
     def folder(self) -> Path:
-        """Where its visits are kept: another folder for other code, models or settings."""
+        """Returns the folder of the visits, which depends on the code, the models and the settings."""
         parts = [code(ROOT), *(json.dumps(facts(model)) for model in self.models), f"{self.seconds} {self.workers}"]
         if self.baseline is not None:
             parts.append(code(self.baseline.folder))
         return WORK / "runs" / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def together(self, name: str) -> list[Contender]:
-        """Who is measured in one visit: the contender of that name and its baseline."""
+        """Returns the contenders of one visit: the contender of that name and its baseline."""
         contender = contenders()[name]
         if self.workers and contender.kind == "windows":
             contender = replace(contender, workers=self.workers)
         return [contender, self.baseline.of(contender)] if self.baseline and contender.kind == "wane" else [contender]
 
     def go(self, around: Sequence[str], console: Console) -> list[str]:
-        """Makes the visits that are not there yet, each as an argument of `around`; the names of those that failed."""
+        """Makes the missing visits, with the command prefix `around`; returns the names of the failed ones."""
         folder, plan, failed = self.folder(), self.plan(), []
         own = [*around, sys.executable, "-m", "benchmarks.bench", "--seconds", str(self.seconds)]
         own += ["--workers", str(self.workers)] if self.workers else []
@@ -73,18 +76,18 @@ class Run:
         return failed
 
     def paths(self, folder: Path, round_: int, model: str, name: str) -> list[Path]:
-        """Where the results of one visit are kept."""
+        """Returns the result files of one visit."""
         return [visit_path(folder, round_, model, contender.name) for contender in self.together(name)]
 
     def visits(self) -> list[Visit]:
-        """Those that were made."""
+        """Reads the completed visits."""
         folder = self.folder()
         paths = [path for planned in self.plan() for path in self.paths(folder, *planned)]
         return [Visit.read(path) for path in paths if path.exists()]
 
 
 def code(root: Path) -> str:
-    """One hash of the code of a checkout, as far as it is measured or measures."""
+    """Returns one hash of a checkout's measured code and of its benchmark code."""
     found = (path for folder in SOURCES for path in (root / folder).rglob("*"))
     return hashed(sorted(path for path in found if path.suffix in CODE and "bundles" not in path.parts), root)
 
@@ -94,7 +97,7 @@ def visit_path(folder: Path, round_: int, model: str, name: str) -> Path:
 
 
 def status(command: list[str]) -> int:
-    """The exit status of a visit. Where this process is ended meanwhile, the visit has time to stop its server."""
+    """Runs a visit and returns its exit status. If interrupted, waits until the visit has stopped its server."""
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         return process.wait()

@@ -1,6 +1,6 @@
-"""A long sequence, its last state or every token's log-probability, by the ways of `benchmarks.parallel_scan`.
+"""A long sequence's last state or its tokens' log-probabilities, computed by the ways of `benchmarks.parallel_scan`.
 
-What needs the extra train is imported where it is run: the tables do without.
+Modules that need the extra train are imported on use, because the tables do not need them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = ("state", "score")
 
 
 def prepare_way(bundle: Path, kind: str, way: str, stack: ExitStack) -> Callable[[float], Timed]:
-    """Runs of one of WAYS. `stack` ends its threads."""
+    """Prepares runs of one of WAYS. `stack` stops the threads."""
     from benchmarks.parallel_scan import Subject
 
     subject = Subject(bundle, TOKENS)
@@ -32,7 +32,7 @@ def prepare_way(bundle: Path, kind: str, way: str, stack: ExitStack) -> Callable
 
 
 def prepare_native(bundle: Path, kind: str, vocabulary: int, seed: int) -> Callable[[float], Timed]:
-    """Runs of ONNX's own LSTM, one call for the whole sequence, on as many threads."""
+    """Prepares runs of ONNX's LSTM, one call for the whole sequence, on THREADS threads."""
     from benchmarks.bench.native import NativeLstm
 
     native = NativeLstm(bundle, THREADS)

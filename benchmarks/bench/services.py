@@ -1,4 +1,4 @@
-"""What a server is given besides a bundle: a Redis for its sessions, a collector for its traces.
+"""The services of a server: a Redis for its sessions, a collector for its traces.
 
 Both are real programs. Their CPU time is not counted as the server's.
 """
@@ -21,11 +21,11 @@ APPENDED = ("--appendonly", "yes", "--appendfsync", "everysec")
 
 
 class ServiceMissing(Exception):
-    """A program is not installed; the message says how it is."""
+    """A program is not installed; the message says how to install it."""
 
 
 def require_services(names: list[Service]) -> None:
-    """Raises ServiceMissing."""
+    """Raises ServiceMissing if a service's program is not installed."""
     if "redis" in names and shutil.which("redis-server") is None:
         raise ServiceMissing("redis-server was not found; on Debian and Ubuntu: apt-get install redis-server")
     if "collector" in names and importlib.util.find_spec("rotel") is None:
@@ -34,7 +34,7 @@ def require_services(names: list[Service]) -> None:
 
 @contextmanager
 def service(name: Service) -> Iterator[str]:
-    """Its address, while it runs."""
+    """Runs a service and yields its address."""
     if name == "redis":
         with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder), APPENDED) as server:
             yield server.url

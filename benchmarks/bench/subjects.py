@@ -1,4 +1,4 @@
-"""The two models that everyone serves, and what is told of them and of the machine."""
+"""The two models that all contenders serve, and the facts about them and the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODELS = {LSTM: WORK / "models" / LSTM, SHIPPED: ROOT / "models" / "bundles" / S
 
 
 def export_lstm() -> None:
-    """The LSTM's bundle, anew where the code that makes it has changed."""
+    """Exports the LSTM's bundle if it is missing or the code has changed."""
     sources = hashed([*sorted((ROOT / "models").rglob("*.py")), ROOT / "benchmarks" / "lstm256.py"])
     stamp = MODELS[LSTM].parent / f"{LSTM}.sources"
     if not MODELS[LSTM].exists() or not stamp.exists() or stamp.read_text() != sources:
@@ -31,7 +31,7 @@ def export_lstm() -> None:
 
 
 def hashed(files: list[Path], root: Path = ROOT) -> str:
-    """One hash of many files of `root`."""
+    """Returns one hash of many files of `root`."""
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -39,7 +39,7 @@ def hashed(files: list[Path], root: Path = ROOT) -> str:
 
 
 def facts(model: str) -> dict[str, str]:
-    """What is told of a model: what it is, and the hashes of its weights and of the graph that all run."""
+    """Returns a model's description and the hashes of its weights and its window graph."""
     manifest = json.loads((MODELS[model] / "manifest.json").read_text(encoding="utf-8"))
     made = manifest["architecture"]
     units = made.get("units") or made["hidden"]
@@ -49,7 +49,7 @@ def facts(model: str) -> dict[str, str]:
 
 
 def empty(models: list[str], rounds: int, seconds: float) -> Results:
-    """A run of which nothing is known but what it is of."""
+    """Returns the results of a run without figures."""
     return Results(
         created=datetime.datetime.now(datetime.UTC).date().isoformat(),
         commit=commit(),

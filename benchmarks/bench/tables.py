@@ -1,4 +1,4 @@
-"""A run's tables: in the terminal, and as markdown between their markers on the page."""
+"""A run's tables, in the terminal and as markdown between the page's markers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FIGURES = (
 TARGETS = ("what", "against", "target", "reached (by round)", "met")
 COMPARISONS = ("server", "load", "figure", "baseline", "this", "ratio", "CPU, us an item: baseline", "this", "ratio")
 NAMES = {"rate": "", "p50_ms": "p50, ms", "p99_ms": "p99, ms"}
-"""Of a comparison's figures; a rate is named by the load's unit."""
+"""Names of a comparison's figures; the load's unit names a rate."""
 
 
 def figure_rows(results: Results, model: str) -> Iterator[list[str]]:
-    """One row for each contender and load that was measured, in the order of measuring."""
+    """Yields a row for each measured contender and load, in the order of measurement."""
     for name, contender in contenders().items():
         for load in loads_of(contender, model):
             found = results.summary(model, name, load.name)
@@ -49,7 +49,7 @@ def figure_rows(results: Results, model: str) -> Iterator[list[str]]:
 
 
 def target_rows(results: Results) -> Iterator[list[str]]:
-    """One row for each target whose figures are there."""
+    """Yields a row for each target with figures."""
     for target in results.targets:
         yield [
             target.what,
@@ -64,7 +64,7 @@ def target_rows(results: Results) -> Iterator[list[str]]:
 
 
 def comparison_rows(results: Results, model: str) -> Iterator[list[str]]:
-    """One row for each load of a server that both sides have answered or refused."""
+    """Yields a row for each load of a server that both sides answered or refused."""
     found = {(one.contender, one.load): one for one in results.comparisons if one.model == model}
     for ours, theirs in zip(wanes(), wanes(name=NAME), strict=True):
         for load in loads_of(ours, model):
@@ -87,7 +87,7 @@ def comparison_rows(results: Results, model: str) -> Iterator[list[str]]:
 
 
 def _side(results: Results, model: str, contender: Contender, load: Load) -> tuple[str, str]:
-    """A load's figure and CPU time on one side; what the server said where it refused the load."""
+    """Returns a load's figure and CPU time on one side, or the server's answer if it refused the load."""
     summary = results.summary(model, contender.name, load.name)
     if summary is None:
         return results.refusal(model, contender.name, load.name), ""
@@ -100,7 +100,7 @@ def _ratios(comparison: Comparison | None) -> tuple[str, str]:
 
 
 def show(results: Results, console: Console) -> None:
-    """All of it, in the terminal."""
+    """Prints all tables."""
     for model in results.figures:
         console.print(
             _rich(f"{model}, {results.rounds} rounds of {results.seconds:g} s", FIGURES, figure_rows(results, model))
@@ -122,7 +122,7 @@ def _rich(title: str, names: tuple[str, ...], rows: Iterator[list[str]]) -> Tabl
 
 
 def page_tables(results: Results) -> dict[str, list[str]]:
-    """What the page shows, by the names that it has there."""
+    """Returns the page's tables by the names of their markers."""
     return {"bench": _figures(results), "targets": markdown(TARGETS, target_rows(results))}
 
 

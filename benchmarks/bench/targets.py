@@ -1,4 +1,4 @@
-"""What Wane is to reach, and whether it did, and other ratios: computed from the figures of one run."""
+"""Wane's targets and other ratios, computed from the figures of one run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def p99(measured: Measured) -> float:
 
 
 def targets(rounds: Rounds) -> list[Target]:
-    """Those whose figures were measured, in the table's order."""
+    """Returns the targets with measured figures, in the table's order."""
     fastest = best_peer(rounds, LSTM, "window-64", rate, largest=True)
     quickest = best_peer(rounds, LSTM, "window-1", p50, largest=False)
     stateful = peer_names("sessions")
@@ -77,7 +77,7 @@ def _ratio(
     model: str = LSTM,
     name: str = WANE,
 ) -> Target | None:
-    """One load of `name`, a server of Wane's, over another contender's, or over Wane's own."""
+    """Returns the ratio of a load of Wane's server `name` to that of another contender, or of Wane itself."""
     above = rounds.of(model, name, ours)
     below = rounds.of(model, other, theirs) if other else []
     against = OWN if other == WANE else contenders()[other].title if other else ""
@@ -106,7 +106,7 @@ def _scan(rounds: Rounds, model: str, kind: str, ways: tuple[str, ...], wanted: 
 
 
 def _engine(rounds: Rounds, model: str, way: str) -> Target | None:
-    """Wane without HTTP over the bare loop, of one visit."""
+    """Returns the ratio of Wane without HTTP to the bare loop."""
     above, below = ([rate(found) for found in rounds.of(model, BARE, load)] for load in (f"{way}-64", "step-64"))
     what = f"{way} without HTTP, batch 64, a future per item, `{model}`"
     return _target(what, "bare onnxruntime loop", 0.6, False, above, below)
@@ -115,11 +115,11 @@ def _engine(rounds: Rounds, model: str, way: str) -> Target | None:
 def _target(
     what: str, against: str, wanted: float | None, most: bool, above: list[float], below: list[float]
 ) -> Target | None:
-    """The ratio of two figures; None where either was not measured."""
+    """Returns the ratio of two figures; None if either was not measured."""
     if not above or not below:
         return None
     value = Spread.of(above).median / Spread.of(below).median
-    both = min(len(above), len(below))  # a round of either may have failed
+    both = min(len(above), len(below))  # a round of one of them may have failed
     return _told(what, against, wanted, most, "x", value, ratios(above[:both], below[:both]))
 
 
@@ -128,7 +128,7 @@ def _told(what: str, against: str, wanted: float | None, most: bool, unit: str, 
 
 
 def best_peer(rounds: Rounds, model: str, load: str, figure: Getter, largest: bool) -> str | None:
-    """The peer whose median figure is the best; None where none was measured."""
+    """Returns the peer with the best median figure; None if none was measured."""
     medians = {
         name: statistics.median(map(figure, found)) for name in peer_names() if (found := rounds.of(model, name, load))
     }

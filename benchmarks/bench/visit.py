@@ -1,4 +1,4 @@
-"""One visit: servers are started on a bundle, their answers are checked, they take turns under each load, and stop."""
+"""One visit: starts servers on a bundle, checks their answers, runs each load on them in turn, and stops them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WARM_S = 1.0
 
 
 def visit(contenders: Sequence[Contender], bundle: Path, round_: int, seconds: float, logs: Path) -> list[Visit]:
-    """Every load of these contenders, which have the same ones, for `seconds` each after a second unmeasured.
+    """Runs the contenders' common loads for `seconds` each, after a warm-up of one second.
 
-    Who is put under a load first changes from load to load and from round to round. Servers write their logs into the
+    The contenders' order changes from load to load and from round to round. Servers write their logs into the
     folder `logs`. Raises ServerFailed, WrongAnswer, LoadFailed, BadAnswer, httpx.HTTPError.
     """
     manifest = read_manifest(bundle)
@@ -58,7 +58,7 @@ def visit(contenders: Sequence[Contender], bundle: Path, round_: int, seconds: f
 def _staged(
     contender: Contender, bundle: Path, manifest: Manifest, round_: int, logs: Path, stack: contextlib.ExitStack
 ) -> Stage:
-    """A contender that is ready; `stack` ends what was started for it."""
+    """Starts a contender and its services; `stack` stops them."""
     server = None
     if contender.command:
         addresses: dict[str, str] = {name: stack.enter_context(service(name)) for name in contender.services}
@@ -81,7 +81,7 @@ def _measure(load: Load, stage: Stage, seconds: float) -> Measured:
 
 
 def version(contender: Contender) -> str:
-    """Of what is measured and of its onnxruntime, as its own environment has them; of another checkout, its commit."""
+    """Returns the versions of the contender and its onnxruntime; for another checkout also its commit."""
     names = [name for name in (contender.package, "onnxruntime") if name]
     program = f"from importlib.metadata import version\nprint(*(f'{{n}} {{version(n)}}' for n in {names!r}), sep=', ')"
     python = [str(contender.programs / "python"), "-c", program]

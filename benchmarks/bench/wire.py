@@ -1,4 +1,4 @@
-"""What is sent to each server and what comes back: the same windows and the same five predictions in four forms."""
+"""Requests and answers of the servers: the same windows and the same five predictions in four formats."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Ranked = list[tuple[int, float]]
 
 
 class WrongAnswer(Exception):
-    """A server did not answer what the model says; the message has both."""
+    """A server's answer differs from the model's; the message has both."""
 
 
 def window_body(wire: Wire, tokens: Sequence[int]) -> str:
-    """A request for what follows one window, as compact JSON."""
+    """Returns a request for one window's predictions, as compact JSON."""
     listed = list(tokens)
     match wire:
         case "tokens":
@@ -26,13 +26,13 @@ def window_body(wire: Wire, tokens: Sequence[int]) -> str:
         case "oip":  # the Open Inference Protocol's tensors
             tensor = {"name": "tokens", "shape": [1, len(listed)], "datatype": "INT64", "data": listed}
             document = {"inputs": [tensor]}
-        case "wane":  # one token more than the window: of a sequence that is shorter, <eos> would be in front
+        case "wane":  # one token more than the window, because Wane prepends <eos> to a shorter sequence
             document = {"tokens": [listed[0], *listed], "mode": "window", "window": len(listed)}
     return json.dumps(document, separators=(",", ":"))
 
 
 def window_answer(wire: Wire, answer: bytes) -> Ranked:
-    """Token ids and probabilities, most probable first. Raises WrongAnswer where there are none."""
+    """Returns token ids and probabilities, most probable first. Raises WrongAnswer if there are none."""
     try:
         document = json.loads(answer)
         match wire:

@@ -1,4 +1,4 @@
-"""Closed loop over HTTP: wrk, whose every connection sends its next request when the last one is answered."""
+"""Closed loop over HTTP with wrk: each connection sends its next request after the answer to the last one."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Requests = Iterable[tuple[str, str]]
 
 
 class LoadFailed(Exception):
-    """A load was not answered as it should have been; the message says how often."""
+    """Requests of a load failed; the message has their number."""
 
 
 def require_wrk() -> None:
-    """Raises LoadFailed where wrk is missing."""
+    """Raises LoadFailed if wrk is not installed."""
     if shutil.which("wrk") is None:
         raise LoadFailed("wrk was not found; on Debian and Ubuntu: apt-get install wrk")
 
 
 def drive(url: str, requests: Requests, connections: int, seconds: float) -> Timed:
-    """Sends `requests`, paths and bodies, in turn and again. Raises LoadFailed unless each is answered by a 2xx."""
+    """Sends `requests`, paths and bodies, repeatedly in order. Raises LoadFailed unless every answer is a 2xx."""
     with tempfile.NamedTemporaryFile("w", suffix=".requests") as file:
         file.writelines(f"{path}\t{body}\n" for path, body in requests)
         file.flush()
@@ -38,7 +38,7 @@ def drive(url: str, requests: Requests, connections: int, seconds: float) -> Tim
 
 
 def parse(output: str, errors: str = "") -> Timed:
-    """What `replay.lua` printed. Raises LoadFailed."""
+    """Parses the output of `replay.lua`. Raises LoadFailed."""
     last = output.strip().rpartition("\n")[2]
     if not last.startswith("{"):
         raise LoadFailed(f"wrk ended without a count: {output[-300:]}{errors[-300:]}")

@@ -1,7 +1,7 @@
-"""The model that a peer with sessions of its own serves: a bundle's `step` graph, and the sessions' states in memory.
+"""The model of a peer with its own sessions: a bundle's `step` graph, and the sessions' states in memory.
 
-It keeps what a step needs and no more: no replay of a repeated request, no error bounds, no limit on sessions. It needs
-numpy and onnxruntime alone, so that it runs in each peer's own virtual environment.
+It has no replay of repeated requests, no error bounds and no limit on sessions. It needs only numpy and onnxruntime,
+so that it runs in each peer's own virtual environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEXT = "next."
 
 
 class StepModel:
-    """Steps of many sessions by one run of the graph. An unknown session starts with a state of zeros."""
+    """Steps many sessions in one run of the graph. An unknown session starts with a state of zeros."""
 
     def __init__(self, bundle: Path) -> None:
         self._graph = open_graph(bundle / "step.onnx")
@@ -31,7 +31,7 @@ class StepModel:
 
     @classmethod
     def served(cls) -> StepModel:
-        """The bundle that BENCH_BUNDLE names."""
+        """Opens the bundle that BENCH_BUNDLE names."""
         return cls(Path(os.environ["BENCH_BUNDLE"]))
 
     def step(self, sessions: Sequence[str], tokens: Sequence[int]) -> list[list[Prediction]]:

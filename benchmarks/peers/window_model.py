@@ -1,6 +1,6 @@
-"""The model that every peer without sessions serves: a bundle's `window` graph on onnxruntime.
+"""The model of every peer without sessions: a bundle's `window` graph on onnxruntime.
 
-It needs numpy and onnxruntime alone, so that it runs in each peer's own virtual environment.
+It needs only numpy and onnxruntime, so that it runs in each peer's own virtual environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Prediction = dict[str, int | float]
 
 
 def open_graph(path: Path) -> onnxruntime.InferenceSession:
-    """With Wane's threads: one a run, none that spins, since several processes share the cores."""
+    """Opens a graph with Wane's thread settings: one per run, without spinning, because processes share the cores."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
@@ -31,7 +31,7 @@ def open_graph(path: Path) -> onnxruntime.InferenceSession:
 
 
 def named_predictions(ids: NDArray[np.int64], probabilities: NDArray[np.float32]) -> list[list[Prediction]]:
-    """What JSON is made of, from token ids and probabilities (B, TOP_K)."""
+    """Converts token ids and probabilities (B, TOP_K) to JSON values."""
     return [
         [{"token_id": token, "probability": probability} for token, probability in zip(row_ids, row, strict=True)]
         for row_ids, row in zip(ids.tolist(), probabilities.tolist(), strict=True)
@@ -39,18 +39,18 @@ def named_predictions(ids: NDArray[np.int64], probabilities: NDArray[np.float32]
 
 
 class WindowModel:
-    """The answers of many windows by one run of the graph."""
+    """Predicts many windows in one run of the graph."""
 
     def __init__(self, bundle: Path) -> None:
         self._session = open_graph(bundle / "window.onnx")
 
     @classmethod
     def served(cls) -> WindowModel:
-        """The bundle that BENCH_BUNDLE names: how a server process is told what it serves."""
+        """Opens the bundle that BENCH_BUNDLE names."""
         return cls(Path(os.environ["BENCH_BUNDLE"]))
 
     def top(self, windows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Token ids and probabilities (B, TOP_K) of what follows each window, most probable first."""
+        """Returns token ids and probabilities (B, TOP_K) of each window's next token, most probable first."""
         lengths = np.array([len(window) for window in windows], np.int64)
         if lengths.min() == lengths.max():
             tokens = np.asarray(windows, np.int64)
@@ -63,11 +63,11 @@ class WindowModel:
         return ids[:, :TOP_K], np.exp(found[:, :TOP_K] - total[:, None])
 
     def predict(self, windows: Sequence[Sequence[int]]) -> list[list[Prediction]]:
-        """The same as what JSON is made of, window by window."""
+        """Returns `top` as JSON values, window by window."""
         return named_predictions(*self.top(windows))
 
     def ranked(self, windows: Sequence[Sequence[int]]) -> list[list[tuple[int, float]]]:
-        """The same as pairs, for who compares."""
+        """Returns `top` as pairs, for comparisons."""
         ids, probabilities = self.top(windows)
         rows = zip(ids.tolist(), probabilities.tolist(), strict=True)
         return [list(zip(row_ids, row, strict=True)) for row_ids, row in rows]

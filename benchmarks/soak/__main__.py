@@ -1,18 +1,17 @@
-"""A soak: minutes of churned sessions at 80 % of what the server can do, everything counted on both sides.
+"""A soak test: minutes of churned sessions at 80 % of the server's capacity, with all requests counted on both sides.
 
     python -m benchmarks.soak [--minutes M] [--load SHARE] [--hostile] [--json FILE] [--figure FILE]
 
-A real server, and clients on real connections: sessions are started, stepped, looked at, rewound, ended and left to
-expire; some clients hang up on a step and ask again. There are several times more sessions than states, so that states
-are evicted and rebuilt all the time. First the rate is measured that the server and its clients reach together, on the
-same cores, with every connection busy; then they go on at a share of it, in an open loop: requests come when they come.
+A real server, and clients on real connections: sessions are created, stepped, read, rewound, deleted and left to
+expire; some clients hang up on a step and send it again. There are several times more sessions than states, so that
+states are constantly evicted and rebuilt. First the soak measures the rate that the server and its clients reach
+together, on the same cores, with every connection busy. Then it continues at a share of that rate in an open loop.
 
-With `--hostile` the server asks for keys, and other clients are beside them who try what they can (`attacks.py`). What
-they are answered is judged by itself, and no request at all may end in a status of 500 or more.
+With `--hostile` the server requires keys, and hostile clients attack it at the same time (`attacks.py`). Their answers
+are checked separately, and no request may end in a status of 500 or more.
 
-Passes (exit code 0) if every answer was the one expected, every position too; if the server has counted, by route and
-status, as many requests as the clients have sent and had answered; if its checks of what it keeps found nothing; and if
-its resident memory did not grow.
+Passes (exit code 0) if every answer and every position was as expected; if the server's counts of requests, by route
+and status, equal the clients'; if the server's integrity checks found nothing; and if its resident memory did not grow.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ STATES = 250
 LIVELY, OTHERS = 400, 1700
 SESSION_TTL_S = 30
 MEASURED_S = 20.0
-SETTLING = 0.2  # share of the soak in which memory may still come to its level
-GROWTH = 0.01  # of resident memory, from then to the end, that is none
+SETTLING = 0.2  # share of the soak in which memory may still grow
+GROWTH = 0.01  # tolerated growth of resident memory from then to the end
 SAMPLED_S = 1.0
 SLICE_S = 10.0  # of the figure
 SEED = 0
-IDLE_S = 5.0  # after the load: the server checks once a second, and more where it is idle
+IDLE_S = 5.0  # idle time after the load, in which the server runs its integrity checks
 COMPARED = 40
-PROBABILITY = 1e-3  # by which two exact answers may be apart
-NEARLY = 0.05  # and one from a state that was rebuilt from the last tokens, if its own bound is not smaller
+PROBABILITY = 1e-3  # largest difference of two exact answers
+NEARLY = 0.05  # largest difference of an answer from a rebuilt state, unless its own bound is smaller
 
 
 @dataclass
 class Samples:
-    """The server, over time. rebuilt and requests count from its start."""
+    """Samples of the server over time. rebuilt and requests count from its start."""
 
     seconds: list[float] = field(default_factory=list)
     resident_mib: list[float] = field(default_factory=list)
@@ -69,7 +68,7 @@ class Samples:
     requests: list[float] = field(default_factory=list)
 
     def over_time(self) -> dict[str, list[float]]:
-        """By slices of SLICE_S: a slice's middle, the memory then, and how much of the others there was a second."""
+        """Returns slices of SLICE_S: the slice's middle, the memory, and the other figures per second."""
         edges = np.append(np.arange(0, self.seconds[-1], SLICE_S), self.seconds[-1])
         at_s = (edges[1:] + edges[:-1]) / 2
         found = {"at_s": at_s, "resident_mib": np.interp(at_s, self.seconds, self.resident_mib)}
@@ -78,14 +77,14 @@ class Samples:
         return {name: values.round(1).tolist() for name, values in found.items()}
 
     def memory(self) -> dict[str, float]:
-        """Medians of the first and the last quarter once it has settled, MiB."""
+        """Returns the medians of the first and the last quarter after settling, in MiB."""
         settled = np.array(self.resident_mib)[int(SETTLING * len(self.resident_mib)) :]
         quarter = len(settled) // 4
         return {"settled": float(np.median(settled[:quarter])), "end": float(np.median(settled[-quarter:]))}
 
 
 async def sample(server: Server, samples: Samples) -> None:
-    """Once a second, until cancelled."""
+    """Samples once a second until cancelled."""
     begun_s = time.monotonic()
     while True:
         counts = await asyncio.to_thread(server.counts)
@@ -97,7 +96,7 @@ async def sample(server: Server, samples: Samples) -> None:
 
 
 def sum_of(counts: dict[str, float], name: str) -> float:
-    """Over all labels. Raises KeyError for a metric that the server does not have."""
+    """Returns the sum over all labels. Raises KeyError for an unknown metric."""
     found = [value for key, value in counts.items() if key.split(":")[0] == name]
     if not found:
         raise KeyError(name)
@@ -113,7 +112,7 @@ async def soak(
     hostiles: Hostiles | None = None,
     measured_s: float = MEASURED_S,
 ) -> dict[str, Any]:
-    """The whole run. `key` is the visitors'; `hostiles` are beside them while it lasts."""
+    """Runs the whole soak. key: the visitors' key; hostiles: the hostile clients, if any."""
     visitors = Visitors(ledger)
     connections = [Connection(server.port, key) for _ in range(CONNECTIONS)]
     await visitors.populate(connections[0], LIVELY, OTHERS)
@@ -146,8 +145,10 @@ async def soak(
 
 
 async def compare(connection: Connection, ledger: Ledger) -> int:
-    """Asks some sessions and, apart from them, all of their tokens: the answers have to be the same, or as near as the
-    session's state, which may have been rebuilt from its last tokens, says."""
+    """Compares the predictions of some sessions with those for their complete tokens.
+
+    They must be equal, or within the error bound if the session's state was rebuilt from its last tokens.
+    """
     now_s = time.monotonic()
     there = [kept for kept in ledger.lively if kept.tokens and now_s - kept.touched_s < ledger.ttl_s / 2]
     chosen = random.sample(there, min(COMPARED, len(there)))
@@ -167,8 +168,11 @@ async def compare(connection: Connection, ledger: Ledger) -> int:
 
 
 def differences(ledger: Ledger, before: dict[str, float], after: dict[str, float], others: bool = False) -> list[str]:
-    """Where the two sides have counted differently. A request that was hung up on may have any status. With `others` on
-    the same routes the server may have counted more."""
+    """Returns the differences between the counts of the two sides.
+
+    A request whose client hung up may have any status. With `others` on the same routes the server may have counted
+    more.
+    """
     found = []
     for method, route in sorted(set(ROUTES.values())):
         key = f"wane_http_requests_total:method={method}:route={route}:status="
@@ -189,7 +193,7 @@ def differences(ledger: Ledger, before: dict[str, float], after: dict[str, float
 
 
 def failures(before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """Requests of whomever that ended in a status of 500 or more."""
+    """Returns the requests of all clients that ended in a status of 500 or more."""
     return [
         f"{name}: {value - before.get(name, 0):.0f}"
         for name, value in after.items()
@@ -200,11 +204,11 @@ def failures(before: dict[str, float], after: dict[str, float]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--load", type=float, help="share of what can be reached; default 0.8, with --hostile 0.5")
-    parser.add_argument("--hostile", action="store_true", help="ask for keys, and have hostile clients beside")
+    parser.add_argument("--load", type=float, help="share of the measured capacity; default 0.8, with --hostile 0.5")
+    parser.add_argument("--hostile", action="store_true", help="require keys, and add hostile clients")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
-    parser.add_argument("--log", type=Path, default=Path("soak.log"), help="what the server logs")
+    parser.add_argument("--log", type=Path, default=Path("soak.log"), help="the server's log file")
     arguments = parser.parse_args()
     share = arguments.load or (0.5 if arguments.hostile else 0.8)
     result = run(arguments.minutes, share, arguments.log, hostile=arguments.hostile)
@@ -217,7 +221,7 @@ def main() -> int:
 
 
 def run(minutes: float, share: float, log: Path, *, hostile: bool, measured_s: float = MEASURED_S) -> dict[str, Any]:
-    """A server, its visitors, and those beside them; what came of it."""
+    """Runs a server with its visitors and hostile clients; returns the result."""
     manifest = Bundle.open(SHIPPED).manifest
     floats = manifest.architecture.hidden + sum(int(np.prod(tensor.shape)) for tensor in manifest.state)
     settings: dict[str, object] = {
@@ -260,7 +264,7 @@ def verdict(
     after: dict[str, float],
     integrity: dict[str, int],
 ) -> dict[str, Any]:
-    """What was counted, and whether it is as it should be."""
+    """Returns the counts, and whether the soak passed."""
     memory = result["resident_mib"]
     counted = {
         name: round(sum_of(after, f"wane_{name}_total") - sum_of(before, f"wane_{name}_total"))
@@ -288,7 +292,7 @@ def verdict(
 
 
 def show(result: dict[str, Any]) -> None:
-    """The table."""
+    """Prints the table."""
     table = Table(title="passed" if result["passed"] else "FAILED", show_header=False)
     for name in (
         "capacity",

@@ -1,7 +1,7 @@
-"""What hostile clients do, one thing at a time, and how each is to be answered.
+"""The attacks of hostile clients, and the correct answers to each.
 
-An attack yields what it was told and what it must be told, in the order of its requests: statuses, `closed`, or `no
-answer` where that is what it wanted. Whatever else it is told is wrong.
+An attack yields the actual and the correct answers in the order of its requests: statuses, `closed`, or `no answer`.
+Any other answer is wrong.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from benchmarks.soak.raw import CLOSED, SILENT, authorization, connected, frame, head, request, upgrade
 
-HELD_S = 4.0  # for how long a connection is kept that says nothing, or too little
+HELD_S = 4.0  # how long silent and slow connections are held
 DRIPS = 8
-UNREAD = 300  # steps that are sent to a WebSocket of which nothing is read
+UNREAD = 300  # steps sent to a WebSocket that is never read
 GENERATED = 2000
 FLOOD = 5
 BUSY = "429"
@@ -25,7 +25,7 @@ BUSY = "429"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where, with which key, at most how large a body; `victims` gives the sessions of somebody else."""
+    """The attacked server: port, key and largest body; `victims` returns other clients' sessions."""
 
     port: int
     key: str | None
@@ -35,7 +35,7 @@ class Target:
 
 
 class Told(NamedTuple):
-    """An answer, and those that are right."""
+    """An answer and the correct ones."""
 
     answer: str
     right: tuple[str, ...]
@@ -45,14 +45,14 @@ Attack = Callable[[Target], AsyncIterator[Told]]
 
 
 async def ask(target: Target, data: bytes, *right: str) -> Told:
-    """One request on a connection of its own."""
+    """Sends one request on a new connection."""
     async with connected(target.port) as raw:
         await raw.send(data)
         return Told(await raw.status(), right)
 
 
 async def wrong_keys(target: Target) -> AsyncIterator[Told]:
-    """No key, one that nobody has, parts of a good one, another scheme."""
+    """Uses no key, an unknown key, parts of a valid key, and another scheme."""
     assert target.key is not None
     for headers in (
         {},
@@ -67,7 +67,7 @@ async def wrong_keys(target: Target) -> AsyncIterator[Told]:
 
 
 async def strangers(target: Target) -> AsyncIterator[Told]:
-    """Sessions of somebody else: to look at, step, rewind, end, and to go on from."""
+    """Reads, steps, rewinds, deletes and continues other clients' sessions."""
     for session in random.sample(victims := target.victims(), min(2, len(victims))):
         path = f"/v1/sessions/{session}"
         yield await ask(target, request("GET", path, target.key), "404")
@@ -78,14 +78,14 @@ async def strangers(target: Target) -> AsyncIterator[Told]:
 
 
 async def above_its_station(target: Target) -> AsyncIterator[Told]:
-    """What takes another key: loading, unloading, metrics."""
+    """Tries operations that need another key: loading, unloading, metrics."""
     for path in ("gated-stable/unload", "..%2f..%2fetc/load", "gated-stable/load"):
         yield await ask(target, request("POST", f"/v2/repository/models/{path}", target.key, {}), "403")
     yield await ask(target, request("GET", "/metrics", target.key), "403")
 
 
 async def oversized(target: Target) -> AsyncIterator[Told]:
-    """More than a body may have: said beforehand, and not."""
+    """Sends bodies beyond the limit, announced and not announced."""
     more = target.max_body_bytes + 1
     headers = {"content-type": "application/json", **authorization(target.key)}
     async with connected(target.port) as raw:
@@ -96,11 +96,11 @@ async def oversized(target: Target) -> AsyncIterator[Told]:
         piece = b"10000\r\n" + b" " * 65536 + b"\r\n"
         for _ in range(more // 65536 + 1):
             await raw.send(piece)
-        yield Told(await raw.status(), ("413", CLOSED))  # it hangs up while more is sent
+        yield Told(await raw.status(), ("413", CLOSED))  # the server hangs up while more is sent
 
 
 async def drips(target: Target) -> AsyncIterator[Told]:
-    """A body, and a head, of which a byte comes now and then; left before the end."""
+    """Sends a body and a head byte by byte, and leaves before the end."""
     headers = {"content-type": "application/json", "content-length": "1000", **authorization(target.key)}
     for data in (head("POST", "/v1/score", headers), b"GET /v1/models HTTP/1.1\r\nx-slow: "):
         async with connected(target.port) as raw:
@@ -112,7 +112,7 @@ async def drips(target: Target) -> AsyncIterator[Told]:
 
 
 async def half_open(target: Target) -> AsyncIterator[Told]:
-    """Connections on which nothing is said, and that are gone without a word."""
+    """Opens connections, sends nothing, and resets them."""
     async with connected(target.port) as raw:
         await asyncio.sleep(HELD_S)
         yield Told(await raw.status(within_s=0.1), (CLOSED, SILENT))
@@ -120,7 +120,7 @@ async def half_open(target: Target) -> AsyncIterator[Told]:
 
 
 async def garbage(target: Target) -> AsyncIterator[Told]:
-    """What is no HTTP, or none that is understood here."""
+    """Sends bytes that are not HTTP, or unsupported HTTP."""
     for data, right in (
         (random.randbytes(200) + b"\r\n\r\n", "400"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + random.randbytes(80), "400"),
@@ -138,7 +138,7 @@ async def garbage(target: Target) -> AsyncIterator[Told]:
 
 
 async def paths(target: Target) -> AsyncIterator[Told]:
-    """Names that would lead out of the folder of models, or nowhere."""
+    """Uses names that would lead out of the folder of models, or nowhere."""
     for name in (
         "..%2f..%2f..%2fetc%2fpasswd",
         "%2e%2e/%2e%2e/pyproject.toml",
@@ -163,7 +163,7 @@ async def paths(target: Target) -> AsyncIterator[Told]:
 
 
 async def malformed(target: Target) -> AsyncIterator[Told]:
-    """What is no JSON, or not what was asked for."""
+    """Sends bodies that are not JSON, or invalid JSON."""
     for body, right in (
         (b'{"tokens": [1, 2', "400"),
         (b"[" * 100_000, "400"),
@@ -185,7 +185,7 @@ async def malformed(target: Target) -> AsyncIterator[Told]:
 
 
 class Bomb(NamedTuple):
-    """A request, the status that it must be refused with, and of what the refusal must speak."""
+    """A request, the status of its refusal, and the text that the refusal must contain."""
 
     path: str
     body: dict[str, object]
@@ -194,7 +194,7 @@ class Bomb(NamedTuple):
 
 
 def bombs_of(vocabulary: int) -> Iterator[Bomb]:
-    """Much work by few bytes, for a model of so many tokens."""
+    """Yields requests for much work in few bytes, for a model with `vocabulary` tokens."""
     some: dict[str, object] = {"tokens": [5, 6, 7]}
     yield Bomb("/v1/predict", {"inputs": [[5, 6, 7]] * 3000}, "422", "inputs holds 3000")
     yield Bomb("/v1/predict", {"tokens": [5] * 70_000}, "413", "70000")
@@ -209,13 +209,13 @@ def bombs_of(vocabulary: int) -> Iterator[Bomb]:
 
 
 async def bombs(target: Target) -> AsyncIterator[Told]:
-    """All of these."""
+    """Sends all requests of `bombs_of`."""
     for bomb in bombs_of(target.vocabulary):
         yield await ask(target, request("POST", bomb.path, target.key, bomb.body), bomb.right)
 
 
 async def leavers(target: Target) -> AsyncIterator[Told]:
-    """Clients that go while they are answered: from a stream of tokens, and from one long answer."""
+    """Hangs up during a stream of tokens, and during one long answer."""
     body = {"tokens": [5, 6], "max_tokens": GENERATED, "stream": True, "temperature": 1.0}
     async with connected(target.port) as raw:
         await raw.send(request("POST", "/v1/generate", target.key, body))
@@ -229,13 +229,13 @@ async def leavers(target: Target) -> AsyncIterator[Told]:
 
 
 async def flood(target: Target) -> AsyncIterator[Told]:
-    """More sessions than one may have, which nobody ever uses."""
+    """Creates more sessions than the quota allows, and never uses them."""
     for _ in range(FLOOD):
         yield await ask(target, request("POST", "/v1/sessions", target.key, {}), "201", BUSY)
 
 
 async def never_reads(target: Target) -> AsyncIterator[Told]:
-    """A WebSocket to which steps are sent, and from which nothing is read."""
+    """Sends steps to a WebSocket without reading from it."""
     async with connected(target.port) as raw:
         name = f"never-reads-{random.randrange(8)}"
         await ask(
@@ -255,7 +255,7 @@ async def never_reads(target: Target) -> AsyncIterator[Told]:
 
 
 async def babbling(target: Target) -> AsyncIterator[Told]:
-    """A WebSocket on which nothing right is said."""
+    """Sends only invalid messages to a WebSocket."""
     async with connected(target.port) as raw:
         name = f"babbling-{random.randrange(8)}"
         await ask(
@@ -290,4 +290,4 @@ ATTACKS: tuple[Attack, ...] = (
 )
 
 WITH_KEYS = frozenset({wrong_keys, strangers, above_its_station})
-"""Those that mean nothing where everybody may ask."""
+"""The attacks that need a server with keys."""

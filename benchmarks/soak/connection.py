@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection that is kept, on asyncio streams: no more than a load needs."""
+"""One minimal keep-alive HTTP/1.1 connection on asyncio streams."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer: its status, and its body read as JSON; None where it has none."""
+    """An answer: its status, and its body parsed as JSON, None if it has none."""
 
     status: int
     body: Any
 
 
 class Connection:
-    """Opened when it is first needed, and again after it was closed."""
+    """A connection that opens on first use, and again after it was closed."""
 
     def __init__(self, port: int, key: str | None = None) -> None:
-        """`key`: sent with every request; None where none is asked for."""
+        """key: sent with every request; None for a server without keys."""
         self._port = port
         self._authorization = "" if key is None else f"authorization: Bearer {key}\r\n"
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -35,7 +35,7 @@ class Connection:
         return Reply(status, json.loads(data) if data else None)
 
     async def leave(self, method: str, path: str, body: dict[str, object] | None = None) -> None:
-        """Sends a request, and hangs up without waiting."""
+        """Sends a request and hangs up without waiting."""
         _, writer = await self._send(method, path, body)
         await writer.drain()
         self.close()

@@ -1,4 +1,4 @@
-"""Hostile clients beside the others: some at a time, each taking one attack after the other, until they are stopped."""
+"""Hostile clients: some at a time, each running one attack after another until stopped."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ CUT_OFF_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Of the visitors, who also look after the server, and of those who are hostile, who may have `QUOTA` sessions; and
-    the file that the server reads them from."""
+    """The visitors' admin key, the hostile clients' key with a quota of `QUOTA` sessions, and the key file."""
 
     visitor: str
     hostile: str
@@ -32,7 +31,7 @@ class Keys:
 
 @contextmanager
 def keys() -> Iterator[Keys]:
-    """Fresh ones."""
+    """Creates new keys in a temporary file."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "keys"
         visitor, admin = make_key("visitor", ["scope=admin"])
@@ -43,14 +42,14 @@ def keys() -> Iterator[Keys]:
 
 @dataclass
 class Hostiles:
-    """`told` counts what was answered to each attack; `wrong` has what should not have been."""
+    """The hostile clients. `told`: the counts of answers by attack; `wrong`: the wrong answers."""
 
     target: Target
     told: dict[str, Counter[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
     async def attack(self, attack: Attack) -> None:
-        """Once."""
+        """Runs an attack once."""
         told = self.told.setdefault(attack.__name__, Counter())
         try:
             async with asyncio.timeout(CUT_OFF_S):
@@ -64,7 +63,7 @@ class Hostiles:
             self.wrong.append(f"{attack.__name__} took more than {CUT_OFF_S:.0f} s")
 
     async def one(self) -> None:
-        """One client, until it is cancelled."""
+        """Runs one client until cancelled."""
         attacks = [attack for attack in ATTACKS if self.target.key is not None or attack not in WITH_KEYS]
         while True:
             random.shuffle(attacks)
@@ -74,7 +73,7 @@ class Hostiles:
 
     @asynccontextmanager
     async def beside(self) -> AsyncIterator[None]:
-        """All of them, as long as the block takes."""
+        """Runs all clients during the block."""
         tasks = [asyncio.create_task(self.one()) for _ in range(AT_ONCE)]
         try:
             yield

@@ -1,4 +1,4 @@
-"""The soak's figure, from its result."""
+"""The figure of a soak, from its result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Resident memory, requests and rebuilt states a second, over the minutes."""
+    """Plots resident memory, and requests and rebuilt states per second, over the minutes."""
     samples = result["over_time"]
     minutes = np.array(samples["at_s"]) / 60
     figure, (above, below) = plt.subplots(2, 1, figsize=(7.2, 5.2), sharex=True, layout="constrained")

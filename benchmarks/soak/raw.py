@@ -1,4 +1,4 @@
-"""Bytes on a connection, whatever they say; and the status of what comes back, if anything does."""
+"""Connections for arbitrary bytes, valid or not, that read the status of the answer, if any."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLOSED = "closed"
 SILENT = "no answer"
 ANSWERED_WITHIN_S = 30.0
 BUFFER_BYTES = 4096
-RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: what is not sent is dropped, and the other side is told at once
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: drops unsent data and sends RST
 
 
 class Raw:
@@ -25,13 +25,13 @@ class Raw:
         self._writer = writer
 
     async def send(self, data: bytes) -> None:
-        """What it takes; a server that has hung up is no error here."""
+        """Sends data; ignores the error if the server has hung up."""
         with contextlib.suppress(OSError):
             self._writer.write(data)
             await self._writer.drain()
 
     async def status(self, within_s: float = ANSWERED_WITHIN_S) -> str:
-        """Of the next answer; `closed` where the connection ends without one, `no answer` where none comes in time."""
+        """Returns the status of the next answer, `closed` if the connection ends, or `no answer` after a timeout."""
         try:
             async with asyncio.timeout(within_s):
                 line = await self._reader.readline()
@@ -42,21 +42,21 @@ class Raw:
         return line[9:12].decode("latin-1") if line.startswith(b"HTTP/1.1 ") else CLOSED
 
     async def read(self, count: int, within_s: float = ANSWERED_WITHIN_S) -> bytes:
-        """So many bytes at most; none where nothing comes."""
+        """Reads at most `count` bytes; returns none after a timeout."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(within_s):
                 return await self._reader.read(count)
         return b""
 
     def reset(self) -> None:
-        """Leaves without a word."""
+        """Closes the connection with RST."""
         self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         self._writer.transport.abort()
 
 
 @contextlib.asynccontextmanager
 async def connected(port: int) -> AsyncIterator[Raw]:
-    """A connection that takes in as little as it can before its client reads."""
+    """Opens a connection with the smallest receive buffer."""
     plain = socket.socket()
     try:
         plain.setblocking(False)
@@ -73,32 +73,32 @@ async def connected(port: int) -> AsyncIterator[Raw]:
 
 
 def head(method: str, path: str, headers: Mapping[str, str]) -> bytes:
-    """A request's, as it should be but for what is in it."""
+    """Returns a well-formed request head with any content."""
     lines = [f"{method} {path} HTTP/1.1", "host: localhost", *(f"{name}: {value}" for name, value in headers.items())]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
 def request(method: str, path: str, key: str | None, body: object = None) -> bytes:
-    """A whole one; a body that is not bytes becomes JSON."""
+    """Returns a complete request; a body that is not bytes is encoded as JSON."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json", "content-length": str(len(data))}
     return head(method, path, headers | authorization(key)) + data
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """The header for a key."""
+    """Returns the header for a key."""
     return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
 def upgrade(path: str, key: str | None) -> bytes:
-    """A request for a WebSocket."""
+    """Returns a request for a WebSocket."""
     token = b64encode(b"0123456789abcdef").decode()
     headers = {"upgrade": "websocket", "connection": "Upgrade", "sec-websocket-version": "13"}
     return head("GET", path, headers | {"sec-websocket-key": token} | authorization(key))
 
 
 def frame(text: str, announced: int | None = None) -> bytes:
-    """A WebSocket's message, which may announce another length than it has. The mask is zeros."""
+    """Returns a WebSocket message, which may announce a wrong length. The mask is zeros."""
     data = text.encode()
     length = len(data) if announced is None else announced
     if length < 126:

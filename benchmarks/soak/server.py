@@ -1,4 +1,4 @@
-"""The server under the load: a process of its own, started as an operator does; what it counts, and what it takes."""
+"""The server under load: a separate `wane serve` process, its metrics and its memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class Server:
-    """`wane serve` with these settings, as a context: ready for requests, and stopped at the end."""
+    """`wane serve` with these settings, as a context: waits until it is ready, and stops it at the end."""
 
     def __init__(self, settings: dict[str, object], log: Path, key: str | None = None) -> None:
-        """`key`: by which the server tells what it counts, where it asks for one."""
+        """key: for the metrics of a server that requires keys."""
         options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         self.command = [sys.executable, "-m", "wane", "serve", "--port=0", *options]
         self._log = log
@@ -47,7 +47,7 @@ class Server:
         self._process.stderr.close()
 
     def _read(self, ready: threading.Event) -> None:
-        """Writes down what the server logs, but for its requests, of which there are too many."""
+        """Copies the server's log without its many request lines."""
         assert self._process.stderr is not None
         with self._log.open("w") as log:
             for line in self._process.stderr:
@@ -61,12 +61,12 @@ class Server:
         ready.set()
 
     def resident_bytes(self) -> int:
-        """What of it is in memory."""
+        """Returns its resident memory."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
 
     def counts(self) -> dict[str, float]:
-        """Its Prometheus metrics, by name and labels: `wane_x:method=GET:status=200`."""
+        """Returns its Prometheus metrics by name and labels: `wane_x:method=GET:status=200`."""
         text = self._get("/metrics").text
         found = {}
         for name, labels, value in METRIC.findall(text):
@@ -75,7 +75,7 @@ class Server:
         return found
 
     def report(self) -> dict[str, Any]:
-        """The first model's part of /v1/report."""
+        """Returns the first model's part of /v1/report."""
         model: dict[str, Any] = self._get("/v1/report").json()["models"][0]
         return model
 

@@ -1,7 +1,7 @@
-"""The clients: sessions are started, stepped, looked at, rewound, left, ended and forgotten; every answer is checked.
+"""The clients: they create, step, read, rewind, leave, delete and forget sessions, and check every answer.
 
-A ledger keeps the tokens that were acknowledged of every session. What an answer says must agree with it: a position
-that is one off would be a step that was lost, or appended twice.
+A ledger keeps the acknowledged tokens of every session. Every answer must agree with it: a wrong position means that a
+step was lost or appended twice.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from benchmarks.soak.connection import Connection, Reply
 
-LIVELY = 0.2  # of the sessions that are started, the share that is called on LIVELY_CALLS of the time
+LIVELY = 0.2  # share of the created sessions that get LIVELY_CALLS of the calls
 LIVELY_CALLS = 0.8
-LIVELY_ENDS = 0.6 / 2.8  # and of those that are ended: as many lively ones as are started; of the others some expire
+LIVELY_ENDS = 0.6 / 2.8  # share of lively ones among the deleted: as many as are created; some others expire
 
 ACTIONS = {"step": 89.0, "start": 3.0, "end": 2.8, "look": 1.7, "predict": 1.5, "rewind": 1.0, "leave": 1.0}
 STEPS = "/v1/sessions/{session}/tokens"
@@ -34,7 +34,7 @@ EXPECTED = {"step": 200, "start": 201, "end": 204, "look": 200, "predict": 200, 
 
 @dataclass(slots=True)
 class Kept:
-    """What the ledger knows of a session."""
+    """The ledger's record of a session."""
 
     name: str
     lively: bool
@@ -44,7 +44,7 @@ class Kept:
 
 @dataclass
 class Ledger:
-    """The sessions that nobody is at, and what was answered."""
+    """The sessions without a request in flight, and the counts of answers."""
 
     vocabulary: int
     ttl_s: float
@@ -58,7 +58,7 @@ class Ledger:
     latencies_s: list[float] = field(default_factory=list)
 
     def take(self, share: float) -> Kept | None:
-        """A session for oneself, a lively one by that share, or None where none is free."""
+        """Takes a session for exclusive use, a lively one with probability `share`; None if none is free."""
         pool = self.lively if random.random() < share else self.others
         if not pool:
             return None
@@ -67,11 +67,11 @@ class Ledger:
         return pool.pop()
 
     def give(self, kept: Kept) -> None:
-        """Back, for others to take."""
+        """Returns a session to the ledger."""
         (self.lively if kept.lively else self.others).append(kept)
 
     def count(self, action: str, reply: Reply | None) -> None:
-        """A request that was answered, or left."""
+        """Counts a request that was answered or abandoned."""
         method, route = ROUTES[action]
         self.asked[f"{method} {route}"] += 1
         if reply is None:
@@ -81,14 +81,14 @@ class Ledger:
 
 
 class Visitors:
-    """Takes one action after the other, on whichever connection is given."""
+    """Runs actions on given connections."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self._started = 0
 
     async def act(self, connection: Connection, action: str) -> None:
-        """One action, and whatever belongs to it."""
+        """Runs one action with all of its requests."""
         ledger = self.ledger
         kept = None if action == "start" else ledger.take(LIVELY_ENDS if action == "end" else LIVELY_CALLS)
         if kept is None:
@@ -100,7 +100,7 @@ class Visitors:
             token = self._token()
             await connection.leave("POST", STEPS.format(session=kept.name), self._step(kept, token))
             ledger.count("leave", None)
-            await self._ask(connection, "step", kept, token)  # once more: whatever became of it, it is appended once
+            await self._ask(connection, "step", kept, token)  # sent again: it must be appended exactly once
         else:
             await self._ask(connection, action, kept, self._token())
 
@@ -122,7 +122,7 @@ class Visitors:
         ledger.count(action, reply)
         if action == "step":
             ledger.latencies_s.append(now_s - started_s)
-        idle_s = now_s - kept.touched_s  # or less: the server may have come to the last request late
+        idle_s = now_s - kept.touched_s  # an upper bound: the server may have handled the last request late
         if reply.status == EXPECTED[action]:
             self._check(action, kept, token, reply)
             if action != "look":
@@ -151,7 +151,7 @@ class Visitors:
             )
 
     async def populate(self, connection: Connection, lively: int, others: int) -> None:
-        """Starts so many sessions."""
+        """Creates `lively` and `others` sessions."""
         for index in range(lively + others):
             await self._ask(connection, "start", self._new(index < lively), 0)
 
@@ -167,7 +167,7 @@ class Visitors:
 
 
 async def closed(connections: list[Connection], visitors: Visitors, seconds: float) -> float:
-    """As fast as answers come, on every connection: actions a second."""
+    """Runs actions in a closed loop on every connection; returns actions per second."""
     ends_s = time.monotonic() + seconds
     done = 0
 
@@ -182,8 +182,10 @@ async def closed(connections: list[Connection], visitors: Visitors, seconds: flo
 
 
 async def opened(connections: list[Connection], visitors: Visitors, rate: float, seconds: float) -> int:
-    """Actions at random times, `rate` a second, whether or not earlier ones have ended; how many there were. Where no
-    connection is free they come later, and after so many seconds no more."""
+    """Runs actions at random times, `rate` per second, whether or not earlier ones have ended; returns their number.
+
+    An action without a free connection waits. No action starts after `seconds`.
+    """
     free: asyncio.Queue[Connection] = asyncio.Queue()
     for connection in connections:
         free.put_nowait(connection)
@@ -192,7 +194,7 @@ async def opened(connections: list[Connection], visitors: Visitors, rate: float,
     async def one(connection: Connection) -> None:
         try:
             await visitors.act(connection, some_action())
-        except Exception as error:  # it is told at the end, with what else was wrong
+        except Exception as error:  # reported at the end with the other errors
             visitors.ledger.wrong.append(repr(error))
             connection.close()
         finally:
@@ -213,5 +215,5 @@ async def opened(connections: list[Connection], visitors: Visitors, rate: float,
 
 
 def some_action() -> str:
-    """By how often each is taken."""
+    """Returns a random action by the actions' frequencies."""
     return random.choices(list(ACTIONS), list(ACTIONS.values()))[0]

@@ -5,7 +5,7 @@ carries its state explicitly:
 
     forward(x: float32 (T, B, I), state: tuple of (B, H)) -> (y: (T, B, H), state after the last step)
 
-Parameters have torch's own names, layouts and gate orders, because the bundle's weights file keeps them. Equations:
+Parameters have torch's names, layouts and gate orders, because the bundle's weights file keeps them. Equations:
 `models/reference/cells/`, the independent oracle of these modules.
 """
 

@@ -9,9 +9,9 @@ from wane.models.manifest import Architecture
 
 
 class GruCell(OneState, nn.GRU):  # type: ignore[misc]
-    """torch's own GRU, one layer (the reset gate acts after the matrix)."""
+    """torch's GRU with one layer; the reset gate acts after the matrix."""
 
 
 def build(architecture: Architecture, layer: int) -> GruCell:
-    """The cell of one layer."""
+    """Builds the cell of one layer."""
     return GruCell(architecture.cell_inputs(layer), architecture.cell_units)

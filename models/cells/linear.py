@@ -33,5 +33,5 @@ class LinearCell(nn.Module):
 
 
 def build(architecture: Architecture, layer: int) -> LinearCell:
-    """The cell of one layer."""
+    """Builds the cell of one layer."""
     return LinearCell(architecture.cell_inputs(layer), architecture.cell_units)

@@ -10,7 +10,7 @@ from wane.models.manifest import Architecture
 
 
 class LstmCell(nn.LSTM):
-    """torch's own LSTM, one layer. The forget gate's bias starts at 1 (Jozefowicz et al. 2015)."""
+    """torch's LSTM with one layer. The forget gate's bias starts at 1 (Jozefowicz et al. 2015)."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__(inputs, hidden)
@@ -25,5 +25,5 @@ class LstmCell(nn.LSTM):
 
 
 def build(architecture: Architecture, layer: int) -> LstmCell:
-    """The cell of one layer."""
+    """Builds the cell of one layer."""
     return LstmCell(architecture.cell_inputs(layer), architecture.cell_units)

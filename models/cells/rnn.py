@@ -1,4 +1,4 @@
-"""The RNN with tanh or relu, in torch; and what it has in common with the GRU."""
+"""The RNN with tanh or relu in torch, and its common base with the GRU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NONLINEARITIES: dict[Cell, str] = {"rnn_tanh": "tanh", "rnn_relu": "relu"}
 
 
 class OneState(nn.RNNBase):
-    """A cell of torch's own, one layer, whose state is h alone."""
+    """A torch cell with one layer whose only state is h."""
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         y, h = super().forward(x, state[0].unsqueeze(0))
@@ -20,12 +20,12 @@ class OneState(nn.RNNBase):
 
 
 class RnnCell(OneState, nn.RNN):  # type: ignore[misc]
-    """`h' = rho(W h + U x + b)`, rho = tanh or relu: torch's own RNN, one layer."""
+    """`h' = rho(W h + U x + b)`, rho = tanh or relu: torch's RNN with one layer."""
 
     def __init__(self, inputs: int, hidden: int, nonlinearity: str) -> None:
         super().__init__(inputs, hidden, nonlinearity=nonlinearity)
 
 
 def build(architecture: Architecture, layer: int) -> RnnCell:
-    """The cell of one layer."""
+    """Builds the cell of one layer."""
     return RnnCell(architecture.cell_inputs(layer), architecture.cell_units, NONLINEARITIES[architecture.cell])

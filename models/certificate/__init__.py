@@ -1,4 +1,4 @@
-"""What is proved of a model: `certify(architecture, weights, max_window, rounding)`. No torch, no onnx."""
+"""The proofs about a model: `certify(architecture, weights, max_window, rounding)`. Imports neither torch nor onnx."""
 
 from wane.models.certificate.certify import certify
 

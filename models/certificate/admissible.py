@@ -1,10 +1,10 @@
-"""What a layer may be fed, and how far its pre-activations then reach.
+"""The admissible inputs of a layer, and the ranges of its pre-activations.
 
-A token is one of finitely many, so the first layer's bounds are exact maxima over the vocabulary; above it, a layer's
-input is known by a box (|x_i| <= b_i) or, behind a LayerNorm, by a ball.
+The vocabulary is finite, so the first layer's bounds are exact maxima over the tokens. Above it, a layer's input is
+bounded by a box (|x_i| <= b_i) or, after a LayerNorm, by a ball.
 
-All in float64, rounded outward: a sum of I products is off by at most about I * 2^-53 times the sum of their absolute
-values, which may be far more than its own value, so every interval is widened by at least that much.
+All bounds are in float64, rounded outward: the error of a sum of I products is at most about I * 2^-53 times the sum of
+their absolute values, which may be far more than its own value, so every interval is widened by at least that much.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EVERY = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The interval that each of R pre-activations stays in."""
+    """The intervals of R pre-activations."""
 
     low: Vector
     high: Vector
@@ -33,25 +33,25 @@ class Reach:
         return Reach(self.low[rows], self.high[rows])
 
     def wider(self, radius: Vector) -> Reach:
-        """The interval when something of at most `radius` is added."""
+        """Returns the interval after adding terms of at most `radius`."""
         return Reach(np.nextafter(self.low - radius, -np.inf), np.nextafter(self.high + radius, np.inf))
 
     def plus(self, other: Reach) -> Reach:
-        """The interval of the sums."""
+        """Returns the interval of the sums."""
         low, high = self.low + other.low, self.high + other.high
         return Reach(np.nextafter(low, -np.inf), np.nextafter(high, np.inf))
 
     def magnitude(self) -> Vector:
-        """The greatest absolute value."""
+        """Returns the greatest absolute value."""
         return np.maximum(np.abs(self.low), np.abs(self.high))
 
     def sigmoid_slope(self) -> Vector:
-        """The greatest derivative of the logistic function."""
+        """Returns the greatest derivative of the logistic function."""
         nearest = self._nearest_to_zero()
         return sigmoid(nearest) * sigmoid(-nearest)
 
     def tanh_slope(self) -> Vector:
-        """The greatest derivative of tanh, without the cancellation of 1 - tanh^2."""
+        """Returns the greatest derivative of tanh, without the cancellation of 1 - tanh^2."""
         doubled = 2 * self._nearest_to_zero()
         return 4 * sigmoid(doubled) * sigmoid(-doubled)
 
@@ -63,28 +63,29 @@ class Inputs(Protocol):
     """A set of inputs x (I)."""
 
     def reach(self, weight: Matrix, bias: Vector) -> Reach:
-        """How far `weight x + bias` reaches; weight: (R, I), bias: (R)."""
+        """Returns the range of `weight x + bias`; weight: (R, I), bias: (R)."""
 
     def magnitude(self, weight: Matrix) -> Vector:
-        """`|weight| |x|` at most: (R)."""
+        """Returns an upper bound of `|weight| |x|`: (R)."""
 
     def seen_by(self, weight: Matrix) -> LinearMap:
-        """What `weight` (R, I) makes of a difference of two inputs; behind a LayerNorm, of two normalised vectors n."""
+        """Returns `weight` (R, I) as a map of the difference of two inputs; after a LayerNorm, of two normalised n."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """These inputs, (V, I): one for each token; in exact arithmetic each is within `error` (I) of its row."""
+    """One input for each token, (V, I); in exact arithmetic each is within `error` (I) of its row."""
 
     rows: Matrix
     error: Vector | float = 0.0
 
     @classmethod
     def normalised(cls, rows: Matrix, gain: Vector, shift: Vector, epsilon: float) -> Rows:
-        """The outputs of a LayerNorm over `rows`.
+        """Returns the outputs of a LayerNorm over `rows`.
 
-        With u the roundoff of I terms: centring is off by at most e = u max|x|, and so is the standard deviation
-        s, because the root of a mean of squares is a norm; hence n = c / s is off by (1 + |n|) e / s + |n| u.
+        With u the roundoff of I terms: the error of centring is at most e = u max|x|, and so is that of the standard
+        deviation s, because the root of a mean of squares is a norm; hence the error of n = c / s is
+        (1 + |n|) e / s + |n| u.
         """
         relative = roundoff(rows.shape[1])
         centring = relative * np.abs(rows).max(axis=1)
@@ -105,11 +106,11 @@ class Rows:
         return Reach(low + bias, high + bias).wider(product_above(np.abs(weight), off) + relative * np.abs(bias))
 
     def parts(self) -> list[slice]:
-        """The rows in portions of a bounded size."""
+        """Returns slices of the rows with a bounded size."""
         return [slice(start, start + ROWS_AT_ONCE) for start in range(0, len(self.rows), ROWS_AT_ONCE)]
 
     def each(self, weight: Matrix, bias: Vector, part: slice = EVERY) -> Matrix:
-        """`weight x + bias` from above, row by row: (V, R)."""
+        """Returns an upper bound of `weight x + bias`, row by row: (V, R)."""
         rows, relative = self.rows[part], roundoff(weight.shape[1])
         off = relative * np.abs(rows).max(axis=0) + (1 + relative) * self.error
         margin = product_above(np.abs(weight), off) + relative * np.abs(bias)
@@ -125,7 +126,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """All x with |x_i| <= bound_i; a bound that is not finite is none, for any of them."""
+    """All x with |x_i| <= bound_i; one bound that is not finite leaves all of x unbounded."""
 
     bound: Vector
 

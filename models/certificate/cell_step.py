@@ -1,7 +1,7 @@
-"""One step of a cell beside a run that is somewhere near: the state after, and how far the run's may be from it.
+"""One step of a cell in a window: the next state, and a bound of its distance from the run's.
 
-Without a tilde the window's values, with one the run's; d before a value is its distance from the run's. What a step
-does to them is in `models/certificate/cells/`, cell by cell.
+Values without a tilde are the window's, those with one the run's; d before a value is its distance from the run's.
+`models/certificate/cells/` has the step of each cell.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ States = tuple[Matrix, ...]
 Deviations = tuple[Deviation, ...]
 
 HARDLY = 1e-9
-"""What moves by less is as good as known: no sharper bound is looked for."""
+"""Inputs that move by less need no sharper bound."""
 
 Moved = tuple[States, tuple[Matrix, ...], tuple[Vector, ...]]
-"""A cell's state after a step, how far it moves entry by entry, and as a whole; by state tensor."""
+"""By state tensor: a cell's next state, the bound of its distance entry by entry, and in the 2-norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pre:
-    """A block of H pre-activations, (B, H), and how far each moves; as a whole it moves by `sources` times `balls`."""
+    """A block of H pre-activations, (B, H), with the radius of each; `sources`: maps with the balls of their inputs."""
 
     value: Matrix
     radius: Matrix
@@ -38,7 +38,7 @@ class Pre:
 
     @classmethod
     def of(cls, linear: Linear, x: Matrix, moved: Deviation) -> Pre:
-        """`linear(x)` where x moves so far."""
+        """Returns `linear(x)` for an x that moves within `moved`."""
         rounding = linear.rounding(x)
         radius = linear.moved(moved) + rounding
         if moved.ball.max(initial=0.0) < HARDLY:
@@ -51,7 +51,7 @@ class Pre:
         return Pre(self.value + other.value, radius, rounding, self.sources + other.sources)
 
     def ball(self, scale: Matrix) -> Vector:
-        """The 2-norm of what moves, each unit times `scale` (B, H) at most: (B)."""
+        """Returns the 2-norm of the block's distance with each unit scaled by at most `scale` (B, H): (B)."""
         apart = [source.scaled_norm(scale) * ball for source, ball in self.sources]
         whole = np.linalg.norm(scale * self.rounding, axis=1) + np.sum(apart, axis=0)
         result: Vector = np.minimum(whole, np.linalg.norm(scale * self.radius, axis=1))
@@ -59,7 +59,7 @@ class Pre:
 
 
 class CellStep:
-    """A cell of one layer. inflow, recurrent: its matrices by gate; reach: how large states are, by tensor, (H)."""
+    """A cell of one layer. inflow, recurrent: its matrices by gate; reach: bounds of the state tensors, (H)."""
 
     def __init__(
         self, cell: Cell, gate_cap: float, inflow: list[Linear], recurrent: list[Linear], reach: tuple[Vector, ...]
@@ -73,7 +73,7 @@ class CellStep:
         self._reaches_far = not all(np.isfinite(each).all() for each in reach)
 
     def __call__(self, x: Matrix, moved: Deviation, state: States, error: Deviations) -> tuple[States, Deviations]:
-        """x: what the cell reads, and how far that moves. No state is further than if the run's were at its reach."""
+        """x: the cell's input, which moves within `moved`. No distance exceeds that of a run's state at its reach."""
         pre = [Pre.of(linear, x, moved) for linear in self.inflow]
         new, boxes, balls = self._moved(self, pre, state, error)
         errors = []
@@ -88,7 +88,7 @@ class CellStep:
 
 
 Step = Callable[[CellStep, list[Pre], States, Deviations], Moved]
-"""A cell's step: its pre-activations from the input by gate, the state before, and how far that is from the run's."""
+"""A cell's step: the input's pre-activations by gate, the state before, and the bound of its error."""
 
 
 def mixed(
@@ -97,8 +97,9 @@ def mixed(
     gate_ball: Callable[[Matrix], Vector],
     candidate_ball: Callable[[Matrix], Vector],
 ) -> Moved:
-    """`f s + (1 - f) z`. before: s and how far it moves; values: f, df, z, dz; the balls of `scale * (f~ - f)` and
-    `scale * (z~ - z)`."""
+    """Returns `f s + (1 - f) z` with its bounds. before: s and its deviation; values: f, df, z, dz; gate_ball and
+    candidate_ball: the balls of `scale * (f~ - f)` and `scale * (z~ - z)`.
+    """
     (s, error), (f, df, z, dz) = before, values
     apart = np.abs(s - z)
     box = f * error.box + (1 - f) * dz + df * (apart + np.abs(error.box - dz))

@@ -14,7 +14,7 @@ from wane.models.manifest import Architecture, Certificate, Condition, Contracti
 from wane.models.weights import Weights, head_weight
 
 CERTIFIED = 1e-3
-"""The total variation that a certified model's bound falls to."""
+"""The bound of total variation that a certified model reaches."""
 
 
 def certify(
@@ -24,11 +24,11 @@ def certify(
     rounding: Rounding | None,
     layers: list[Layer] | None = None,
 ) -> Certificate:
-    """What is proved of these float32 weights, for windows of up to `max_window` tokens.
+    """Computes the certificate of these float32 weights, for windows of up to `max_window` tokens.
 
-    `rounding`, where there is one, is what was measured of the float32 graphs: that of two runs is added to the bound
-    of answers. What one step's error comes to in all sequences is computed here, and so is the worst case. A model that
-    is not contractive has none. `layers`: of these weights, where they are built already.
+    `rounding`, if given, is the measured rounding of the float32 graphs. That of two runs is added to the bound of the
+    total variation. This function computes the effect of one step's error in all sequences, and the worst case. The
+    certificate of a model that is not contractive has no rounding. `layers`: those of these weights, if already built.
     """
     layers = layers or build_layers(architecture, weights)
     bounds = [layer.bound for layer in layers]

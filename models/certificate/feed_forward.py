@@ -1,4 +1,4 @@
-"""A feed-forward beside a run that is somewhere near: how far its output moves, as a whole and along a direction."""
+"""Bounds the change of a feed-forward's output between window and run, in the 2-norm and along a direction."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ class FeedForward:
         self.columns = Linear(outer.weight.T)
 
     def __call__(self, x: Matrix, ball: Vector, units: Matrix | None = None) -> Fed:
-        """x: (B, H), which moves by at most `ball` (B), and `inner x` by no more than `units` (B, R)."""
+        """x: (B, H), which moves by at most `ball` (B), and `inner x` by at most `units` (B, R)."""
         return Fed(self, x, ball, units)
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A row's units that may be on, U of them: their columns of the outer matrix (H, U) and rows of the inner one (U,
-    H), the slopes of the lines that stand for relu, and how far that is from those, (U); off: of all the rest, for a
-    function of length 1."""
+    """A row's U units that may be active.
+
+    outer, inner: their columns of the outer matrix (H, U) and rows of the inner one (U, H). slope, slack: the lines
+    that approximate relu, and relu's distance from them, (U). off: the bound of the other units, for a function of
+    length 1.
+    """
 
     outer: Matrix
     inner: Matrix
@@ -39,10 +42,10 @@ class Live:
 
 
 class Fed:
-    """What a feed-forward puts out, `value` (B, H), and how far that moves, `ball` (B).
+    """The output of a feed-forward, `value` (B, H), and the bound of its change, `ball` (B).
 
-    A unit that stays off moves nothing and one that stays on is linear. In between, with a pre-activation p that
-    moves by at most r > |p|, relu is within (r - |p|) / 2 of a line of slope (r + p) / 2 r.
+    A unit that stays inactive has no effect, and one that stays active is linear. In between, with a pre-activation p
+    that moves by at most r > |p|, relu is within (r - |p|) / 2 of a line of slope (r + p) / 2 r.
     """
 
     def __init__(self, layer: FeedForward, x: Matrix, ball: Vector, units: Matrix | None = None) -> None:
@@ -64,7 +67,7 @@ class Fed:
         self._slack = np.maximum(0, (r - np.abs(p)) / 2) + off
 
     def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
-        """Of functions `g . value` (P, H), each of one of the rows (P): a linear function of x, and how far off."""
+        """Returns linear functions of x for `g . value` (P, H), each of one of `rows` (P), and their errors."""
         if len(self._slope) == 1:
             alone = self._alone
             units = g @ alone.outer
@@ -76,7 +79,7 @@ class Fed:
         return (units * self._slope[rows]) @ self._layer.inner.weight, left
 
     def live(self, row: int) -> Live:
-        """What may be on of one row."""
+        """Returns the units of one row that may be active."""
         live = self._slope[row] > 0
         off = float(self._layer.columns.rows[~live] @ self._slack[row, ~live]) + float(self._off[row])
         outer, inner = self._layer.outer.weight[:, live], self._layer.inner.weight[live]

@@ -1,9 +1,9 @@
-"""A sigmoid gate in two trajectories: how open it is and how much it moves, together.
+"""A sigmoid gate in two trajectories: joint bounds of its value and its change.
 
 With g = cap sigma(a), g~ = cap sigma(a~) and m the smaller pre-activation, min(g, g~) = cap sigma(m), and by the mean
 value theorem |g - g~| <= cap F(m) |a - a~|, F(m) the greatest slope of the sigmoid between m and the greatest
-pre-activation. A gate that is nearly open hardly moves. The range of m is cut into pieces; whatever m is, it
-lies in one of them.
+pre-activation. A gate that is nearly open hardly moves. The range of m is split into pieces, so that every m lies in
+one of them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class GatePieces:
 
     @classmethod
     def of(cls, reach: Reach, cap: float = 1.0) -> GatePieces:
-        """Of a gate whose pre-activations stay within `reach` (H)."""
+        """Returns the pieces of a gate whose pre-activations stay within `reach` (H)."""
         low, high = np.maximum(reach.low, -800.0), np.minimum(reach.high, 800.0)
         low, high = np.minimum(low, 700.0), np.maximum(high, -700.0)  # saturated either way, and finite
         shares = np.linspace(0, 1, PIECES + 1)[:, None]
-        # even in the gate where it opens, so that the pieces near the top, which decide, are as fine as any
+        # equal steps of the gate's value, so that the pieces near the top, which decide, are not coarser
         gates = sigmoid(low) + shares * (sigmoid(high) - sigmoid(low))
         with np.errstate(divide="ignore"):
             inner = np.log(gates) - np.log1p(-gates)

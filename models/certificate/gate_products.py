@@ -1,7 +1,7 @@
-"""How long a vector is at most after it was multiplied k times, unit by unit, by one row of a table.
+"""Bounds the length of a vector after k elementwise products with one row of a table.
 
-For row x, `q_x(k) = sum_i r_i^2 f_i(x)^(2k)` is log-convex in k: between two k at which it is known it is at most their
-geometric interpolation. So all rows are followed in strides, and in between only those that may be the longest there.
+For row x, `q_x(k) = sum_i r_i^2 f_i(x)^(2k)` is log-convex in k: between two known k it is at most their geometric
+interpolation. All rows are therefore computed in strides, and in between only those that may be the longest there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DOUBLINGS = 4
 STRIDE = 2**DOUBLINGS
 
 ALIKE = 1 + 1e-9
-"""Rows this near to the longest are followed too, so that rounding does not choose."""
+"""Rows this near to the longest are computed too, so that rounding does not decide."""
 
 
 class GateProducts:
@@ -38,7 +38,7 @@ class GateProducts:
         return self._lengths[k - 1]
 
     def _stride(self) -> None:
-        """The next STRIDE lengths."""
+        """Computes the next STRIDE lengths."""
         before, rows = self._squares, self._rows
         self._rows = np.maximum(rows * self._leap, TINY)
         self._squares = _squares(self._rows)
@@ -51,7 +51,7 @@ class GateProducts:
         self._lengths += [float(np.sqrt(square)) * UP for square in (*inner, self._squares.max())]
 
     def _between(self, rows: Matrix, chosen: NDArray[np.intp]) -> Vector:
-        """The largest squared length after 1, ..., STRIDE - 1 further products, of these rows only."""
+        """Returns the largest squared length of the chosen rows after 1, ..., STRIDE - 1 further products."""
         powers, table, largest = rows[chosen], self._table[chosen], []
         for _ in range(STRIDE - 1):
             powers = np.maximum(powers * table, TINY)

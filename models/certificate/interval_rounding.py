@@ -1,4 +1,4 @@
-"""Rounding outward in float64: what is computed is never less than what is meant."""
+"""Outward rounding in float64: a computed bound is never below the exact one."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ UNIT = 2.0**-53
 """float64's unit roundoff."""
 
 SPARE = 16
-"""Roundings allowed for beside a sum's own: those of the few functions that made its terms, and second orders."""
+"""Roundings added to a sum's own: those of the functions that computed its terms, and second orders."""
 
 UP = 1 + 1e-11
-"""What a sum of up to 40,000 non-negative products, or a few elementary functions, is multiplied by to be above."""
+"""Factor that rounds up a sum of up to 40,000 non-negative products, or a few elementary functions."""
 
 TINY = 1e-140
-"""No distance is stated smaller: its square must not underflow."""
+"""Lower limit of stated distances, whose square must not underflow."""
 
 
 def roundoff(terms: int) -> float:
-    """How far a sum of products is off in float64, in any order, per unit of the sum of their absolute values."""
+    """Returns the error of a float64 sum of products, in any order, per unit of the sum of their absolute values."""
     return (terms + SPARE) * UNIT
 
 
 def product_above(magnitude: Matrix, bound: Vector) -> Vector:
-    """`magnitude @ bound` from above, both without a negative entry; (R, I) and (I)."""
+    """Returns `magnitude @ bound` from above, both without negative entries; (R, I) and (I)."""
     result: Vector = (magnitude @ bound) * (1 + roundoff(len(bound)))
     return result
 
 
 def norm_above(vector: Vector) -> float:
-    """The 2-norm, from above."""
+    """Returns the 2-norm, from above."""
     return float(np.sqrt(vector @ vector)) * UP
 
 
 def spectral_norm(matrix: Matrix) -> float:
-    """The largest singular value, from above: by the Gram matrix, whose largest eigenvalue does not cancel.
+    """Returns the largest singular value, from above, by the Gram matrix, whose largest eigenvalue does not cancel.
 
-    Its entries are off by roundoff times products of rows' lengths, so all of it by that times the squared Frobenius
-    norm, and LAPACK's eigenvalue by no more.
+    The error of its entries is roundoff times products of rows' lengths, so that of the matrix is roundoff times the
+    squared Frobenius norm, and that of LAPACK's eigenvalue is no larger.
     """
     if not matrix.size:
         return 0.0

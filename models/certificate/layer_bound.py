@@ -1,4 +1,4 @@
-"""What is proved of one layer, and what every kind of layer can tell."""
+"""The proved bounds of one layer, and the interface of every kind of layer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from wane.models.certificate.norm import Norm
 from wane.models.certificate.perturbation import Perturbation
 
 TIE = 1e-9
-"""Relative: a later rule wins only if its factor is smaller by more, so that rounding does not choose."""
+"""A later rule is chosen only if its factor is relatively smaller by more, so that rounding does not decide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """`|phi(s, x) - phi(s~, x)| <= factor |s - s~|` by one rule, in its norm; factor None where it does not apply."""
+    """`|phi(s, x) - phi(s~, x)| <= factor |s - s~|` by one rule, in its norm; factor None if it does not apply."""
 
     rule: str
     norm: Norm
@@ -26,10 +26,10 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class LayerBound:
-    """For every admissible x and all states s, s~ within `reach`, by the best of `proofs`.
+    """The best of `proofs`, for every admissible x and all states s, s~ within `reach`.
 
     reach: by state tensor, in the manifest's order, the greatest |value| of each unit from the zero state, (H).
-    input_gain: 2-norm of the state's change in one step for each unit of change of the input; None over embeddings,
+    input_gain: 2-norm of the state's change in one step per unit change of the input; None over embeddings,
     which are the same for both trajectories.
     """
 
@@ -53,16 +53,16 @@ class LayerBound:
         return factor
 
     def distance(self, *differences: Matrix) -> Vector:
-        """The best proof's norm of differences of states, (B, H) for each state tensor: (B)."""
+        """Returns the best proof's norm of differences of states, (B, H) for each state tensor: (B)."""
         return self.best.norm.distance(*differences)
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """How far apart two trajectories' states of one layer can be, a number of steps after the cut.
+    """Bounds of the distance between two trajectories' states of one layer, some steps after the cut.
 
-    perturbations: by state tensor; the first is what the layer puts out. gauges: bounds in other norms. steps: since
-    the cut. cut_only: nothing else has come in since.
+    perturbations: by state tensor; the first is the layer's output. gauges: bounds in other norms. steps: since the
+    cut. cut_only: no other error has entered since.
     """
 
     perturbations: tuple[Perturbation, ...]
@@ -76,12 +76,12 @@ class Errors:
         return Errors(perturbations, gauges, self.steps, self.cut_only and other.cut_only)
 
     def times(self, factor: float) -> Errors:
-        """Every bound multiplied by a factor, 1 or more."""
+        """Returns every bound multiplied by a factor of at least 1."""
         perturbations = tuple(Perturbation(each.box * factor, each.ball * factor) for each in self.perturbations)
         return Errors(perturbations, tuple(gauge * factor for gauge in self.gauges), self.steps, self.cut_only)
 
     def flat(self) -> Vector:
-        """All numbers in a row."""
+        """Returns all numbers as one vector."""
         parts = [np.append(perturbation.box, perturbation.ball) for perturbation in self.perturbations]
         return np.concatenate([*parts, np.array(self.gauges)])
 
@@ -89,26 +89,26 @@ class Errors:
 class Layer(Protocol):
     """One recurrent layer of a model.
 
-    `step` is monotone: larger errors in give larger errors out. Differences never leave the box of what is reached, so
-    neither do the errors. `fed` is how far the layer's inputs are apart, None where they are equal.
+    `step` is monotone: larger input errors give larger output errors. Differences stay in the box of reachable states,
+    and so do the errors. `fed`: the distance of the layer's inputs, None if they are equal.
     """
 
     @property
     def bound(self) -> LayerBound:
-        """What is proved of the state map."""
+        """The proved bounds of the state map."""
 
     def start(self) -> Errors:
-        """Right after the cut: the zero state, and any state that is reached from it."""
+        """Returns the errors right after the cut, between the zero state and any state reachable from it."""
 
     def step(self, errors: Errors, fed: Perturbation | None) -> Errors:
-        """One token later."""
+        """Returns the errors one token later."""
 
     def at_least(self, perturbations: tuple[Perturbation, ...]) -> Errors:
-        """These errors of the state tensors, and the gauges that belong to them."""
+        """Returns errors with these perturbations of the state tensors and the matching gauges."""
 
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
-        """What one step of the cell in floating point adds to each state tensor's error.
+        """Returns the error that one floating-point step of the cell adds to each state tensor.
 
-        Its pre-activations are off by `before_gates` (G H), in the order of the weights' rows, its functions by
-        `function`, every multiplication and addition by `unit` of its result.
+        before_gates: the error of its pre-activations, (G H), in the order of the weights' rows; function: of its
+        functions; unit: of every multiplication and addition, relative to its result.
         """

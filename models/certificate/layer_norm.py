@@ -1,4 +1,4 @@
-"""How far a LayerNorm's outputs are apart when its inputs are.
+"""Bounds the distance of a LayerNorm's outputs by that of its inputs.
 
 With v the centred input (d) and w = (v, sqrt(d epsilon)), one coordinate lifted in, the normalised vector is
 n = sqrt(d) v / |w|: the foot of sqrt(d) times w's direction, so `|n - n~| <= 2 sqrt(d) sin(theta / 2)`, theta the
@@ -8,7 +8,7 @@ angle between w and w~. Two points r apart
   centred: `|n - n~| <= sqrt(d) r / sqrt(r^2 / 4 + c^2)`, which is at most r / sqrt(epsilon), and at most 2 sqrt(d);
 - both of a length of at least m: |w - w~| >= 2 m sin(theta / 2), so `|n - n~| <= sqrt(d) r / m`.
 
-`Normalised` is a LayerNorm beside a run that is somewhere near: how far its output moves, as a whole and along a
+`Normalised` is a LayerNorm in a window, with bounds of its output's distance from the run's, in the 2-norm and along a
 direction.
 """
 
@@ -22,7 +22,7 @@ from wane.models.certificate.interval_rounding import UP, Matrix, Vector, roundo
 
 
 def normalised_apart(distance: float, width: int, epsilon: float, least: float = 0.0) -> float:
-    """|n - n~|_2 from above; distance: |v - v~|_2, least: the least |v|_2 there is."""
+    """Returns |n - n~|_2 from above; distance: |v - v~|_2, least: the least possible |v|_2."""
     lifted = width * min(epsilon, float(np.float32(epsilon))) / UP  # the graphs have epsilon in float32
     anywhere = distance / np.sqrt(distance**2 / 4 + lifted)
     apart = distance / np.sqrt(least**2 / UP + lifted)
@@ -30,12 +30,12 @@ def normalised_apart(distance: float, width: int, epsilon: float, least: float =
 
 
 def normalised_furthest(width: int) -> float:
-    """The most that |n - n~|_2 can be, from above."""
+    """Returns the greatest possible |n - n~|_2, from above."""
     return float(2 * np.sqrt(width)) * UP
 
 
 class Between:
-    """Two matrices with a LayerNorm between: `reader n(x + source d)`; the rows of `reader` sum to zero."""
+    """Two matrices with a LayerNorm in between: `reader n(x + source d)`; the rows of `reader` sum to zero."""
 
     def __init__(self, reader: Linear, source: Linear) -> None:
         self.reader = reader
@@ -56,16 +56,16 @@ class Normalised:
     derivative along a direction of length r is at most (2 / sqrt 3) r^2 / |u|^2, and |u| >= w - r on the way.
     Along one direction g it can be far less (`turned`).
 
-    Rounding: v as computed is another vector than v, `uncentred` away at most, and everything is expanded about that
-    one, from which x~ is so much further. The terms of D, and of what is multiplied with it, may cancel: what they are
-    off by is no more than MARGIN of what they are made of, and in the remainder.
+    Rounding: the computed v is at most `uncentred` away from v, and everything is expanded about the computed one,
+    from which x~ is that much further. The terms of D, and of its products, may cancel; their error is at most MARGIN
+    of the terms' magnitudes, and included in the remainder.
     """
 
     def __init__(self, x: Matrix, epsilon: float, r: Vector) -> None:
         width = x.shape[1]
         relative, root = roundoff(width), np.sqrt(width)
         once = x - x.mean(axis=1, keepdims=True)
-        centred = once - once.mean(axis=1, keepdims=True)  # what rounding left of the mean, where that is large
+        centred = once - once.mean(axis=1, keepdims=True)  # removes the rounding of a large mean
         length = np.linalg.norm(centred, axis=1)
         whole = np.sqrt(length**2 + width * epsilon)
         self.value: Matrix = root * centred / whole[:, None]
@@ -88,8 +88,8 @@ class Normalised:
         self.remainder: Vector = np.minimum(second, moved + self._factor * r) + self._rounding
 
     def seen_by(self, between: Between, box: Matrix, rest: Vector) -> Matrix:
-        """Row by row, how far `reader n` moves where x moves by `source d`, |d_i| <= box_i, and by no more than `rest`
-        (B) beside, with both no further than r: (B, R). The derivative between the two matrices is multiplied out:
+        """Bounds the change of `reader n` row by row, (B, R), if x moves by `source d`, |d_i| <= box_i, and by at most
+        `rest` (B) besides, together at most r. The derivative between the two matrices is multiplied out:
         `sqrt(H) / w (reader source - reader u (u source))`, u = v / w.
         """
         read, sent = self._unit @ between.reader.weight.T, self._unit @ between.source.weight
@@ -101,35 +101,35 @@ class Normalised:
         return moved
 
     def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
-        """Of functions `g . n` (P, H), each of one of the rows (P): their gradients at x, and what that leaves out."""
+        """Returns the gradients at x of functions `g . n` (P, H), each of one of `rows` (P), and their errors."""
         g = g - g.mean(axis=1, keepdims=True)
         unit = self._unit[rows]
         turned = g - unit * np.einsum("ph,ph->p", unit, g)[:, None]
         return turned * self._factor[rows, None], np.linalg.norm(g, axis=1) * self.remainder[rows]
 
     def derivative(self, row: int) -> tuple[Vector, float]:
-        """That of n at this row is `factor (I - u u')`, of x without its mean: u (H) and factor."""
+        """Returns u (H) and factor: the derivative of n at this row is `factor (I - u u')`, for x without its mean."""
         return self._unit[row], float(self._factor[row])
 
     def reached(self, row: int) -> float:
-        """The furthest that n of this row would go if it went on as its derivative says."""
+        """Returns the largest change of this row's n to first order."""
         return float(self._root * self._share[row])
 
     def along(self, rows: NDArray[np.intp]) -> Matrix:
-        """The vectors u = v / w of these rows: (P, H)."""
+        """Returns the vectors u = v / w of these rows: (P, H)."""
         unit: Matrix = self._unit[rows]
         return unit
 
     def turned(self, g: Matrix, rows: NDArray[np.intp], moved: Vector, along: Vector) -> Vector:
-        """How far `g . n` (P) moves where its gradient's part is at most `moved` and |u . (x~ - x)| at most `along`.
+        """Bounds the change of `g . n` (P) if its gradient's part is at most `moved`, |u . (x~ - x)| at most `along`.
 
-        With a = u . (x~ - x) / w, b = |x~ - x|^2 / w^2, T the gradient's part and rho = w~ / w, all of it is
+        With a = u . (x~ - x) / w, b = |x~ - x|^2 / w^2, T the gradient's part and rho = w~ / w, the change is
 
             T / rho + sqrt(H) (u . g) ((1 + a) / rho - 1),    rho^2 = 1 + 2 a + b >= (1 + a)^2,
 
-        as a^2 <= b: the second order of a LayerNorm is n made shorter, and of n the lead of one token over another,
-        `g . n`, is little. With q = b / ((1 - |a|)^2 + b), (1 + a) / rho is between sqrt(1 - q) and 1. Where |a| may
-        be 1 nothing is said: infinity.
+        as a^2 <= b: the second order of a LayerNorm shortens n, and the lead of one token over another, `g . n`, is a
+        small part of n. With q = b / ((1 - |a|)^2 + b), (1 + a) / rho is between sqrt(1 - q) and 1. Returns infinity
+        if |a| may be 1.
         """
         g = g - g.mean(axis=1, keepdims=True)
         lead = np.abs(np.einsum("ph,ph->p", self._unit[rows], g))
@@ -143,7 +143,7 @@ class Normalised:
         moved: Vector,
         along: Vector | float,
     ) -> Vector:
-        """The same of functions known by their `length` |g| and their `lead` |u . g| (P); g without its mean."""
+        """Like `turned`, for functions given by `length` |g| and `lead` |u . g| (P); g without its mean."""
         share = self._share[rows]
         turning = (along + self._uncentred[rows]) / self._whole[rows] + self._cancelled[rows]
         closer = 1 - np.minimum(turning, share) - 8 * self._relative

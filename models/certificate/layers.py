@@ -1,13 +1,12 @@
-"""The recurrent layers of a model, bottom to top, with what is proved of each.
+"""The recurrent layers of a model, bottom to top, with the proofs of each.
 
 A layer's state map `s' = phi(s, x)` is contractive if `|phi(s, x) - phi(s~, x)| <= factor |s - s~|` with factor < 1,
 in a norm that does not change, for every input x that a token can cause and all states s, s~ that are reached
 from zero. These are theorems about the float32 weights in exact arithmetic, evaluated in float64 and rounded outward:
-pre-activations, where terms may cancel, by a bound on their rounding (`models/certificate/admissible.py`), and what is
-made of them, products and sums of non-negative numbers, by a relative margin
-(`models/certificate/interval_rounding.py`).
+pre-activations, whose terms may cancel, by a bound on their rounding (`models/certificate/admissible.py`), and products
+and sums of non-negative numbers by a relative margin (`models/certificate/interval_rounding.py`).
 
-The rules by cell are in `models/certificate/cells/`.
+`models/certificate/cells/` has the rules of each cell.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ BuildLayer = Callable[[CellWeights, Inputs], Layer]
 
 
 def build_layers(architecture: Architecture, weights: Weights) -> list[Layer]:
-    """Every layer, bottom to top; what one reaches is what the next may be fed."""
+    """Builds every layer, bottom to top; the reach of one bounds the inputs of the next."""
     layers: list[Layer] = []
     build_layer: BuildLayer = load("certificate", architecture.cell).build_layer
     for layer in range(architecture.layers):
@@ -37,7 +36,7 @@ def build_layers(architecture: Architecture, weights: Weights) -> list[Layer]:
 
 
 def inputs_of(architecture: Architecture, weights: Weights, layer: int, below: list[Layer]) -> Inputs:
-    """What the cell of a layer reads; over a front, whatever a LayerNorm can put out."""
+    """Returns the admissible inputs of a layer's cell; after a front, all outputs of a LayerNorm."""
     gain, shift = f"layers.{layer}.norm.weight", f"layers.{layer}.norm.bias"
     residual = architecture.block == "residual"
     if layer == 0 and architecture.front is None:

@@ -1,9 +1,9 @@
-"""How far all tokens' logits of one window move at once, each beside their mean.
+"""Bounds the changes of all tokens' logits of one window, relative to their mean.
 
-`top1.py` pulls the gradient of one lead after another back to the states. For all tokens of a vocabulary it is cheaper
-to go by the states: the derivative of what the output layer reads, with respect to the few units whose states are still
-uncertain, is one matrix G, and the rows of the output layer times G are all gradients. What a gradient leaves out is
-counted as there: token by token where it is little work, by lengths where it is little.
+`top1.py` pulls the gradient of one lead after another back to the states. For a whole vocabulary it is cheaper to start
+from the states: the derivative of the output layer's input, with respect to the few units whose states are still
+uncertain, is one matrix G, and the rows of the output layer times G are all gradients. Terms beyond the gradient are
+bounded as in `top1.py`: token by token where that is cheap, by lengths where the terms are small.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from wane.models.certificate.interval_rounding import Matrix, Vector
 from wane.models.certificate.request import WindowBound
 
 CANCELLED = 1e-12
-"""Of squares of lengths, added to what their difference is computed to."""
+"""Relative to squares of lengths; added to their computed difference."""
 
 CERTAIN = 0.0005
-"""Of all units' errors, as far as a mixing matrix sends them, this share is counted by lengths: those of the most
-certain units."""
+"""Share of the units' errors, after a mixing matrix, that is bounded by lengths: those of the most certain units."""
 
 MOST_OPEN = 128
-"""And of those whose errors are sent furthest no more units than these are not."""
+"""Largest number of units whose errors are bounded one by one: those with the largest effect."""
 
 
 class LogitMargins:
-    """Of one model with LayerNorms. rows: (V, H), of the output layer; gain: (H), of the last LayerNorm; mixes: by
-    layer."""
+    """The margins of one model with LayerNorms.
+
+    rows: (V, H), of the output layer; gain: (H), of the last LayerNorm; mixes: the mixing matrices by layer.
+    """
 
     def __init__(self, rows: Matrix, gain: Vector, mixes: list[Linear]) -> None:
         read = rows * gain
@@ -38,9 +39,9 @@ class LogitMargins:
         self._columns = [np.linalg.norm(mix.weight, axis=0) for mix in mixes]
 
     def moved(self, bound: WindowBound, row: int, shares: Vector, along: float) -> Vector:
-        """How far each `(V_a - mean) . hidden` moves at most, (V), the mean of all V_a by `shares` (V).
+        """Bounds the change of each `(V_a - mean) . hidden`, (V), with the mean of all V_a weighted by `shares` (V).
 
-        along: how far the last LayerNorm's input moves along itself (`Normalised.along`).
+        along: the bound of the last LayerNorm's input's change along itself (`Normalised.along`).
         """
         assert bound.norm is not None, "this is a bug"
         unit, factor = bound.norm.derivative(row)
@@ -59,7 +60,9 @@ class LogitMargins:
                 live = step.fed.live(row)
                 outer = passed @ live.outer
                 left += np.abs(self._beside(outer, mean)) @ live.slack + length * (size * live.off)
-                corner = np.linalg.qr(live.inner.T).R  # as long as the inner rows, in fewer numbers
+                corner = np.linalg.qr(
+                    live.inner.T
+                ).R  # products with its columns are as long as those with the inner rows
                 inner = self._beside((outer * live.slope) @ corner.T, mean)
                 left += np.linalg.norm(inner, axis=1) * step.norm.remainder[row]
                 inner_unit, inner_factor = step.norm.derivative(row)
@@ -78,7 +81,7 @@ class LogitMargins:
             rest[open_] = 0
             left += length * (size * min(float(sent[certain].sum()), float(mix.furthest(rest[None])[0])))
         left += length * (size * float(bound.below[row]))
-        # each product above is off by far less than MARGIN of the lengths that it is made of, which may cancel
+        # the error of each product above is far below MARGIN of its factors' lengths; its terms may cancel
         left += MARGIN * (np.sqrt(self._squares) + np.sqrt(of_mean)) * bound.norm.reached(row)
         lead = np.abs(self._beside(unit[:, None], mean)[:, 0])
         first = left + length * float(bound.norm.remainder[row])
@@ -89,6 +92,6 @@ class LogitMargins:
         return moved
 
     def _beside(self, columns: Matrix, mean: Vector) -> Matrix:
-        """Each row less the mean, times the columns (H, N): (V, N)."""
+        """Returns each row less the mean, times the columns (H, N): (V, N)."""
         result: Matrix = self._read @ columns - mean @ columns
         return result

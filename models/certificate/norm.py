@@ -1,4 +1,4 @@
-"""The norm that a contraction factor holds in."""
+"""The norm of a contraction factor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Norm:
     """The greatest, over a layer's state tensors, of the 2- or maximum norm of each divided by its scale.
 
     scales: one for each state tensor in the manifest's order, a number or a weight for each unit (H).
-    transform: (H, H), what a single state tensor is multiplied by first; then there are no scales to speak of.
+    transform: (H, H), a matrix that multiplies a single state tensor first; the scales are then 1.
     """
 
     order: Order
@@ -26,12 +26,12 @@ class Norm:
 
     @property
     def stated_weights(self) -> tuple[float, ...]:
-        """p and q, where two state tensors have a number each; else none."""
+        """p and q if two state tensors have a number each, else empty."""
         numbers = tuple(float(scale) for scale in self.scales if not isinstance(scale, np.ndarray))
         return numbers if len(numbers) > 1 else ()
 
     def __str__(self) -> str:
-        """For people: `|s|_2`, `|s / w|_inf`, `|P^(1/2) s|_2`, or with two state tensors `max(|h|_2 / p, ...)`."""
+        """Returns text: `|s|_2`, `|s / w|_inf`, `|P^(1/2) s|_2`, or with two state tensors `max(|h|_2 / p, ...)`."""
         if self.transform is not None:
             return f"|P^(1/2) s|_{self.order}"
         by_unit = any(isinstance(scale, np.ndarray) for scale in self.scales)
@@ -42,7 +42,7 @@ class Norm:
         return f"max(|h|_{self.order} / p, |c|_{self.order} / q)"
 
     def distance(self, *differences: Matrix) -> Vector:
-        """The norm of differences of states, (B, H) for each state tensor: (B)."""
+        """Returns the norm of differences of states, (B, H) for each state tensor: (B)."""
         order = 2 if self.order == "2" else np.inf
         if self.transform is not None:
             differences = tuple(difference @ self.transform.T for difference in differences)

@@ -3,7 +3,7 @@
 A comparison T maps bounds of one step's differences to bounds of the next: monotone, and T(a d) = a T(d) for a > 0.
 If T(w) <= r w unit by unit for a positive w, then d <= a w implies T(d) <= r a w: the maximum norm weighted by w
 shrinks by r (Collatz and Wielandt). For a matrix the best w is its Perron vector and r its spectral radius. The
-iteration only suggests w; what is stated is the largest of T(w)_i / w_i, rounded outward.
+iteration only suggests w; the stated factor is the largest of T(w)_i / w_i, rounded outward.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from wane.models.certificate.interval_rounding import UP, Matrix, Vector
 ITERATIONS = 120
 
 LEAST = 1e-6
-"""Of the largest weight: a unit that nothing else hears keeps a weight, if a small one."""
+"""Lower limit of a weight relative to the largest, for units that do not affect others."""
 
 
 def perron_vector(comparison: Callable[[Vector], Vector], size: int) -> tuple[float, Vector]:
-    """The factor from above, and the weights (size), the largest of them 1."""
+    """Returns the factor, from above, and the weights (size), the largest of them 1."""
     weights = np.ones(size)
     best, chosen = np.inf, weights
     for _ in range(ITERATIONS):
@@ -31,14 +31,14 @@ def perron_vector(comparison: Callable[[Vector], Vector], size: int) -> tuple[fl
             break
         if factor < best:
             best, chosen = factor, weights
-        # half of the old: the iteration then settles also where a matrix only permutes
+        # averaging with the old weights makes the iteration converge even for a permutation matrix
         weights = (after / after.max() + weights) / 2 if after.max() > 0 else weights
         weights = np.maximum(weights / weights.max(), LEAST)
     return best, chosen
 
 
 def perron_vector_2x2(matrix: Matrix) -> tuple[float, Vector]:
-    """Spectral radius from above and Perron vector, its greatest entry 1, of a 2 x 2 matrix of positive entries."""
+    """Returns the spectral radius, from above, and the Perron vector, scaled to 1, of a positive 2 x 2 matrix."""
     (a, b), (c, d) = matrix
     half, slant = (a - d) / 2, np.hypot((a - d) / 2, np.sqrt(b) * np.sqrt(c))
     vector = np.array([b, slant - half]) if d > a else np.array([slant + half, c])  # the root less a, or less d

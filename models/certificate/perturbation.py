@@ -1,4 +1,4 @@
-"""How far two trajectories can be apart in one place of the network, and what a linear map makes of it."""
+"""The distance of two trajectories at one place of the network, and its bound after a linear map."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ class Perturbation:
 
     @classmethod
     def within(cls, box: Vector, ball: float = np.inf) -> Perturbation:
-        """Box and ball, each cut to what the other leaves."""
+        """Builds box and ball, each no larger than the other implies."""
         box = np.maximum(box, TINY)
         ball = max(min(ball, norm_above(box)), TINY)
         return cls(np.minimum(box, ball), ball)
 
     @classmethod
     def of_ball(cls, ball: float, size: int) -> Perturbation:
-        """All differences of at most this length."""
+        """Builds all differences of at most this length."""
         return cls(np.full(size, ball), ball)
 
     def __add__(self, other: Perturbation) -> Perturbation:
         return Perturbation.within((self.box + other.box) * UP, (self.ball + other.ball) * UP)
 
     def cut(self, other: Perturbation) -> Perturbation:
-        """What lies in both."""
+        """Returns the intersection."""
         return Perturbation.within(np.minimum(self.box, other.box), min(self.ball, other.ball))
 
 
 class LinearMap:
-    """`d -> matrix d`, rows unit by unit and all of them by the spectral norm.
+    """`d -> matrix d`, bounded unit by unit by the rows, and as a whole by the spectral norm.
 
-    off: how far a row may be from the row that is meant, in the 2-norm, (R).
+    off: the error of each row in the 2-norm, (R).
     """
 
     def __init__(self, matrix: Matrix, off: Vector | float = 0.0) -> None:
@@ -55,11 +55,11 @@ class LinearMap:
         return spectral_norm(self.matrix) + norm_above(self.off)
 
     def scaled(self, scale: Vector) -> LinearMap:
-        """With each row multiplied by a non-negative number."""
+        """Returns the map with each row multiplied by a non-negative number."""
         return LinearMap(self.matrix * scale[:, None], self.off * scale * UP)
 
     def rows_of(self, perturbation: Perturbation) -> Vector:
-        """Unit by unit only."""
+        """Returns the bound of each unit."""
         box: Vector = np.minimum(self.magnitude @ perturbation.box, self.rows * perturbation.ball) * UP
         return box
 

@@ -1,18 +1,18 @@
-"""What small errors in a state come to, where a sequence was run in parts that do not quite meet.
+"""Bounds the effect of small state errors if a sequence is run in parts whose states do not match exactly.
 
-Part i of a run starts from a state that is `rho_i` away, unit by unit, from where part i - 1 ended. Its distance from
-the run without joints then obeys `e_i <= rho_i + F^n(e_(i-1))`, with n the tokens between two joints at least and F
-what one token makes of all errors at most (`models/certificate/stack.py`), which is monotone. Of a single contractive
-layer that is `e_i <= rho_i + factor^n e_(i-1)`, in its norm.
+Part i of a run starts from a state that is `rho_i` away, unit by unit, from the end of part i - 1. Its distance from
+the run without joints obeys `e_i <= rho_i + F^n(e_(i-1))`, with n the least number of tokens between two joints and F
+the monotone bound of the errors after one token (`models/certificate/stack.py`). For a single contractive layer that
+is `e_i <= rho_i + factor^n e_(i-1)`, in its norm.
 
-One E with `rho + F^n(E) <= E` bounds every e_i, by induction. It is tried with E = rho + rho / ROOM: F is followed
-from there until no error is above rho / ROOM, and none grows any more; n must be that many tokens at least. Since no
-error grows from then on, whatever is larger until then is all that `hidden` is ever apart.
+One E with `rho + F^n(E) <= E` bounds every e_i, by induction. Tried is E = rho + rho / ROOM: F is iterated from E
+until no error is above rho / ROOM and none grows; n must be at least that number of tokens. Because no error grows
+from then on, the largest distance until then bounds the distance of `hidden` after any token.
 
-A front is not in F: after as many tokens as it sees, its state is the same in both runs, but for rounding.
+F does not include a front: after as many tokens as it sees, its state is equal in both runs, except for rounding.
 
-**Rounding.** rho is measured between float32 runs, each of which is off exact arithmetic. To every joint is added how
-far the states of two runs can be apart by rounding, which is the certificate's own `rounding.states`, twice.
+**Rounding.** rho is measured between float32 runs, each of which differs from exact arithmetic. The distance of two
+runs' states by rounding, twice the certificate's `rounding.states`, is added to every joint.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from wane.models.manifest import Architecture, Rounding
 from wane.models.weights import Weights
 
 ROOM = 8
-"""E is larger than rho by this part of it."""
+"""E is larger than rho by rho / ROOM."""
 
 MAX_TOKENS = 1024
-"""Tokens that F is followed at most."""
+"""Largest number of tokens over which F is iterated."""
 
 
 class Propagation:
-    """Of one model, every layer of which is contractive.
+    """The propagation of state errors in one model whose layers are all contractive.
 
-    reach: tokens after which a run has forgotten all that its front ever saw before.
+    reach: tokens after which a run's front has forgotten all earlier tokens.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], rounding: Rounding) -> None:
@@ -58,11 +58,11 @@ class Propagation:
         return Stack(self._architecture, self._weights, self._layers)
 
     def apart(self, joints: Mapping[str, Vector], tokens: int) -> float | None:
-        """How far `hidden` is, after any token, from the run without joints, in the 2-norm and exact arithmetic.
+        """Bounds the distance of `hidden`, after any token, from the run without joints, in the 2-norm and exact
+        arithmetic.
 
-        joints: by state tensor, how far two parts were apart at any joint at most, (units); those of the front are
-        left out. tokens: what is between two joints at least, and what a part's start knows of what came before it.
-        None where they are too few.
+        joints: by state tensor, except the front's, the largest distance of two parts at any joint, (units). tokens:
+        the least number of tokens between two joints, and before each part's start. None if there are too few.
         """
         if tokens < self.reach:
             return None

@@ -1,11 +1,12 @@
-"""What linear and RNN layers have in common: `h' = rho(W h + U x + b)`, rho the identity, tanh or relu.
+"""The common base of linear and RNN layers: `h' = rho(W h + U x + b)`, rho the identity, tanh or relu.
 
 `|h' - h~'| <= N |W (h - h~) + U (x - x~)|` unit by unit, N the greatest slope of rho within reach, 1 at most. So the
-difference shrinks by |N W| in the 2-norm and in the maximum norm, in both weighted by a number for each unit, and a
-linear layer's in any norm that is weighted by a matrix (`models/certificate/scaling.py`).
+difference shrinks by |N W| in the 2-norm and in the maximum norm, both weighted by a number for each unit. A linear
+layer's shrinks in any norm that is weighted by a matrix (`models/certificate/scaling.py`).
 
-**Reach.** |tanh| <= 1, and what feeds back is then smaller still. Linear and relu layers: |h'| <= |W h + U x + b| for
-either, so in each norm that shrinks by r < 1 from zero |h| <= max |U x + b| / (1 - r); without one there is no bound.
+**Reach.** |tanh| <= 1, and smaller still after each repetition with the bounded state. Linear and relu layers:
+|h'| <= |W h + U x + b|, so in each norm that shrinks by r < 1 from zero |h| <= max |U x + b| / (1 - r); without such a
+norm there is no bound.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from wane.models.certificate.scaling import Gauge, balanced
 from wane.models.weights import CellWeights
 
 SETTLING = 12
-"""Rounds in which the reach is fed back."""
+"""Rounds of bounding the reach by itself."""
 
 
 class RecurrentLayer:
-    """A layer whose rho has a slope of at most 1 and no bound."""
+    """A layer whose rho has a slope of at most 1 and is unbounded."""
 
     def __init__(self, cell: CellWeights, inputs: Inputs) -> None:
         (weight_ih, bias_ih), (weight_hh, bias_hh) = cell.input, cell.recurrent
@@ -58,7 +59,7 @@ class RecurrentLayer:
         return tuple(proofs), tuple(gauge for gauge in tried.values() if gauge and gauge.factor < norm)
 
     def _slope_and_reach(self, driven: Reach, magnitude: Matrix) -> tuple[Vector, Vector | None]:
-        """The greatest slope of rho within reach and the greatest |h|, both (H); no reach where rho has no bound.
+        """Returns the greatest slope of rho within reach and the greatest |h|, both (H); no reach if rho is unbounded.
 
         driven: of `U x + b`; magnitude: |W|.
         """
@@ -66,11 +67,11 @@ class RecurrentLayer:
         return np.ones(self.hidden), None
 
     def _gauges(self, matrix: Matrix) -> dict[str, Gauge | None]:
-        """The weighted 2-norms that are tried, by rule; None where a rule finds none. matrix: `diag(slope) W`."""
+        """Returns the weighted 2-norms to try, by rule; None if a rule finds none. matrix: `diag(slope) W`."""
         return {"diagonal_scaling": balanced(matrix)}
 
     def _settle(self, driven: Perturbation, proofs: tuple[Proof, ...]) -> Vector:
-        """How far a layer without a bounded function can be driven, (H); infinite where nothing shrinks."""
+        """Returns the reach of a layer with an unbounded function, (H); infinite if no norm shrinks."""
         hidden = self.hidden
         bounds: list[Vector] = [np.full(hidden, np.inf)]
         if self.recurrent.norm < 1:
@@ -112,5 +113,5 @@ class RecurrentLayer:
         return Errors(perturbations, tuple(gauge.of(perturbations[0]) for gauge in self.gauges))
 
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
-        del function, unit  # rho is exact, and there is nothing behind it
+        del function, unit  # rho is exact, and no arithmetic follows it
         return (Perturbation.within(before_gates),)

@@ -1,17 +1,17 @@
-"""The bound of one request: how far from a window's own end any run can be that read the same last tokens.
+"""The bound of one request: the distance between a window's end and any run that read the same last tokens.
 
-The window starts from the zero state. The run that it stands for was in some state when the window's first token
-came, and any state that is reached from zero will do; from there on both read the same tokens, and what the window's
-gates, slopes and lengths were is known. So the distance of the two is bounded step by step along the actual tokens,
-layer by layer, each state unit by unit and as a whole (`cell_step.py`, `deviation.py`):
+The window starts from the zero state. The run was in any state reachable from zero when the window's first token came.
+From there on both read the same tokens, and the window's gates, slopes and lengths are known. The distance of the two
+is bounded step by step along the actual tokens, layer by layer, each state unit by unit and in the 2-norm
+(`cell_step.py`, `deviation.py`):
 
-- A first layer whose inputs are the tokens alone has known gates. Where it is a gated one, the distance is a product
-  of gates times the state that was cut off. Behind a front of convolutions that begins once they are within the window.
-- Above it, a LayerNorm turns by an angle, matrices have norms, and a relu unit that stays off passes nothing on.
-- No state is ever further than it would be if the run's were anywhere within reach. Where reach has no end (linear and
-  relu layers that may grow), nothing is known of a state, ever; a LayerNorm above may still bound what is made of it.
+- A first layer whose inputs are the tokens alone has known gates. If it is gated, the distance is a product of gates
+  times the truncated state. After a front of convolutions this starts once they see only the window.
+- Above it, a LayerNorm turns by an angle, matrices have norms, and a relu unit that stays inactive passes nothing on.
+- No distance exceeds that of a run's state anywhere within reach. If reach is infinite (linear and relu layers that may
+  grow), states are unbounded; a LayerNorm above may still bound its output.
 
-The statement is about exact runs and the window's end *as computed here*, in float64: rounding is in the radius.
+The statement is about exact runs and the window's end *as computed here*, in float64: the radius includes rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from wane.models.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What happened in one layer at a window's last token; in a plain network there is no more than the cell.
+    """One layer at a window's last token; a plain network has only the cell.
 
     state, error: after the token; off: (B), the rounding of the stream; norm, fed: of the feed-forward.
     """
@@ -49,11 +49,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class WindowBound:
-    """Where windows end, and how far from there the runs may be. B windows, H units.
+    """The ends of windows, and the bounds of their distance from the runs. B windows, H units.
 
-    hidden: (B, H), the output layer's input; radius: (B), its 2-norm distance from the run's, at most; infinite where
-    nothing bounds it. off: (B), the part of it that is the rounding of hidden itself. stream: (B, H), what the first
-    layer reads; below: (B), how far that moves. steps: by layer. norm: the last LayerNorm.
+    hidden: (B, H), the output layer's input; radius: (B), the bound of its 2-norm distance from the run's, infinite if
+    unbounded. off: (B), the part of the radius that is the rounding of hidden itself. stream: (B, H), the first
+    layer's input; below: (B), the bound of its change. steps: by layer. norm: the last LayerNorm.
     """
 
     hidden: Matrix
@@ -66,10 +66,10 @@ class WindowBound:
 
 
 class RequestBound:
-    """The bounds of one model's windows: what does not depend on the request is computed once."""
+    """The bounds of one model's windows; computes the parts that do not depend on the request once."""
 
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer] | None = None) -> None:
-        """layers: of these weights, where they are built already."""
+        """layers: those of these weights, if already built."""
         self._architecture = architecture
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
         self._residual = architecture.block == "residual"
@@ -82,7 +82,7 @@ class RequestBound:
         ]
 
     def __call__(self, windows: NDArray[np.int64]) -> WindowBound:
-        """The bound of each of `windows`, token ids (B, k), k >= 1."""
+        """Returns the bound of each of `windows`, token ids (B, k), k >= 1."""
         assert windows.ndim == 2 and windows.shape[1] >= 1, "this is a bug"
         batch = len(windows)
         seen = [block.nothing(batch) for block in self._front]
@@ -109,14 +109,14 @@ class RequestBound:
         errors: list[Matrix],
         rounding: float = 0.0,
     ) -> WindowBound:
-        """The bound of windows from what is known at their last token: what a gated network's `window` graph puts out.
+        """Returns the bound of windows from the outputs of a gated network's `window` graph at their last token.
 
-        stream: (B, H), what the first layer's mixing matrix is added to; lengths: (B), of the windows; states and
-        errors: by layer, (B, units), of what each cell puts out. It ends where exact arithmetic leads from these, not
-        where the graph did.
+        stream: (B, H), to which the first layer's mixing matrix adds; lengths: (B), of the windows; states and errors:
+        by layer, (B, units), of each cell's output. The window's end is computed from these in exact arithmetic, and
+        may differ from the graph's.
 
-        `rounding`: how far, in the 2-norm, the stream and each layer's state may be from those of exact arithmetic, and
-        the errors from theirs. Within it the bound holds of exact runs; at 0 the graph's values are taken to be exact.
+        `rounding`: the bound, in the 2-norm, of the rounding of the stream, of each layer's state and of the errors.
+        With it the bound holds for exact runs; at 0 the graph's values are assumed to be exact.
         """
         reach = 0 if self._architecture.front is None else self._architecture.front.reach
         x, ball = stream, np.where(lengths > reach, rounding, FAR)
@@ -146,7 +146,7 @@ def _outward(ball: Vector) -> Vector:
 
 
 class Block:
-    """One layer: its cell, and in a residual network the block around it. weights: without the layer's prefix."""
+    """One layer: its cell, and in a residual network its block. weights: named without the layer's prefix."""
 
     def __init__(
         self, architecture: Architecture, index: int, weights: dict[str, Matrix], reach: tuple[Vector, ...]
@@ -175,19 +175,19 @@ class Block:
                 self._between = Between(self.feed_forward.inner, self.mix)
 
     def start(self, batch: int) -> tuple[States, Deviations]:
-        """The zero state of a window, and how far the run's may be from it."""
+        """Returns the zero state of a window, and the bound of its distance from the run's."""
         reach = [np.tile(each, (batch, 1)) for each in self.cell.reach]
         return tuple(np.zeros_like(each) for each in reach), tuple(Deviation.within(each) for each in reach)
 
     def step(self, x: Matrix, ball: Vector, before: tuple[States, Deviations]) -> tuple[States, Deviations]:
-        """The cell, one token. x: (B, H), what comes from below, which moves by `ball`."""
+        """Steps the cell by one token. x: (B, H), the input from below, which moves by at most `ball`."""
         if not self._residual:
             return self.cell(x, Deviation.ball_only(ball, x.shape[1]), *before)
         norm = Normalised(x, self._epsilon, ball)
         return self.cell(norm.value, Deviation.ball_only(norm.ball, x.shape[1]), *before)
 
     def above(self, x: Matrix, ball: Vector, state: States, error: Deviations) -> tuple[Matrix, Vector, Step]:
-        """The rest of the block, for the state after the token. x: what the block reads, which moves by `ball`."""
+        """Computes the rest of the block for the state after the token. x: its input, which moves by at most `ball`."""
         if not self._residual:
             return state[0], error[0].ball, Step(state, error, np.zeros(len(x)))
         rest, box = ball, error[0].box
@@ -206,11 +206,11 @@ class Block:
 
 
 Seen = tuple[Matrix, Matrix]
-"""The latest inputs of a convolution, (B, K - 1, H), the oldest first, and how far each moves, (B, K - 1)."""
+"""The latest inputs of a convolution, (B, K - 1, H), oldest first, and the bound of each one's change, (B, K - 1)."""
 
 
 class FrontBlock:
-    """A convolution block. What its taps saw before the window's first token is anything that a LayerNorm puts out."""
+    """A convolution block. Its inputs before the window's first token can be any outputs of a LayerNorm."""
 
     def __init__(self, architecture: Architecture, weights: dict[str, Matrix]) -> None:
         self._epsilon = architecture.norm_epsilon
@@ -221,12 +221,12 @@ class FrontBlock:
         self._anything = np.sqrt(architecture.hidden) * np.abs(self._gain).max() + np.linalg.norm(self._shift)
 
     def nothing(self, batch: int) -> Seen:
-        """Before the window's first token."""
+        """Returns the inputs before the window's first token."""
         earlier, hidden = len(self._taps) - 1, self._taps.shape[1]
         return np.zeros((batch, earlier, hidden)), np.full((batch, earlier), self._anything)
 
     def __call__(self, x: Matrix, ball: Vector, seen: Seen) -> tuple[Matrix, Vector, Seen]:
-        """One token. x: (B, H), which moves by `ball`."""
+        """Steps by one token. x: (B, H), which moves by at most `ball`."""
         norm = Normalised(x, self._epsilon, ball)
         read = norm.value * self._gain + self._shift
         moved = norm.ball * np.abs(self._gain).max()

@@ -1,14 +1,15 @@
-"""How far a run in floating point can be from exact arithmetic: one step's error, carried through the recurrence.
+"""Bounds the distance of a floating-point run from exact arithmetic: one step's error, carried through the recurrence.
 
-Every step of the computed run starts from its own state and makes an error there. These errors go through the same
-recursion as a cut does (`stack.py`): a run's distance from exact arithmetic obeys x' <= F(x) + delta, F monotone, delta
-the error of one step. Any X with F(X) + delta <= X bounds all that ever comes of it, by induction from zero.
+Every step of the computed run starts from the run's own state and adds an error. These errors follow the same
+recursion as a cut (`stack.py`): a run's distance from exact arithmetic obeys x' <= F(x) + delta, F monotone, delta
+the error of one step. Any X with F(X) + delta <= X bounds the distance after any number of steps, by induction from
+zero.
 
-- `carry`: delta as it was measured (`models/export/rounding.py`). What is served.
-- `worst_case`: delta a priori. A sum of n products is off by at most gamma_n = n u / (1 - n u) times the sum of their
-  absolute values, u the unit roundoff, in whatever order it is summed. exp, tanh and the sigmoid are taken to be within
-  FUNCTION u of their values, a LayerNorm to take the mean from its input before it squares. Two runs are compared, so
-  the result counts two.
+- `carry`: with the measured delta (`models/export/rounding.py`). The service uses this one.
+- `worst_case`: with an a priori delta. The error of a sum of n products is at most gamma_n = n u / (1 - n u) times the
+  sum of their absolute values, u the unit roundoff, in any order. exp, tanh and the sigmoid are assumed to be within
+  FUNCTION u of their values, and a LayerNorm to subtract the mean from its input before it squares. The result is the
+  distance of two runs, and therefore twice the bound of one.
 
 To first order in u: slopes and reach are those of exact states.
 """
@@ -37,23 +38,23 @@ FUNCTION = 8
 """Units roundoff, absolute: the assumed accuracy of the sigmoid and tanh, whose values are at most 1."""
 
 ROUNDS = (16, 48, 96, 192, 384, 768)
-"""Steps after which twice the errors reached are tried as a bound of all that follow."""
+"""Numbers of steps after which twice the current errors are tried as a bound of all later ones."""
 
 ROOM = 2.0
-"""The errors reached are tried times this as a bound of all that follow."""
+"""Factor of the current errors that is tried as a bound of all later ones."""
 
 MAX_STEPS = 4096
-"""Steps over which errors are followed at most, until a bound is found."""
+"""Largest number of steps over which errors are followed until a bound is found."""
 
 SETTLING, SETTLED = 1 << 12, 1e-11
-"""Steps by which a bound is made smaller at most, and the relative change at which that ends."""
+"""Largest number of steps that reduce a bound, and the relative change at which they end."""
 
 
 def carry(stack: Stack, step: Mapping[str, StateError]) -> tuple[dict[str, StateError], float]:
-    """What one step's errors come to in a run of any length, whatever its tokens.
+    """Bounds the errors of a run of any length and any tokens by the errors of one step.
 
-    step: the largest error of one step, by state tensor of the layers. Returns the same of a whole run, and what that
-    comes to at `hidden`, in the 2-norm. Where no bound is found the result is what can be apart at all.
+    step: the largest error of one step, by state tensor of the layers. Returns the errors of a whole run, by state
+    tensor and at `hidden`, in the 2-norm. If no bound is found, returns the largest possible distances.
     """
     names = [stack.architecture.layer_states(layer) for layer in range(len(stack.layers))]
     delta = [
@@ -75,7 +76,7 @@ def carry(stack: Stack, step: Mapping[str, StateError]) -> tuple[dict[str, State
 
 
 def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Perturbation, ...]], float]:
-    """The states' errors and `hidden`'s where every step adds `delta`."""
+    """Returns the errors of the states and of `hidden` if every step adds `delta`."""
 
     def step(errors: list[Errors]) -> list[Errors]:
         after, _ = stack.step(errors)
@@ -96,8 +97,11 @@ def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Pertur
 
 
 def _settled(step: Callable[[list[Errors]], list[Errors]], bound: list[Errors]) -> list[Errors]:
-    """A smaller bound of the same: with F(X) + delta <= X, F(X) + delta is one too. It ends near the least there is, so
-    it hardly depends on the rounding of the machine; if the recurrence forgets slowly, after SETTLING steps."""
+    """Returns a smaller bound: with F(X) + delta <= X, F(X) + delta is a bound too.
+
+    It ends near the least bound, so that it hardly depends on the machine's rounding, or, if the recurrence forgets
+    slowly, after SETTLING steps.
+    """
     before = np.concatenate([each.flat() for each in bound])
     for _ in range(SETTLING):
         bound = step(bound)
@@ -109,7 +113,7 @@ def _settled(step: Callable[[list[Errors]], list[Errors]], bound: list[Errors]) 
 
 
 def worst_case(architecture: Architecture, weights: Weights, stack: Stack, dtype: DType) -> float | None:
-    """The 2-norm distance of `hidden` of two runs that rounding alone can cause; None over a front."""
+    """Bounds the 2-norm distance of two runs' `hidden` by rounding alone; None over a front."""
     if architecture.front is not None:
         return None
     noise = _Writer(architecture, weights, stack.layers, UNITS[dtype]).noise()
@@ -132,7 +136,7 @@ class _Writer:
     unit: float
 
     def noise(self) -> Noise:
-        """What every place of the network adds at each step."""
+        """Returns the rounding that every place of the network adds at each step."""
         architecture, residual = self.architecture, self.architecture.block == "residual"
         states, normalised, blocks = [], [], []
         stream = float(np.linalg.norm(self._tensor("embedding.weight"), axis=1).max())
@@ -150,7 +154,7 @@ class _Writer:
         return Noise(states, normalised, blocks, self._layer_norm(stream), 3 * self.unit * widest)
 
     def _before_gates(self, index: int, at_norm: float) -> Vector:
-        """Of the pre-activations; what the first layer is fed is off by its LayerNorm's rounding only."""
+        """Returns the error of the pre-activations; the first layer's input has only its LayerNorm's rounding."""
         cell = CellWeights.of(self.architecture, index, self.weights)
         into, bias = cell.input
         sizes = inputs_of(self.architecture, self.weights, index, self.layers).magnitude(into) + np.abs(bias)
@@ -165,7 +169,7 @@ class _Writer:
         return off
 
     def _block(self, index: int, reach: Vector, stream: float) -> tuple[BlockNoise, float]:
-        """Of what a block adds to the stream, whose length is at most `stream`; and how long it is then."""
+        """Returns the error that a block adds to a stream of length at most `stream`, and the stream's new length."""
         prefix, width = f"layers.{index}.", self.architecture.feed_forward
         mix = self._tensor(prefix + "mix.weight")
         mixed = np.abs(mix) @ reach
@@ -185,7 +189,7 @@ class _Writer:
         return BlockNoise(perturbation, at_norm, self._gamma(len(gain) + 4) * sizes, added), stream
 
     def _layer_norm(self, stream: float) -> float:
-        """Of the normalised vector, in the 2-norm, for an input of at most this length."""
+        """Returns the error of the normalised vector, in the 2-norm, for an input of length at most `stream`."""
         width = self.architecture.hidden
         gamma = self._gamma(width + 8)
         return float(np.sqrt(width) * gamma * (1 + 4 * stream / np.sqrt(width * self.architecture.norm_epsilon)))

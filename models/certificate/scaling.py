@@ -6,7 +6,7 @@ most 1 does, so they serve an RNN as well. For a linear layer any T will do: wit
     P = sum_k (W / a)^k' (W / a)^k,   rho(W) < a < |W|_2,   W' P W = a^2 (P - I) <= a^2 P,
 
 the norm sqrt(s' P s) shrinks by less than a: the discrete Lyapunov equation, solved by doubling. Neither solution is
-believed: the factor stated is computed from T itself, and what T^-1 is off by is added.
+trusted: the stated factor is computed from T itself, and the error of T^-1 is added.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ DOUBLINGS = 24
 """Sums up to 2^24 powers."""
 
 SHARE = 0.2
-"""How far the Lyapunov equation's `a` is from the spectral radius to the spectral norm; nearer costs a worse norm."""
+"""Position of the Lyapunov equation's `a` between spectral radius (0) and spectral norm (1); smaller skews the norm."""
 
 WIDEST = 1e6
-"""A transform whose condition is worse is not tried: what is gained in the factor is lost on the way back."""
+"""Largest condition number of a transform: a larger one loses more on the way back than the factor gains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class Gauge:
     back: float
 
     def of(self, perturbation: Perturbation) -> float:
-        """The norm of everything within a perturbation, from above."""
+        """Returns the norm of everything within a perturbation, from above."""
         above = self.into * perturbation.ball * UP
         (scale,) = self.norm.scales
         return min(above, norm_above(perturbation.box / scale)) if isinstance(scale, np.ndarray) else above
 
     def perturbation(self, value: float, size: int) -> Perturbation:
-        """What the norm leaves of each unit and of all."""
+        """Returns the perturbation of all vectors whose norm is at most `value`."""
         (scale,) = self.norm.scales
         ball = self.back * value * UP
         return (
@@ -61,7 +61,7 @@ class Gauge:
 
 
 def balanced(matrix: Matrix) -> Gauge:
-    """The diagonal scaling that makes every row of T W T^-1 as long as its column (Osborne 1960)."""
+    """Returns the diagonal scaling that makes every row of T W T^-1 as long as its column (Osborne 1960)."""
     squares = matrix**2
     np.fill_diagonal(squares, 0.0)
     scales = np.ones(len(matrix))  # T = diag(1 / scales)
@@ -79,7 +79,7 @@ def balanced(matrix: Matrix) -> Gauge:
 
 
 def lyapunov(matrix: Matrix) -> Gauge | None:
-    """The norm of the Lyapunov equation; None where the radius is not below 1, or the norm is all too skew."""
+    """Returns the norm of the Lyapunov equation; None if the spectral radius is 1 or more, or the norm too skew."""
     size, largest = len(matrix), float(np.linalg.norm(matrix, 2))
     radius = float(np.abs(np.linalg.eigvals(matrix)).max())
     if radius >= 1 or largest == 0:
@@ -102,7 +102,7 @@ def lyapunov(matrix: Matrix) -> Gauge | None:
 
 
 def verified(matrix: Matrix, transform: Matrix, inverse: Matrix) -> Gauge | None:
-    """The factor of W in |T s|_2, S an approximate inverse of T.
+    """Returns the factor of W in |T s|_2, S an approximate inverse of T.
 
     With E = S T - I of norm e < 1, `T W s = T W (I + E)^-1 S (T s)`, so the factor is at most
     `|T W S|_2 + |T W|_2 |S|_2 e / (1 - e)`; the products' rounding, bounded by Frobenius norms, is added.

@@ -1,17 +1,17 @@
-"""The k-step bound of a whole stack: how far `hidden` is, after k tokens from the zero state, from the full run's.
+"""The k-step bound of a whole stack: the distance of `hidden`, k tokens after the zero state, from the full run's.
 
-Just before the last k tokens one trajectory is in the zero state, the other anywhere that is reached from it. From
-there both read the same tokens. Layer by layer and token by token, a layer's error after a token is bounded from its
-error before it and from how far its inputs are apart, which the layers below say; errors never exceed what is reached.
-A front's convolutions see a cut for as long as they reach back; until then what they feed is anything a LayerNorm can
-put out, and then it is the same. Between the layers: matrices by their rows and their spectral norm, relu by 1,
-LayerNorm by `layer_norm.py`, and the mean, which no LayerNorm sees, projected away.
+Just before the last k tokens one trajectory is in the zero state, the other in any state reachable from it. From
+there both read the same tokens. Layer by layer and token by token, a layer's error after a token is bounded by its
+error before the token and by the distance of its inputs, which the layers below give. Errors never exceed the reach.
+A front's convolutions see a cut for as long as they reach back: until then their output can be any output of a
+LayerNorm, afterwards it is equal. Between the layers: matrices by their rows and their spectral norm, relu by 1,
+LayerNorm by `layer_norm.py`, and the mean, which LayerNorms ignore, is projected away.
 
-**The tail.** All errors of one token are a monotone function F of those of the token before, always the same one (the
-first gated layer's exact maximum only ever falls, and is cut in). Hence, once no error of the whole stack is larger
-than a token before, none ever grows again: x_(j+1) <= x_j gives F(x_(j+1)) <= F(x_j). The curve is run on until that
-is so; it then holds for every longer window, and e_k is the largest value from k on. If it is not so within
-`MAX_TOKENS` tokens, what is left of the curve is what can be reached at all.
+**The tail.** All errors of one token are the same monotone function F of those of the previous token (the first gated
+layer's exact maximum only falls, and is intersected). Hence, once no error of the whole stack is larger than one token
+earlier, none ever grows again: x_(j+1) <= x_j gives F(x_(j+1)) <= F(x_j). The curve is continued until then; it holds
+for every longer window, and e_k is the largest value from k on. If errors still grow after `MAX_TOKENS` tokens, the
+rest of the curve is the largest possible distance.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from wane.models.manifest import Architecture
 from wane.models.weights import Weights
 
 MAX_TOKENS = 1024
-"""Tokens beyond the largest window that a curve may take to start to fall for good."""
+"""Largest number of tokens beyond the largest window until a curve must fall permanently."""
 
 NEGLIGIBLE = 1e-30
-"""A curve that has fallen this far is not followed further: no bound below it is stated."""
+"""Value at which a curve ends: no smaller bound is stated."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNoise:
-    """What a block adds by rounding at each step: to the stream, to n, to the wide layer, to the stream again."""
+    """The rounding that a block adds at each step: to the stream, to n, to the wide layer, to the stream again."""
 
     mixed: Perturbation
     normalised: float
@@ -47,10 +47,10 @@ class BlockNoise:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What rounding adds at each step, from the bottom up (`models/certificate/rounding.py`).
+    """The rounding added at each step, bottom to top (`models/certificate/rounding.py`).
 
-    states: of each layer; normalised: to what each layer is fed behind its LayerNorm, 2-norm; top, hidden: to the last
-    LayerNorm's n, and to what it puts out.
+    states: of each layer; normalised: of each layer's input after its LayerNorm, 2-norm; top, hidden: of the last
+    LayerNorm's n and of its output.
     """
 
     states: list[tuple[Perturbation, ...]]
@@ -61,7 +61,7 @@ class Noise:
 
 
 class Stack:
-    """The layers of a model with what stands between them."""
+    """The layers of a model with the blocks between them."""
 
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer]) -> None:
         self.layers = layers
@@ -78,18 +78,18 @@ class Stack:
             self.gain = np.abs(weights["norm.weight"].astype(np.float64))
 
     def start(self) -> list[Errors]:
-        """Right after the cut."""
+        """Returns the errors right after the cut."""
         return [layer.start() for layer in self.layers]
 
     def at_rest(self) -> list[Errors]:
-        """Nothing is apart."""
+        """Returns errors of zero."""
         return [
             layer.at_least(tuple(Perturbation.within(np.zeros(len(reach))) for reach in layer.bound.reach))
             for layer in self.layers
         ]
 
     def step(self, errors: list[Errors], noise: Noise | None = None) -> tuple[list[Errors], float]:
-        """One token later; and how far `hidden` is then apart, in the 2-norm. `noise` is added on the way."""
+        """Returns the errors one token later, with `noise` added, and the distance of `hidden`, in the 2-norm."""
         if errors[0].steps < self.reach:
             anything = Perturbation.of_ball(normalised_furthest(self.architecture.hidden), self.architecture.hidden)
             return [
@@ -118,7 +118,7 @@ class Stack:
         return after, (float(self.gain.max()) * top + (noise.hidden if noise else 0.0)) * UP
 
     def hidden_apart(self, errors: list[Errors]) -> float:
-        """How far `hidden` is apart, in the 2-norm, right after a token that left the layers' states so far apart."""
+        """Returns the distance of `hidden`, in the 2-norm, right after a token that left these errors of the states."""
         if not self.residual:
             return errors[-1].perturbations[0].ball
         stream: Perturbation | None = None
@@ -128,13 +128,13 @@ class Stack:
         return float(self.gain.max()) * self._normalised(stream, len(self.layers)) * UP
 
     def furthest(self) -> float:
-        """What `hidden` can be apart at all."""
+        """Returns the largest possible distance of `hidden`."""
         if self.residual:
             return normalised_furthest(self.architecture.hidden) * float(self.gain.max()) * UP
         return 2 * norm_above(self.layers[-1].bound.reach[0])
 
     def _normalised(self, apart: Perturbation, above: int) -> float:
-        """Behind the LayerNorm over the output of the first `above` layers."""
+        """Returns the distance after the LayerNorm over the output of the first `above` layers."""
         least = self.blocks[above - 1].least
         return normalised_apart(apart.ball, self.architecture.hidden, self.architecture.norm_epsilon, least)
 
@@ -142,8 +142,8 @@ class Stack:
 class _Block:
     """`x + mix(y)`, then `x + feed_forward(LayerNorm(x))`, of differences; x without its mean.
 
-    least: the least length of x without its mean, over all inputs, behind the block; what the block adds to x, at its
-    longest, is taken from what it was before. Often nothing is left.
+    least: the least length of x without its mean, over all inputs, after the block: its length before the block less
+    the longest addition of the block. It is often 0.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, layer: int, reach: Vector, least: float) -> None:
@@ -179,20 +179,20 @@ class _Block:
 
 
 def _least_length(rows: Matrix) -> float:
-    """The least 2-norm of a row without its mean, from below."""
+    """Returns the least 2-norm of a row without its mean, from below."""
     centred = rows - rows.mean(axis=1, keepdims=True)
     off = roundoff(rows.shape[1]) * float(np.abs(rows).max()) * float(np.sqrt(rows.shape[1]))
     return max(0.0, float(np.linalg.norm(centred, axis=1).min()) / UP - 2 * off)
 
 
 def _centred(matrix: Matrix) -> LinearMap:
-    """The matrix without the mean of what it puts out."""
+    """Returns the matrix without the mean of its outputs."""
     centred = matrix - matrix.mean(axis=0)
     return LinearMap(centred, np.full(len(matrix), 1e-15 * norm_above(matrix.ravel())))
 
 
 def state_error_curve(stack: Stack, max_window: int) -> Vector:
-    """e_k for k = 1 to max_window, (max_window): non-increasing, rounded outward."""
+    """Returns e_k for k = 1 to max_window, (max_window): non-increasing, rounded outward."""
     errors, curve = stack.start(), []
     before = np.concatenate([each.flat() for each in errors])
     while True:

@@ -1,20 +1,20 @@
-"""Whether a window's most probable token is proved to be the run's, and how far their distributions are apart.
+"""Proves that a window's most probable token is the run's, and bounds the distance of their distributions.
 
 With output rows V_a, the lead of a over b moves by `(V_a - V_b) . (hidden~ - hidden)`. Three tests, each only for
-the tokens b that the one before left open:
+the tokens b that the previous test left open:
 
 1. `(|V_a| + |V_b|) radius`, which settles nearly all;
 2. `|V_a - V_b| radius`;
-3. by direction. At the last token nothing accumulates any more, so the lead's gradient is pulled back through the last
+3. by direction. After the last token errors do not accumulate, so the lead's gradient is pulled back through the last
    LayerNorm, the feed-forward blocks and the mixing matrices to each layer's state, at the window's own values. There
-   the state is known unit by unit: `sum_i |gradient_i| error_i`. What the gradient leaves out is bounded on the way:
-   a LayerNorm's second order, and the relu units that may turn (`deviation.py`).
+   the state's error is known unit by unit: `sum_i |gradient_i| error_i`. Terms beyond the gradient are bounded on the
+   way: a LayerNorm's second order, and the relu units that may switch (`deviation.py`).
 
-The distributions: each logit moves, beside the logits' mean under the window's own, by `(V_a - mean) . (hidden~ -
-hidden)`, which is bounded likewise, for all tokens at once (`logit_margins.py`; what follows from that is in
-`total_variation.py`).
+The distributions: each logit moves, relative to the logits' mean under the window's distribution, by
+`(V_a - mean) . (hidden~ - hidden)`, which is bounded in the same way for all tokens at once (`logit_margins.py`).
+`total_variation.py` derives the bound of the total variation.
 
-Exact logits are meant; those of the window are computed here, and their rounding is part of the test.
+The statements are about exact logits. The window's logits are computed here, and the test includes their rounding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Top1:
         self._gain = weights["norm.weight"].astype(np.float64) if self._mixes else np.ones(architecture.hidden)
 
     def proved(self, bound: WindowBound) -> Flags:
-        """For each window, whether every run's most probable token is the window's: (B)."""
+        """Returns for each window whether every run's most probable token is proved to be the window's: (B)."""
         logits = bound.hidden @ self.rows.T + self._bias
         length = np.linalg.norm(bound.hidden, axis=1)[:, None]
         off = 2 * roundoff(self.rows.shape[1]) * (length * self._norms + np.abs(self._bias))
@@ -73,12 +73,12 @@ class Top1:
         return proved
 
     def variation(self, bound: WindowBound) -> Vector:
-        """The total variation of each window's distribution and any run's, at most: (B)."""
+        """Returns the bound of the total variation of each window's distribution and any run's: (B)."""
         return np.array([self._variation(bound, row) for row in range(len(bound.hidden))])
 
     @cached_property
     def margins(self) -> LogitMargins:
-        """As large as the output layer, and not all ask for variations."""
+        """The logit margins, built on first use because they are as large as the output layer."""
         return LogitMargins(self.rows, self._gain, self._mixes)
 
     def _variation(self, bound: WindowBound, row: int) -> float:
@@ -95,13 +95,13 @@ class Top1:
             windows = np.array([row])
             along = float(self.stream(bound, bound.norm.along(windows), windows)[0])
             moved = self.margins.moved(bound, row, shares, along)
-        # how far the sum of shares times moves may be from 0: by the rounding of the logits, the shares and the mean
+        # distance of the sum of shares times moves from 0, by the rounding of the logits, the shares and the mean
         longest, largest = float(self._norms.max()), float(np.abs(self._bias).max())
         logit = roundoff(self.rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)
         return variation_by_token(shares, moved, (2 * logit + roundoff(len(shares))) * longest * radius)
 
     def moved(self, bound: WindowBound, gap: Matrix, rows: NDArray[np.intp]) -> Vector:
-        """How far `gap . hidden` (P, H) moves at most, each of one of the windows (P): (P)."""
+        """Returns the bound of the change of `gap . hidden` (P, H), each of one of the windows (P): (P)."""
         if bound.norm is None:
             error = bound.steps[-1].error[0]
             moved = _support(gap, error.box[rows], error.ball[rows]) * (1 + MARGIN)
@@ -118,7 +118,7 @@ class Top1:
         return result
 
     def stream(self, bound: WindowBound, g: Matrix, rows: NDArray[np.intp]) -> Vector:
-        """How far `g . x` (P, H) moves at most, x what the last LayerNorm reads: (P)."""
+        """Returns the bound of the change of `g . x` (P, H), x the last LayerNorm's input: (P)."""
         left = np.zeros(len(g))
         for step, mix in zip(reversed(bound.steps), reversed(self._mixes), strict=True):
             left = left + np.linalg.norm(g, axis=1) * step.off[rows]
@@ -134,7 +134,7 @@ class Top1:
 
 
 def _support(g: Matrix, box: Matrix, ball: Vector) -> Vector:
-    """The most that `g . d` is where d is within both, and the rounding of g itself: (P)."""
+    """Returns the greatest `g . d` for d within both bounds, plus the rounding of g itself: (P)."""
     by_unit = np.einsum("pu,pu->p", np.abs(g), box)
     length = np.linalg.norm(g, axis=1)
     result: Vector = np.minimum(by_unit, length * ball) + MARGIN * length * ball

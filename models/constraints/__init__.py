@@ -1,4 +1,4 @@
-"""Keeping a network contractive while it trains: `project(network, contraction, spectral_limit)`."""
+"""Keeps a network contractive during training: `project(network, contraction, spectral_limit)`."""
 
 from wane.models.constraints.projection import project
 

@@ -1,11 +1,11 @@
-"""What the comparisons of the LSTM and the GRU are made of, in torch and fit for shrinking matrices.
+"""The parts of the LSTM's and the GRU's comparisons in torch, in a form for shrinking matrices.
 
-They are those of `models/certificate/cells/` again; `models/constraints/cells/` has one for each of the two cells.
+They are those of `models/certificate/cells/`; `models/constraints/cells/` has one comparison for each of the two cells.
 
 A comparison bounds one step's differences unit by unit: `step(d)` for bounds d by unit, homogeneous and monotone. If
-`step(w) <= r w` for positive w, differences shrink by r in the maximum norm weighted by w. All of it shrinks with every
-entry's magnitude in the recurrent matrix, the box that it is settled in included: rows may be shrunk one by one. The
-LSTM's and the GRU's rules in the 2-norm are here too: those are better for dense matrices.
+`step(w) <= r w` for positive w, differences shrink by r in the maximum norm weighted by w. All bounds, including the
+box, shrink with the magnitude of every entry of the recurrent matrix, so rows may be shrunk one by one. The LSTM's and
+the GRU's rules in the 2-norm are here too: they are better for dense matrices.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LEAST_WEIGHT = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """What is added to the pre-activations beside the recurrent matrix: (G H), float64.
+    """The terms added to the pre-activations besides the recurrent matrix: (G H), float64.
 
-    least, greatest: of the input's part, its bias included; bias: the recurrent one.
+    least, greatest: of the input's part, including its bias; bias: the recurrent bias.
     """
 
     least: Tensor
@@ -40,8 +40,8 @@ class Drive:
 class Gate:
     """A sigmoid gate over a range of pre-activations, (H); `low`, `high`, `slope` by case, (C, H).
 
-    The smaller of two gates is between low and high, and the two are apart by at most slope times their
-    pre-activations' distance: `models/certificate/gate_pieces.py`.
+    The smaller of two gates is between low and high, and the gates differ by at most slope times the difference of
+    their pre-activations: `models/certificate/gate_pieces.py`.
     """
 
     low: Tensor
@@ -63,7 +63,7 @@ class Gate:
 
     @property
     def widest(self) -> Tensor:
-        """The greatest the gate can be, (H)."""
+        """The greatest value of the gate, (H)."""
         return self.high[-1]
 
     @property
@@ -73,47 +73,47 @@ class Gate:
 
 
 def tanh_slope(least: Tensor, greatest: Tensor) -> Tensor:
-    """The greatest derivative of tanh between the two."""
+    """Returns the greatest derivative of tanh between the two arguments."""
     nearest = torch.maximum(least, -greatest).clamp(min=0)
     return 4 * torch.sigmoid(2 * nearest) * torch.sigmoid(-2 * nearest)
 
 
 def spectral_norm(rows: Tensor, matrix: Tensor) -> float:
-    """The spectral norm of `diag(rows) matrix`."""
+    """Returns the spectral norm of `diag(rows) matrix`."""
     scaled = rows[:, None] * matrix
     return math.sqrt(max(float(torch.linalg.eigvalsh(scaled @ scaled.T)[-1]), 0.0))
 
 
 def pick(cases: Tensor, chosen: Tensor) -> Tensor:
-    """By unit the chosen case. cases: (C, H), chosen: int64 (H) -> (H)."""
+    """Returns the chosen case of each unit. cases: (C, H), chosen: int64 (H) -> (H)."""
     return cases.gather(0, chosen[None])[0]
 
 
 class Comparison(Protocol):
-    """What is proved of one layer with one recurrent matrix (G H, H)."""
+    """The proved bounds of one layer with one recurrent matrix (G H, H)."""
 
     h: Tensor
     """The greatest |h| of each unit from the zero state, (H)."""
 
     def even(self) -> Tensor:
-        """Bounds that leave every row some room, whatever the matrix."""
+        """Returns bounds that leave room in every row for any matrix."""
 
     def step(self, bounds: Tensor) -> Tensor:
-        """One step's bounds after these."""
+        """Returns the bounds one step after these."""
 
     def two_norm(self) -> float:
-        """The factor by the rule in the 2-norm."""
+        """Returns the factor by the rule in the 2-norm."""
 
     def rows_held(self, bounds: Tensor, target: float) -> Tensor:
-        """The matrix with each row shrunk to the nearest at which `step(bounds) <= target bounds`, where the cases and
-        the box stay as they are: a smaller matrix changes both for the better, or the cases a little for the worse.
+        """Returns the matrix with each row shrunk to the nearest at which `step(bounds) <= target bounds` for the
+        current cases and box. A smaller matrix improves the box, and may change the cases slightly for the worse.
         """
 
 
 def perron_vector(comparison: Comparison, enough: float = 0.0) -> tuple[float, Tensor]:
-    """The factor by unit, and the bounds that it holds for, the greatest of them 1; a factor of `enough` will do.
+    """Returns the elementwise factor and its bounds, the greatest of them 1. Stops at a factor of `enough`.
 
-    The iteration of `models/certificate/perron_vector.py`, cut short: what it finds here is found there too.
+    A shortened iteration of `models/certificate/perron_vector.py`, which finds the same bounds.
     """
     bounds = torch.ones_like(comparison.even())
     best, chosen = math.inf, bounds

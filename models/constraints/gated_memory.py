@@ -1,14 +1,14 @@
-"""LSTM and GRU under a contraction: the gate that holds the memory capped, the recurrent matrix shrunk.
+"""Constrains LSTM and GRU to a contraction: caps the memory gate and shrinks the recurrent matrix.
 
-The set of weights that the certificate passes is not convex, and no cheap way to its nearest point is known. What is
-done beyond the limit is feasible, and shrinks no more than it must along its way:
+The set of weights that the certificate accepts is not convex, and no cheap projection to its nearest point is known.
+Weights beyond the limit are changed to feasible ones in two steps, which shrink as little as they can:
 
 1. The memory gate (LSTM forget, GRU update) is kept under a cap for every input, by its bias and by the rows of its
-   input matrix. Only then can anything be left over for the recurrent matrix. The caps are spread over the units, from
-   a memory of two tokens to as long as the limit allows: a unit that forgets fast may listen to the state the more.
-2. The recurrent matrix is shrunk in three ways, and the result that is nearest to what it was is kept: row by row, by
-   projection onto weighted l1 balls, for bounds by unit that suit the matrix (Perron's) or that suit any; and all of it
-   by one factor, which is best where the rule in the 2-norm passes the most.
+   input matrix, which leaves room for the recurrent matrix. The caps are spread over the units, from a memory of two
+   tokens to as long as the limit allows: a unit that forgets fast leaves more room for the state's influence.
+2. The recurrent matrix is shrunk in three ways, and the result nearest to the original is kept: row by row, by
+   projection onto weighted l1 balls, for the bounds by unit that suit the matrix (Perron's) or that suit any matrix;
+   and as a whole by one factor, which is best if the rule in the 2-norm allows the most.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ LEAST_MEMORY = 0.5
 """The smallest cap, as a share of the contraction."""
 
 MOST_MEMORY = 0.97
-"""The greatest cap, as a share of the contraction: what is left over is room for the recurrent matrix."""
+"""The greatest cap, as a share of the contraction; the rest is room for the recurrent matrix."""
 
 TOUCHED = 2e-5
-"""A layer is left alone until it passes its target by this much, relative: float32 rounding alone moves nothing."""
+"""Relative excess over the target above which a layer is changed, so that float32 rounding changes nothing."""
 
 ROUNDS = 4
-"""Of shrinking rows: a smaller matrix has a smaller box, and other cases of its gates decide."""
+"""Rounds of shrinking rows: a smaller matrix has a smaller box and other deciding cases of its gates."""
 
 LEAST_HALVINGS = 2.0**-9
-"""The first shrinking that is tried, by 0.14 %: between two optimiser steps little more is asked for."""
+"""The first shrinking that is tried, by 0.14 %: one optimiser step rarely needs more."""
 
 MOST_HALVINGS = 128
-"""A smaller scale leaves nothing of a float32 matrix: its largest values are about 2^128."""
+"""Lower limit of the scale: float32's largest values are about 2^128."""
 
 BISECTIONS = 6
 STEPS_BACK = 4
@@ -63,15 +63,15 @@ def hold(recurrence: Recurrence, target: float, make: Callable[[Drive, Tensor], 
 
 
 def fits(comparison: Comparison, target: float) -> bool:
-    """Whether a rule says so."""
+    """Whether one of the rules proves a factor of at most `target`."""
     return perron_vector(comparison, target)[0] <= target or comparison.two_norm() <= target
 
 
 def cap_memory_gate(recurrence: Recurrence, target: float) -> None:
-    """Holds what input and biases make of the memory gate (rows H..2H) under its unit's cap.
+    """Keeps the memory gate (rows H..2H), as far as input and biases determine it, under its unit's cap.
 
-    First its bias is kept ROOM below the cap; then the rows of the input matrix that still reach past it are shrunk.
-    Lowering the bias alone would let one token that opens the gate close it for all others.
+    Keeps its bias ROOM below the cap, then shrinks the rows of the input matrix that still exceed it. Lowering the
+    bias alone would close the gate for all tokens because of one token that opens it.
     """
     hidden = recurrence.matrix.shape[1]
     rows = slice(hidden, 2 * hidden)
@@ -88,7 +88,7 @@ def cap_memory_gate(recurrence: Recurrence, target: float) -> None:
 
 
 def nearest(matrix: Tensor, make: Callable[[Tensor], Comparison], target: float) -> Tensor:
-    """The nearest to `matrix` among the shrunk ones that fit."""
+    """Returns the shrunk matrix nearest to `matrix` that fits."""
 
     def by_unit(scaled: Tensor) -> bool:
         return perron_vector(make(scaled), target)[0] <= target
@@ -108,12 +108,12 @@ def nearest(matrix: Tensor, make: Callable[[Tensor], Comparison], target: float)
         rows = way_back(shrink(rows, by_unit), matrix, by_unit)
         if (rows - matrix).norm() < (best - matrix).norm():
             best = rows
-    as_far = float((best - matrix).norm() / matrix.norm())  # a common factor is worth a search if it may be as near
+    as_far = float((best - matrix).norm() / matrix.norm())  # search for a common factor only if it may be as near
     return shrink(matrix, by_any_rule) if by_any_rule((1 - as_far) * matrix) else best
 
 
 def way_back(held: Tensor, matrix: Tensor, fitting: Callable[[Tensor], bool]) -> Tensor:
-    """From `held`, which fits, as far back towards `matrix` as still fits, to a sixteenth of the way."""
+    """Moves from `held`, which fits, back towards `matrix` as far as it still fits, to a sixteenth of the way."""
     kept, lost = 0.0, 1.0
     for _ in range(STEPS_BACK):
         middle = (kept + lost) / 2
@@ -122,9 +122,9 @@ def way_back(held: Tensor, matrix: Tensor, fitting: Callable[[Tensor], bool]) ->
 
 
 def shrink(matrix: Tensor, fitting: Callable[[Tensor], bool]) -> Tensor:
-    """The matrix times about the largest scale 2^-t <= 1 that fits; zero only where no scale would do.
+    """Returns the matrix times about the largest scale 2^-t <= 1 that fits, or zeros if no scale fits.
 
-    t is doubled until it is large enough, then bisected.
+    Doubles t until it is large enough, then bisects.
     """
     if fitting(matrix):
         return matrix

@@ -1,4 +1,4 @@
-"""One layer under a constraint: its weights, and what its cell may be fed."""
+"""One layer under a constraint: its weights, and the possible inputs of its cell."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from wane.models.constraints.comparison import Drive
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """One layer's weights, and the range of what the input adds to a pre-activation.
+    """One layer's weights, and the range of the input's part of each pre-activation.
 
-    matrix: (G H, H); bias: (G H), the recurrent one; input_matrix: (G H, I), input_bias: (G H): the layer's own, which
-    are written to. least, greatest: float64 (G H), of `input_matrix x + input_bias` over all admissible x.
+    matrix: (G H, H); bias: (G H), the recurrent bias; input_matrix: (G H, I), input_bias: (G H). These are the layer's
+    own tensors and are modified in place. least, greatest: float64 (G H), of `input_matrix x + input_bias` over all
+    admissible x.
     """
 
     matrix: Tensor
@@ -25,15 +26,15 @@ class Recurrence:
     greatest: Tensor
 
     def drive(self) -> Drive:
-        """What the pre-activations get besides the recurrent matrix."""
+        """Returns the terms added to the pre-activations besides the recurrent matrix."""
         return Drive(self.least, self.greatest, self.bias.double())
 
 
 @dataclass(frozen=True, slots=True)
 class ConstrainedLayer:
-    """One layer of a network. vocabulary: (V, I), the rows that it reads, if it reads embeddings.
+    """One layer of a network. vocabulary: (V, I), the embeddings, if the layer reads them.
 
-    below: (I), the greatest |x_i| that the layer below puts out, if that is known.
+    below: (I), the greatest |x_i| of the layer below, if known.
     """
 
     module: nn.Module
@@ -41,17 +42,17 @@ class ConstrainedLayer:
     below: Tensor | None
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter of the cell."""
+        """Returns a parameter of the cell."""
         value = getattr(self.module.cell, name)
-        assert isinstance(value, Tensor), f"{name} is no tensor: this is a bug"
+        assert isinstance(value, Tensor), f"{name} is not a tensor: this is a bug"
         return value
 
     def recurrence(self) -> Recurrence:
-        """The layer's recurrence with the range of its input part over all admissible inputs.
+        """Returns the layer's recurrence with the range of its input part over all admissible inputs.
 
-        Exact over the rows of the vocabulary where the layer reads those, through its LayerNorm if it has one. Else a
-        LayerNorm's output is gain * n + shift, |n| <= sqrt(d) and n of mean zero; without one, the box of the layer
-        below holds, |x_i| <= below_i.
+        If the layer reads the vocabulary's rows, through its LayerNorm if any, the range is exact. Otherwise a
+        LayerNorm's output is gain * n + shift, |n| <= sqrt(d) and n of mean zero; without a LayerNorm, the inputs are
+        in the box of the layer below, |x_i| <= below_i.
         """
         norm = getattr(self.module, "norm", None)
         own, own_bias = self.tensor("weight_ih_l0"), self.tensor("bias_ih_l0")
@@ -66,7 +67,7 @@ class ConstrainedLayer:
             reach = (scaled - scaled.mean(1, keepdim=True)).norm(dim=1) * weight.shape[1] ** 0.5
             least, greatest = middle - reach, middle + reach
         else:
-            assert self.below is not None, "a plain layer above the first has one below: this is a bug"
+            assert self.below is not None, "a plain layer above the first needs the layer below: this is a bug"
             reach = weight.abs() @ self.below
             least, greatest = bias - reach, bias + reach
         return Recurrence(self.tensor("weight_hh_l0"), self.tensor("bias_hh_l0"), own, own_bias, least, greatest)

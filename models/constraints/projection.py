@@ -1,11 +1,10 @@
-"""Keeping a network contractive while it trains.
+"""Keeps a network contractive during training.
 
-`project(network, contraction, spectral_limit)` puts the weights back, after an optimiser step, where every layer's
-factor holds; weights that are within it are not touched, and nothing is ever inflated.
+`project(network, contraction, spectral_limit)` moves the weights, after an optimiser step, to where every layer meets
+its factor. Weights that meet it already are not changed, and no weight grows. `models/constraints/cells/` has the
+constraint of each cell.
 
-What that takes is in `models/constraints/cells/`, cell by cell.
-
-The bounds are recomputed independently, rounded outward, when a bundle is exported and when it is loaded.
+Export and load recompute the bounds independently, rounded outward.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from wane.models.networks import Network
 Constrain = Callable[[ConstrainedLayer, float], Tensor | None]
 
 MARGIN = 1e-4
-"""Relative slack under what is asked: float32 rounding never uses it up."""
+"""Relative slack below the requested limit, larger than float32 rounding."""
 
 
 @torch.no_grad()
 def project(network: Network, contraction: Sequence[float] | None, spectral_limit: float | None = None) -> None:
-    """Makes every layer contractive by at most its own entry of `contraction`, in place; None: whatever it is.
+    """Makes every layer contractive by at most its entry of `contraction`, in place; None: no constraint.
 
-    `spectral_limit`: of every matrix that `spectral_limit.py` names (residual blocks); held first, because what
-    `contraction` then does to such a matrix only shrinks rows.
+    `spectral_limit`: the limit of every matrix that `spectral_limit.py` names (residual blocks). It is applied first,
+    because `contraction` then only shrinks the rows of such a matrix.
     """
     architecture = network.architecture
     if spectral_limit is not None:

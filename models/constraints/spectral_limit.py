@@ -1,8 +1,7 @@
-"""Holding spectral norms down: the projection onto `|M|_2 <= limit`, and the matrices of a residual block under it.
+"""Limits spectral norms: the projection onto `|M|_2 <= limit`, and the limited matrices of a residual block.
 
-What an error that comes up from below is multiplied by in a residual block is made of the spectral norms of its
-matrices, each with the gain of the LayerNorm in front of it folded in. Held down, a proof about one request keeps more
-of what the states' forgetting wins.
+A residual block multiplies an error from below by factors made of the spectral norms of its matrices, each with the
+gain of the preceding LayerNorm folded in. Smaller norms give tighter proofs for a request.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from wane.models.cell_registry import CELLS, Cell
 from wane.models.networks import Network
 
 TOUCHED = 1e-6
-"""A matrix is left alone until it passes its limit by this much, relative: float32 rounding alone moves nothing."""
+"""Relative excess over the limit above which a matrix is changed, so that float32 rounding changes nothing."""
 
 
 @torch.no_grad()
 def clip_singular_values(matrix: Tensor, limit: float, gain: Tensor | None = None) -> None:
-    """Brings `|matrix diag(gain)|_2` down to at most `limit`, in place; gain: (columns), absent: ones.
+    """Reduces `|matrix diag(gain)|_2` to at most `limit`, in place; gain: (columns), default: ones.
 
-    The product becomes the nearest one (Frobenius norm) within the limit: its singular values are clipped, and only
-    from above. With U those of its left singular vectors whose values s pass the limit, that is
-    `matrix -= U diag(1 - limit / s) U' matrix`: nothing is divided by the gain, so a small gain inflates nothing.
+    The product becomes the nearest one (Frobenius norm) within the limit: its singular values are clipped from above.
+    With U the left singular vectors whose values s exceed the limit, `matrix -= U diag(1 - limit / s) U' matrix`.
+    Nothing is divided by the gain, so a small gain inflates no weight.
     """
-    # float64's Gram matrix knows a value s to about 1e-16 (largest / s)^2: wild ones are clipped twice
+    # float64's Gram matrix gives a value s to about 1e-16 (largest / s)^2: badly scaled matrices are clipped twice
     while True:
         folded = matrix.double() if gain is None else matrix.double() * gain.double()
         left, values = _singular_above(folded, limit * (1 + TOUCHED))
@@ -37,7 +36,7 @@ def clip_singular_values(matrix: Tensor, limit: float, gain: Tensor | None = Non
 
 
 def _singular_above(matrix: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """The left singular vectors (rows, N) and singular values (N) above `limit`, by the smaller Gram matrix."""
+    """Returns the left singular vectors (rows, N) and singular values (N) above `limit`, by the smaller Gram matrix."""
     wide = matrix.shape[0] <= matrix.shape[1]
     squares, vectors = torch.linalg.eigh(matrix @ matrix.T if wide else matrix.T @ matrix)
     above = squares > limit**2
@@ -47,7 +46,7 @@ def _singular_above(matrix: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def limit_spectral_norms(network: Network, limit: float) -> None:
-    """Holds every matrix of a residual network's blocks within `limit`, in place.
+    """Reduces the spectral norms of a residual network's matrices to at most `limit`, in place.
 
     These are, in each block: the cell's input matrix of each gate and `feed_forward_in`, both with the gain of their
     LayerNorm folded in, `mix` and `feed_forward_out`.
@@ -58,7 +57,7 @@ def limit_spectral_norms(network: Network, limit: float) -> None:
 
 
 def limited_matrices(layer: nn.Module, cell: Cell) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The matrices of one residual block that a limit holds for, each with its gain."""
+    """Yields the limited matrices of one residual block, each with its gain."""
     (name, _), gates = CELLS[cell].input_tensors, CELLS[cell].gates
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
     for matrix in parameters[f"cell.{name}"].chunk(gates):

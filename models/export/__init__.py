@@ -1,4 +1,4 @@
-"""From a trained network to a bundle: graphs over one weights file, checked against the oracle."""
+"""Exports a trained network as a bundle: graphs over one weights file, checked against the oracle."""
 
 from wane.models.export.export import export_bundle
 from wane.models.export.parity import ExportError

@@ -1,12 +1,12 @@
-"""What the cells have in common as ONNX nodes: a step in two halves.
+"""The common base of the cells as ONNX nodes: a step in two halves.
 
-`drive` is what depends on the layer's input alone, for many rows at once, and `step` is the rest, token by token. In
-the first layer `drive` is a function of the token and folds into a table, V rows that are computed when the graph is
-loaded. Whole sequences loop over `step`, so that they round as streaming does. ONNX has operators for LSTM, GRU and
-RNN; they multiply by the input's weights at every token. On one CPU core 64 windows of 64 tokens take 0.55 of the
-operator's time in the loop for an LSTM of 256, and 0.23 for an RNN of 384; a window alone takes 1.2 times as long for
-the LSTM, and 0.56 for the RNN. The gated loop costs a microsecond a token, less than solving chunks by doubling
-(`benchmarks/recurrence.py`).
+`drive` computes the part that depends on the layer's input alone, for many rows at once; `step` computes the rest,
+token by token. In the first layer `drive` is a function of the token and folds into a table of V rows when the graph
+is loaded. Whole sequences loop over `step`, so that they round like streaming does. ONNX has operators for LSTM, GRU
+and RNN, but they multiply by the input's weights at every token. On one CPU core the loop takes, for 64 windows of 64
+tokens, 0.55 of the operator's time for an LSTM of 256 and 0.23 for an RNN of 384; for a single window it takes 1.2
+times the operator's time for the LSTM and 0.56 for the RNN. The gated loop costs a microsecond per token, less than
+solving chunks by doubling (`benchmarks/recurrence.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CellWriter(ABC):
     """One layer's cell in one graph. B: batch, T: time, N: any number of rows, I: inputs, H: hidden."""
 
     order: ClassVar[tuple[int, ...]] = (0,)
-    """The order in which `drive` and `step` want the blocks of a weight's rows."""
+    """The order of the blocks of a weight's rows in `drive` and `step`."""
 
     def __init__(self, graph: GraphWriter, architecture: Architecture, layer: int) -> None:
         self.cell = architecture.cell
@@ -36,21 +36,21 @@ class CellWriter(ABC):
         self._prefix = f"layers.{layer}.cell."
 
     def drive(self, x: str) -> list[str]:
-        """What the input contributes. x: (N, I). Returns values of N rows, as `step` wants them."""
+        """Computes the input's contribution. x: (N, I). Returns values of N rows for `step`."""
         graph = self._graph
         bias = graph.node("Add", self._rows("bias_ih_l0"), self._rows("bias_hh_l0"))
         return [linear(graph, x, self._rows("weight_ih_l0", self.inputs), bias)]
 
     @abstractmethod
     def step(self, graph: GraphWriter, state: list[str], driven: list[str]) -> list[str]:
-        """The state after one token. state: (B, H) each; driven: from `drive`, B rows."""
+        """Returns the state after one token. state: (B, H) each; driven: from `drive`, B rows."""
 
     def _recalled(self, graph: GraphWriter, h: str, driven: str) -> str:
-        """The pre-activations: `W h` and what `drive` made of the input. h: (B, H), driven: (B, gates * H)."""
+        """Returns the pre-activations `W h + driven`. h: (B, H), driven: (B, gates * H)."""
         return linear(graph, h, self._rows("weight_hh_l0", self.hidden), driven, self._graph)
 
     def _block(self, name: str, index: int | slice, *columns: int) -> str:
-        """Blocks of H rows of a weight, by position: (rows, *columns)."""
+        """Returns blocks of H rows of a weight, by position: (rows, *columns)."""
         graph = self._graph
         first, last = (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
         weight = graph.weight(self._prefix + name, self.gates * self.hidden, *columns)
@@ -58,7 +58,7 @@ class CellWriter(ABC):
         return graph.node("Slice", weight, *extent, graph.integers(0))
 
     def _rows(self, name: str, *columns: int) -> str:
-        """A weight with its blocks of H rows in `order`: (gates * H, *columns)."""
+        """Returns a weight with its blocks of H rows in `order`: (gates * H, *columns)."""
         graph = self._graph
         if self.order == tuple(range(self.gates)):
             return graph.weight(self._prefix + name, self.gates * self.hidden, *columns)
@@ -68,18 +68,18 @@ class CellWriter(ABC):
 
 
 class InputGatedWriter(CellWriter):
-    """A cell `s' = f(x) s + (1 - f(x)) z(x)`, of which `models/export/radius.py` can bound a window."""
+    """A cell `s' = f(x) s + (1 - f(x)) z(x)`, whose windows `models/export/radius.py` can bound."""
 
     @abstractmethod
     def gates_of(self, x: str) -> tuple[str, str]:
-        """The gate f and the candidate z. x: (N, I)."""
+        """Returns the gate f and the candidate z. x: (N, I)."""
 
     @abstractmethod
     def enter(self, gate: str, candidate: str) -> list[str]:
-        """What `step` wants of them."""
+        """Returns the inputs of `step` made of them."""
 
 
 def build_cell(graph: GraphWriter, architecture: Architecture, layer: int) -> CellWriter:
-    """The writer of one layer's cell."""
+    """Builds the writer of one layer's cell."""
     writer: CellWriter = load("export", architecture.cell).build(graph, architecture, layer)
     return writer

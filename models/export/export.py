@@ -1,4 +1,4 @@
-"""From trained weights to a bundle."""
+"""Exports trained weights as a bundle."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def export_bundle(
     precision: Precision = "float32",
     replace: bool = False,
 ) -> Manifest:
-    """Writes the bundle `directory`, once its graphs, the oracle and `torch_network` agree.
+    """Writes the bundle `directory` after checking that its graphs, the oracle and `torch_network` agree.
 
-    `weights` are float32 by the names of `models/weights.py`; `sample_tokens` is real text for the parity check.
-    `precision`: what the graphs multiply in; in int8 they are quicker, answer a little differently, and are not
-    certified. `replace`: whether a bundle of the same or a higher version may be replaced.
-    Raises BundleExistsError where it may not be, and ExportError where the arguments do not fit together or where the
-    graphs, the oracle and `torch_network` differ. Then nothing is written.
+    `weights` are float32, by the names of `models/weights.py`; `sample_tokens` is real text for the parity check.
+    `precision`: the number format of the products; int8 graphs are faster, slightly different and not certified.
+    `replace`: whether to replace a bundle of the same or a higher version. Raises BundleExistsError if such a bundle
+    may not be replaced, and ExportError if the arguments do not fit together or if the graphs, the oracle and
+    `torch_network` differ. On an error nothing is written.
     """
     vocabulary = Vocabulary(vocabulary_kind, tokenizer_json)
     try:
@@ -109,7 +109,7 @@ def export_bundle(
             provenance=provenance,
         )
     except ValidationError as error:
-        raise ExportError(f"the manifest would not be valid: {error}") from error
+        raise ExportError(f"the manifest would be invalid: {error}") from error
     files = {graph_names[role]: data for role, data in graphs.items()}
     files |= {WEIGHTS: weights_data, TOKENIZER: tokenizer_json.encode()}
 
@@ -122,10 +122,10 @@ def export_bundle(
 def _request_bound(
     architecture: Architecture, weights: Weights, tokens: list[int], max_window: int
 ) -> RequestBound | None:
-    """What the window's radius is made of, or None where it would not be worth its cost.
+    """Returns the bound for the window graph's radius, or None if a radius would not be worth its cost.
 
-    That is for cells whose graph has no radius, and where over `max_window` of the tokens it says hardly more than over
-    the last of them alone.
+    That is so for cells without a radius, and if the radius of a window of `max_window` tokens is hardly smaller than
+    that of the last token alone.
     """
     if not CELLS[architecture.cell].input_gated:
         return None
@@ -135,7 +135,7 @@ def _request_bound(
 
 @contextmanager
 def opened_step(step: bytes, weights_data: bytes) -> Iterator[Run]:
-    """Runs the `step` graph before there is a bundle, from a directory of its own."""
+    """Opens the `step` graph in a temporary directory, before the bundle exists."""
     with tempfile.TemporaryDirectory() as directory:
         graph = Path(directory) / "step.onnx"
         graph.write_bytes(step)
@@ -145,7 +145,7 @@ def opened_step(step: bytes, weights_data: bytes) -> Iterator[Run]:
 
 def _check_sample(tokens: list[int], size: int) -> None:
     if not tokens:
-        raise ExportError("sample_tokens is empty: parity is checked on real tokens too")
+        raise ExportError("sample_tokens is empty: the parity check needs real tokens")
     for position, token in enumerate(tokens):
         if not 0 <= token < size:
             raise ExportError(f"sample_tokens[{position}] is {token}, the vocabulary has {size} tokens")

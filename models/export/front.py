@@ -1,4 +1,4 @@
-"""The blocks below the first cell, as ONNX nodes; and what blocks are made of: LayerNorm and feed-forward."""
+"""The blocks below the first cell as ONNX nodes, and their parts: LayerNorm and feed-forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def layer_norm_by(graph: GraphWriter, name: str, x: str, architecture: Architect
 
 
 def feed_forward(graph: GraphWriter, prefix: str, x: str, hidden: int, width: int) -> str:
-    """`W_2 relu(W_1 x + b_1) + b_2`, `width` units between. x: (N, H) -> (N, H)."""
+    """`W_2 relu(W_1 x + b_1) + b_2` with `width` inner units. x: (N, H) -> (N, H)."""
     for name, rows, columns in (("feed_forward_in", width, hidden), ("feed_forward_out", hidden, width)):
         weight, bias = graph.weight(f"{prefix}{name}.weight", rows, columns), graph.weight(f"{prefix}{name}.bias", rows)
         x = linear(graph, x, weight, bias)
@@ -30,7 +30,7 @@ def feed_forward(graph: GraphWriter, prefix: str, x: str, hidden: int, width: in
 
 
 class FrontWriter:
-    """The causal-convolution blocks of an architecture, or none, in one graph. K: kernel size, B: batch, T: time."""
+    """The causal-convolution blocks of an architecture, if any, in one graph. K: kernel size, B: batch, T: time."""
 
     def __init__(self, graph: GraphWriter, architecture: Architecture) -> None:
         self._graph = graph
@@ -40,7 +40,7 @@ class FrontWriter:
         self._kernel = 1 if architecture.front is None else architecture.front.kernel_size
 
     def step(self, x: str, state: list[str]) -> tuple[str, list[str]]:
-        """x: (B, H); state: the whole network's. Returns (B, H) and the front's state after."""
+        """x: (B, H); state: the whole network's. Returns (B, H) and the front's next state."""
         graph, after = self._graph, []
         for block, before in zip(range(self._blocks), state, strict=False):
             fresh = graph.node("Unsqueeze", self._normalise(block, x), graph.integers(1))
@@ -80,7 +80,7 @@ class FrontWriter:
         return x, after
 
     def _kept_rows(self, lengths: str, batch: str) -> str:
-        """The rows of `seen` that are the state after: (length + i) * B + b for i < K - 1, by b and then by i."""
+        """Returns the rows of `seen` for the next state: (length + i) * B + b for i < K - 1, by b and then by i."""
         graph = self._graph
         columns = graph.node("Range", graph.integer(0), batch, graph.integer(1))
         offsets = graph.integers(*range(self._kernel - 1))

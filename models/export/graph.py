@@ -1,8 +1,8 @@
 """A writer of ONNX graphs whose weights stay in the safetensors file.
 
-A weight enters a graph as external data: a name, a shape, and an extent of bytes in the weights file. What is
-computed from weights alone (reordered gates, per-token tables) is written as ordinary nodes, which onnxruntime folds
-into constants when it loads the graph; so nothing is stored twice.
+A weight enters a graph as external data: a name, a shape, and an extent of bytes in the weights file. Values computed
+from weights alone (reordered gates, per-token tables) are ordinary nodes, which onnxruntime folds into constants when
+it loads the graph, so that nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from onnx import TensorProto, helper, numpy_helper
 from wane.models.manifest import Precision
 
 OPSET = 20
-IR_VERSION = 10  # what onnxruntime 1.20, the oldest supported, reads
+IR_VERSION = 10  # readable by onnxruntime 1.20, the oldest supported
 
 Dimension = int | str
 
 
 class GraphWriter:
-    """One graph under construction. Values go by name; what makes a value returns its name."""
+    """One graph under construction. Values are identified by name; methods that add a value return its name."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class GraphWriter:
         prefix: str = "",
         precision: Precision = "float32",
     ) -> None:
-        """`precision`: what `linear` multiplies in."""
+        """`precision`: the number format of the products in `linear`."""
         self.precision = precision
         self._name = name
         self._weights_file = weights_file
@@ -48,18 +48,18 @@ class GraphWriter:
         self._output_of: dict[str, str] = {}
 
     def nodes(self, operator: str, *inputs: str, outputs: int = 1, omit: int = 0, **attributes: object) -> list[str]:
-        """Adds a node; returns the names of its outputs but the first `omit`, which are not computed."""
+        """Adds a node; returns the names of its outputs except the first `omit`, which are not computed."""
         base = f"{self._prefix}{operator.lower()}.{len(self._nodes)}"
         names = [f"{base}.{index}" if index >= omit else "" for index in range(outputs)]
         self._nodes.append(helper.make_node(operator, list(inputs), names, name=base, **attributes))
         return names[omit:]
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
-        """Adds a node of one output; returns its name."""
+        """Adds a node with one output; returns its name."""
         return self.nodes(operator, *inputs, **attributes)[0]
 
     def weight(self, name: str, *shape: int) -> str:
-        """A tensor of the weights file, read with `shape`: its axes may be split, the bytes stay as they are."""
+        """Adds a tensor of the weights file with `shape`, which may split its axes."""
         offset, length = self._extents[name]
         assert length == 4 * math.prod(shape), f"{name}: {length} bytes do not fill {shape}; this is a bug"
         key = f"{name}:{'x'.join(map(str, shape))}"
@@ -73,23 +73,23 @@ class GraphWriter:
         return key
 
     def integers(self, *values: int) -> str:
-        """A constant int64 vector."""
+        """Adds a constant int64 vector."""
         return self._constant(f"integers {' '.join(map(str, values))}", np.array(values, dtype=np.int64))
 
     def integer(self, value: int) -> str:
-        """A constant int64 scalar."""
+        """Adds a constant int64 scalar."""
         return self._constant(f"integer {value}", np.array(value, dtype=np.int64))
 
     def number(self, value: float) -> str:
-        """A constant float32 scalar."""
+        """Adds a constant float32 scalar."""
         return self._constant(f"number {value!r}", np.array(value, dtype=np.float32))
 
     def byte(self, value: int) -> str:
-        """A constant uint8 scalar."""
+        """Adds a constant uint8 scalar."""
         return self._constant(f"byte {value}", np.array(value, dtype=np.uint8))
 
     def vector(self, name: str, values: NDArray[np.floating]) -> str:
-        """A constant float32 vector, by a name of its own."""
+        """Adds a constant float32 vector with a unique name."""
         return self._constant(f"vector {name}", values.astype(np.float32))
 
     def _constant(self, name: str, value: NDArray[np.generic]) -> str:
@@ -104,12 +104,12 @@ class GraphWriter:
         return name
 
     def output(self, name: str, value: str, shape: Sequence[Dimension], element: int = TensorProto.FLOAT) -> None:
-        """Declares `value` to be the output `name`. Values are renamed: declare outputs last."""
+        """Declares `value` as the output `name`, which renames the value: declare outputs last."""
         self._rename(value, name)
         self._outputs.append(helper.make_tensor_value_info(name, element, shape))
 
     def _rename(self, value: str, name: str) -> None:
-        """Gives a value another name, or, where it has one already, a copy."""
+        """Renames a value, or copies it if it has been renamed before."""
         if value in self._output_of:
             self._nodes.append(helper.make_node("Identity", [self._output_of[value]], [name], name=name))
         else:
@@ -126,10 +126,10 @@ class GraphWriter:
         states: Sequence[str],
         slices: Sequence[str],
     ) -> list[str]:
-        """A loop over the first axis of `slices`, which all have the same length T.
+        """Adds a loop over the first axis of `slices`, which all have the same length T.
 
-        `step(body, states, slices)` writes one step into `body`, where it may use this graph's values too, and
-        returns the states after it, then any other values. All of them come back for every step, stacked: (T, ...).
+        `step(body, states, slices)` writes one step into `body`, may also use this graph's values, and returns the
+        next states, then any other values. `scan` returns all of them for every step, stacked: (T, ...).
         """
         prefix = f"{self._prefix}scan.{len(self._nodes)}."
         body = GraphWriter("body", self._weights_file, self._extents, prefix, self.precision)
@@ -140,7 +140,7 @@ class GraphWriter:
         results += [f"{body._prefix}stacked.{index}" for index in range(len(after))]
         for value, name in zip(after[: len(states)] + after, results, strict=True):
             body._rename(value, name)
-        # Types are left to inference, as ONNX allows in a body.
+        # ONNX infers the types in a body.
         body._inputs = [onnx.ValueInfoProto(name=name) for name in carried + sliced]
         body._outputs = [onnx.ValueInfoProto(name=name) for name in results]
         return self.nodes(
@@ -152,7 +152,7 @@ class GraphWriter:
         return helper.make_graph(self._nodes, self._name, self._inputs, self._outputs, initialisers)
 
     def model(self) -> bytes:
-        """The finished graph as the bytes of an ONNX file."""
+        """Returns the finished graph as the bytes of an ONNX file."""
         model = helper.make_model(self._graph(), opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
         model.producer_name = "wane"
         data: bytes = model.SerializeToString(deterministic=True)

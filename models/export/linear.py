@@ -1,9 +1,9 @@
-"""A row times a matrix of weights, as ONNX nodes: in float32, or in int8.
+"""Products of rows and a weight matrix as ONNX nodes, in float32 or in int8.
 
-In int8 every output unit's weights share a scale, and every row of the input has one of its own, found when it is
-multiplied: a row's result does not depend on the batch that it is in, and sums of integers are exact. The input is
-uint8 about 128, which processors multiply by int8. The weights are scaled and rounded by nodes that fold into
-constants when the graph is loaded, so the file holds nothing but the float32 ones.
+In int8 the weights of each output unit share a scale, and each row of the input gets its own scale at run time: a
+row's result does not depend on its batch, and integer sums are exact. The input is uint8 centred at 128, which
+processors can multiply by int8. Nodes that fold into constants at load scale and round the weights, so the file holds
+only the float32 weights.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from wane.models.export.graph import GraphWriter
 LEVELS = 127.0
 MIDDLE = 128
 SMALLEST = 2.0**-100
-"""Of what a scale is made of: rows of zeros are not divided by 0."""
+"""Lower limit of a row's largest value, so that rows of zeros are not divided by 0."""
 
 
 def linear(graph: GraphWriter, x: str, weight: str, bias: str, weights: GraphWriter | None = None) -> str:
     """`x weight^T + bias`. x: (N, I); weight: (O, I); bias: (O) or (N, O). Returns (N, O).
 
-    `weights`: the graph that `weight` is a value of, where `graph` is the body of a loop in it.
+    `weights`: the graph that owns `weight`, if `graph` is the body of a loop in it.
     """
     if graph.precision == "float32":
         return graph.node("Gemm", x, weight, bias, transB=1)
@@ -39,6 +39,6 @@ def linear(graph: GraphWriter, x: str, weight: str, bias: str, weights: GraphWri
 
 
 def _scale(graph: GraphWriter, values: str) -> str:
-    """(N, I) -> (N, 1): what one level of each row is."""
+    """(N, I) -> (N, 1): the value of one integer level in each row."""
     largest = graph.node("ReduceMax", graph.node("Abs", values), graph.integers(1), keepdims=1)
     return graph.node("Div", graph.node("Max", largest, graph.number(SMALLEST)), graph.number(LEVELS))

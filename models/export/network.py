@@ -14,14 +14,14 @@ from wane.models.export.radius import RadiusWriter
 from wane.models.manifest import Architecture
 
 TABLE_ELEMENTS = 1 << 22
-"""The largest per-token table folded at load, in floats (16 MiB): beyond it the projection is computed per request."""
+"""The largest per-token table folded at load, in floats (16 MiB). Larger projections are computed per request."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRun:
-    """What is left of a run over sequences: hidden after every token (T * B, H), after the last (B, H), the state.
+    """The results of a run over sequences: hidden after every token (T * B, H), after the last (B, H), the state.
 
-    Where errors were asked for, after the last token: radius (B), the first layer's stream (B, H), and each layer's
+    With a request bound also, after the last token: radius (B), the first layer's stream (B, H), and each layer's
     state error (B, units).
     """
 
@@ -45,7 +45,7 @@ class NetworkWriter:
         self._cells = [build_cell(graph, architecture, layer) for layer in range(architecture.layers)]
 
     def step(self, tokens: str, state: list[str]) -> tuple[str, list[str]]:
-        """tokens: (B). Returns hidden (B, H) and the state after."""
+        """tokens: (B). Returns hidden (B, H) and the next state."""
         x = self._graph.node("Gather", self._embedding(), tokens)
         x, after = self._front.step(x, state)
         for layer, cell in enumerate(self._cells):
@@ -64,8 +64,8 @@ class NetworkWriter:
     ) -> SequenceRun:
         """tokens: (B, T); lengths: (B); state: None for zeros.
 
-        Unless `every`, only the rows that the last hidden needs go through what stands above the last cell, and
-        the result's `every` is "". `request`: the run, input-gated, from the zero state and not `every`, has a radius.
+        Unless `every`, only the rows of the last hidden are computed above the last cell, and the result's `every` is
+        "". `request`: adds a radius to an input-gated run from the zero state without `every`.
         """
         graph = self._graph
         by_time = graph.node("Transpose", tokens, perm=[1, 0])
@@ -86,7 +86,7 @@ class NetworkWriter:
             if radius is None or layer == 0:
                 driven = self._drive(layer, flat, x)
             else:
-                assert isinstance(cell, InputGatedWriter), "only such cells have a radius: this is a bug"
+                assert isinstance(cell, InputGatedWriter), "only input-gated cells have a radius: this is a bug"
                 fed, rho = self._normalise_off(f"layers.{layer}.norm", x, r, radius)
                 gate, candidate = cell.gates_of(fed)
                 driven = cell.enter(gate, candidate)
@@ -121,7 +121,7 @@ class NetworkWriter:
         return SequenceRun("", x, after, radius.radius(r), stream, tuple(errors))
 
     def head(self, graph: GraphWriter, hidden: str) -> str:
-        """hidden: (N, H). Returns logits (N, V), in this network's graph or the body of a loop in it."""
+        """hidden: (N, H). Returns logits (N, V), in this network's graph or in the body of a loop in it."""
         architecture = self._architecture
         name = "embedding.weight" if architecture.tied else "head.weight"
         weight = self._graph.weight(name, architecture.vocabulary_size, architecture.hidden)
@@ -133,11 +133,11 @@ class NetworkWriter:
         return self._graph.weight("embedding.weight", architecture.vocabulary_size, architecture.embedding)
 
     def _input(self, layer: int, x: str) -> str:
-        """What the cell reads: x, or its LayerNorm."""
+        """Returns the cell's input: x, or its LayerNorm."""
         return self._normalise(f"layers.{layer}.norm", x) if self._residual else x
 
     def _drive(self, layer: int, tokens: str, x: str) -> list[str]:
-        """The cell's drive, row by row. In the first layer it depends on the token alone: a table of V rows."""
+        """Returns the cell's drive, row by row. A first layer without a front looks it up in a table of V rows."""
         cell = self._cells[layer]
         if (
             layer == 0
@@ -149,7 +149,7 @@ class NetworkWriter:
         return cell.drive(self._input(layer, x))
 
     def _above_cell(self, layer: int, x: str, y: str, r: str, radius: RadiusWriter | None) -> tuple[str, str]:
-        """The rest of a block. x: its input, y: its cell's output, both (N, H); r: how far x is off behind `mix`."""
+        """Adds the rest of a block. x: its input, y: its cell's output, both (N, H); r: the error of x after `mix`."""
         if not self._residual:
             return y, r
         graph, hidden, width = self._graph, self._architecture.hidden, self._architecture.feed_forward
@@ -167,7 +167,7 @@ class NetworkWriter:
         return layer_norm(self._graph, name, x, self._architecture)
 
     def _normalise_off(self, name: str, x: str, r: str, radius: RadiusWriter | None) -> tuple[str, str]:
-        """A LayerNorm, and how far its output is off where x is off by r."""
+        """Adds a LayerNorm; returns its output and the output's error if the error of x is r."""
         if radius is None:
             return self._normalise(name, x), ""
         if not self._residual:
@@ -185,7 +185,7 @@ class NetworkWriter:
         return graph.node("Reshape", rows, graph.node("Concat", shape, graph.integers(-1), axis=0))
 
     def _last_rows(self, lengths: str, batch: str) -> str:
-        """The flat row of each sequence's last token: (length - 1) * B + b."""
+        """Returns the flat row of each sequence's last token: (length - 1) * B + b."""
         graph = self._graph
         size = graph.node("Squeeze", batch)
         columns = graph.node("Range", graph.integer(0), size, graph.integer(1))

@@ -1,4 +1,4 @@
-"""Parity at export: torch, the numpy oracle and ONNX Runtime, before a bundle is let out."""
+"""The parity check at export: torch, the numpy oracle and ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from wane.models.parity import TOLERANCE, ParityError, Tensors, check_graphs, lo
 from wane.models.reference import Reference
 
 REAL_ROWS = 4
-"""Rows that the caller's tokens are laid out in, the last of them only half as long."""
+"""Rows that the caller's tokens are split into; the last is half as long."""
 
 RANDOM_TIME = 32
 
 
 class ExportError(Exception):
-    """The network, the oracle and the graphs do not agree; the message names who, where, by how much."""
+    """The network, the oracle and the graphs differ; the message names which, where and by how much."""
 
 
 def check_bundle(bundle: Bundle, sample_tokens: list[int], network: Network | None) -> float:
-    """Holds the bundle's graphs and, where there is one, the torch network against the oracle.
+    """Compares the bundle's graphs and the torch network, if any, with the oracle.
 
-    On random tokens and on `sample_tokens`. Returns the worst difference; raises ExportError.
+    Uses random tokens and `sample_tokens`. Returns the largest difference. Raises ExportError.
     """
     reference = Reference(bundle.manifest.architecture, bundle.weights())
     run = OnnxGraphs(bundle).run
@@ -55,7 +55,7 @@ def check_bundle(bundle: Bundle, sample_tokens: list[int], network: Network | No
 
 
 def check_network(reference: Reference, network: Network, tokens: NDArray[np.int64]) -> float:
-    """Log-probabilities of torch against the oracle at every position of tokens (B, T), whole and token by token."""
+    """Compares torch's log-probabilities with the oracle's at every position of tokens (B, T), whole and streamed."""
     mode = network.training
     network.eval()
     with torch.no_grad():
@@ -81,20 +81,20 @@ def check_network(reference: Reference, network: Network, tokens: NDArray[np.int
 
 
 class OnnxGraphs:
-    """A bundle's graphs on the CPU, one thread."""
+    """A bundle's graphs on the CPU with one thread."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._sessions = {role: _session(bundle.graph_path(role)) for role in bundle.manifest.graphs}
 
     @classmethod
     def at(cls, paths: Mapping[Role, Path]) -> OnnxGraphs:
-        """Graphs that are in no bundle yet."""
+        """Opens graphs outside a bundle."""
         graphs = cls.__new__(cls)
         graphs._sessions = {role: _session(path) for role, path in paths.items()}
         return graphs
 
     def run(self, role: Role, feeds: Tensors) -> Tensors:
-        """All outputs of a graph, by name."""
+        """Runs a graph; returns all outputs by name."""
         session = self._sessions[role]
         names = [output.name for output in session.get_outputs()]
         return cast(Tensors, dict(zip(names, session.run(names, feeds), strict=True)))

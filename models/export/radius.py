@@ -1,19 +1,19 @@
-"""The radius of a window as ONNX nodes: the bound of `models/certificate/request.py`, in the form that is cheapest.
+"""The radius of a window as ONNX nodes: the cheapest form of the bound of `models/certificate/request.py`.
 
-Input-gated cells only. Beside a run over T tokens of B windows, r is how far the stream x may be off in the 2-norm,
-(N, 1) with N = T * B, and e how far a state may be, unit by unit:
+For input-gated cells only. In a run over T tokens of B windows, r bounds the error of the stream x in the 2-norm,
+(N, 1) with N = T * B, and e bounds the error of a state, unit by unit:
 
-- First layer: `e' = f e`, from `|s| + reach` at the cut. Behind a front it begins with the first token at which all
-  that the convolutions see is within the window; before that r is FAR. With no other layer it is a product over time.
+- First layer: `e' = f e`, from `|s| + reach` at the cut. After a front, e starts at the first token at which the
+  convolutions see only tokens of the window; before that r is FAR. Without other layers it is a product over time.
 - A LayerNorm: with q = r / sqrt(variance + epsilon), `rho = min(q + q^3 / H, r / sqrt(epsilon), 2 sqrt(H))`. The first
   is above the angle's bound for every r: `sec(asin(t) / 2) <= 1 + t^2` for t <= 1, and at t = 1 it is 2 already.
 - Further layers: `e' = min((f + df) e + df (|s - z| + dz) + (1 - f) dz, |s| + reach)`, where by the greatest slopes
   `df = cap / 4 |W_f| rho` and `dz = |W_z| rho`, |.| the rows' lengths.
-- Mixing and feed-forward by the products of their spectral norms.
+- Mixing and feed-forward: by the products of their spectral norms.
 
-What float32 makes of it is covered: constants are rounded up by UP; gates below SMALLEST count as that, so that the
-others are known to 2^-17, relative, and errors grow by GROWTH with every token; FLOOR is what the oracle's own bound
-says of float64. The run itself is what float32 makes of it: how far that is from exact is not in the radius.
+The bound includes the rounding of its own float32 arithmetic: constants are rounded up by UP; gates below SMALLEST
+are replaced by SMALLEST, so that the others have a relative error of 2^-17, and errors grow by GROWTH with every
+token; FLOOR is the oracle's own bound of float64 rounding. The radius does not include the rounding of the run itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from wane.models.manifest import Architecture
 
 GROWTH = 1 + 2.0**-16
 SMALLEST = 2.0**-6
-"""Of a gate: runtimes' sigmoids are good to 2^-23 absolutely."""
+"""Lower limit of a gate: runtimes' sigmoids have an absolute error of 2^-23."""
 
 FLOOR = 2.0**-20
 FAR = 1e9
@@ -37,7 +37,7 @@ UP = 1 + 2.0**-17
 
 
 class RadiusWriter:
-    """The errors of a run from the zero state in one graph, layer by layer."""
+    """Adds the error bounds of a run from the zero state to a graph, layer by layer."""
 
     def __init__(
         self, graph: GraphWriter, architecture: Architecture, request: RequestBound, shape: str, lengths: str
@@ -54,16 +54,15 @@ class RadiusWriter:
         self._growth = graph.node("Pow", graph.number(GROWTH), graph.node("Cast", time, to=TensorProto.FLOAT))
         self._times = graph.node("Range", graph.integer(0), time, graph.integer(1))
         self._early = ""
-        """(T, 1, 1): 1 where the front sees what was before the window."""
+        """(T, 1, 1): 1 where the front sees tokens before the window."""
         if self._reach:
             early = graph.node("Less", self._times, graph.integer(self._reach))
             self._early = graph.node("Unsqueeze", self._number(early), graph.integers(1, 2))
 
     def only(self, f: str, states: str) -> tuple[str, str]:
-        """The first layer where there is no other. f, states: (T, B, units).
+        """Bounds the only layer. f, states: (T, B, units).
 
-        Returns what is off after the last token: each unit of the state, (B, units), and all of it in the 2-norm,
-        (B, 1).
+        Returns the state's error after the last token: of each unit, (B, units), and in the 2-norm, (B, 1).
         """
         graph = self._graph
         after = graph.node("LessOrEqual", self._lengths, self._column(self._times))
@@ -78,9 +77,9 @@ class RadiusWriter:
         return error, length
 
     def first(self, f: str, states: str, last: str) -> tuple[str, str]:
-        """The first layer. f, states: (T, B, units); last: the rows of the last tokens, (B).
+        """Bounds the first of several layers. f, states: (T, B, units); last: the rows of the last tokens, (B).
 
-        Returns each unit's error after the last token, (B, units), and all of the state's after every token, (N, 1).
+        Returns each unit's error after the last token, (B, units), and the state's after every token, (N, 1).
         """
         graph = self._graph
         least = graph.node("Max", graph.number(SMALLEST), self._early) if self._early else graph.number(SMALLEST)
@@ -95,7 +94,7 @@ class RadiusWriter:
     def further(
         self, layer: int, gates: tuple[str, str], before: str, states: str, rho: str, last: str
     ) -> tuple[str, str]:
-        """A layer above it. gates, f and z, and states: (T, B, units); before: (B, units); rho: (N, 1)."""
+        """Bounds a layer above. gates, f and z, and states: (T, B, units); before: (B, units); rho: (N, 1)."""
         graph, cell, (f, z) = self._graph, self._request.layers[layer].cell, gates
         gate, candidate = (linear.rows for linear in cell.inflow)
         rho = graph.node("Reshape", rho, graph.node("Concat", self._shape, graph.integers(1), axis=0))
@@ -119,7 +118,7 @@ class RadiusWriter:
         return self._grown(self._at(errors, last)), self._length(errors, "")
 
     def normalised(self, r: str, inverse: str) -> str:
-        """How far a LayerNorm's output is off, before its gain. r, inverse, 1 / sqrt(variance + epsilon): (N, 1)."""
+        """Bounds a LayerNorm's error, before its gain. r, inverse, 1 / sqrt(variance + epsilon): (N, 1)."""
         graph, hidden = self._graph, self._architecture.hidden
         q = graph.node("Mul", r, inverse)
         squared = graph.node("Mul", graph.node("Mul", q, q), graph.number(UP / hidden))
@@ -128,25 +127,25 @@ class RadiusWriter:
         return graph.node("Min", bent, graph.node("Mul", r, steepest), graph.number(2 * UP * np.sqrt(hidden)))
 
     def mixed(self, layer: int, r: str, error: str) -> str:
-        """The stream behind the mixing matrix. r: before it, "" for exact; error: of the state; all (N, 1)."""
+        """Bounds the stream after the mixing matrix. r: before it, "" for exact; error: of the state; all (N, 1)."""
         turned = self._graph.node("Mul", error, self._graph.number(UP * self._request.layers[layer].mix.norm))
         return self._graph.node("Add", r, turned) if r else turned
 
     def fed_forward(self, layer: int, r: str, rho: str) -> str:
-        """The stream behind the feed-forward. r, rho: before and behind its LayerNorm, (N, 1)."""
+        """Bounds the stream after the feed-forward. r, rho: before and after its LayerNorm, (N, 1)."""
         part = self._request.layers[layer].feed_forward
         assert part is not None, "this is a bug"
         gain = self._graph.number(UP * part.inner.norm * part.outer.norm)
         return self._graph.node("Add", r, self._graph.node("Mul", rho, gain))
 
     def radius(self, rho: str) -> str:
-        """The whole windows', (B). rho: of the last LayerNorm, or in a plain network of the last state, (B, 1)."""
+        """Returns the windows' radius, (B). rho: (B, 1), of the last LayerNorm, or of a plain network's last state."""
         graph = self._graph
         outward = graph.node("Mul", rho, graph.number(UP * self._request.largest_gain))
         return graph.node("Squeeze", graph.node("Add", outward, graph.number(FLOOR)), graph.integers(1))
 
     def _start(self, states: str) -> str:
-        """How far the first layer's state may be when its inputs begin to be known: (B, units)."""
+        """Returns the error of the first layer's state at the first token with known inputs: (B, units)."""
         graph, reach = self._graph, self._up("reach 0", self._request.layers[0].cell.reach[0])
         if not self._reach:
             units = graph.integers(self._architecture.cell_units)
@@ -157,7 +156,7 @@ class RadiusWriter:
         return graph.node("Add", graph.node("Abs", graph.node("Gather", states, latest)), reach)
 
     def _ended(self, error: str) -> str:
-        """The first layer's error after the last token; a window that ends before it begins is anywhere in reach."""
+        """Returns the first layer's error after the last token; adds `reach` if the front sees beyond the window."""
         error = self._grown(error)
         if not self._reach:
             return error
@@ -165,7 +164,7 @@ class RadiusWriter:
         return graph.node("Add", error, graph.node("Mul", self._column(self._short(0)), reach))
 
     def _short(self, more: int) -> str:
-        """(B): 1 for windows of fewer tokens than the front's reach and `more`."""
+        """(B): 1 for windows with fewer tokens than the front's reach plus `more`."""
         return self._number(self._graph.node("Less", self._lengths, self._graph.integer(self._reach + more)))
 
     def _length(self, errors: str, early: str) -> str:

@@ -1,21 +1,21 @@
-"""The five graphs of a bundle, by role. Names and shapes of their inputs and outputs are the bundle's contract.
+"""The five graphs of a bundle, by role. The names and shapes of their inputs and outputs are the bundle's contract.
 
     step     tokens[B], state                        -> logits[B,V], top, hidden[B,H], state'
     window   tokens[B,T], lengths[B]                 -> logits[B,V], top, hidden[B,H], state'   (from the zero state)
-             and of input-gated models radius[B], stream[B,H], error.<state>[B,units]
+             and for input-gated models radius[B], stream[B,H], error.<state>[B,units]
     advance  tokens[B,T], lengths[B], state          -> hidden[B,H], state'
     scan     tokens[B,T], targets[B,T], lengths[B], state -> logprobs[B,T], hidden[B,H], state'
     head     hidden[B,H]                             -> logits[B,V], top
 
-Rows are padded on the right with any token: 1 <= length <= T, and what stands behind the length changes nothing.
-The state after is named `next.` + the name of the state before. `radius` bounds, in exact arithmetic, the 2-norm
-distance of `hidden` from that of any run that ends in these tokens; `stream`, what the first layer's mixing matrix is
-added to, and `error`, how far each unit of a state may be from the run's, are for the sharper test of
+Rows are padded on the right with any token: 1 <= length <= T, and tokens beyond the length have no effect. The next
+state is named `next.` + the name of the state. `radius` bounds, in exact arithmetic, the 2-norm distance of `hidden`
+from that of any run that ends in these tokens. `stream`, the input to which the first layer's mixing matrix adds, and
+`error`, the bound of each state unit's distance from the run's, are for the sharper test of
 `models/certificate/top1.py`.
 
-`top` is `top_logits[B,K]`, the largest in falling order, `top_ids[B,K]` (int64), whose they are, the smaller id first
-among equals, and `log_sum_exp[B]`, over all: the likeliest tokens and their log-probabilities without a pass over the
-vocabulary outside the graph. K is TOP, or V where that is less.
+`top` is `top_logits[B,K]`, the largest in falling order, `top_ids[B,K]` (int64), their ids, the smaller id first
+among ties, and `log_sum_exp[B]`, over all logits. They give the most likely tokens and their log-probabilities without
+a pass over the vocabulary outside the graph. K is TOP, or V if that is smaller.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def build_graphs(
     request: RequestBound | None = None,
     precision: Precision = "float32",
 ) -> dict[Role, bytes]:
-    """Every graph of a bundle as the bytes of an ONNX file. `extents`: where each tensor lies in `weights_file`.
+    """Returns every graph of a bundle as the bytes of an ONNX file. `extents`: of each tensor in `weights_file`.
 
-    `request`: of the same weights; without it no graph has a radius. `precision`: what weights are multiplied in.
+    `request`: the bound of the same weights; without it no graph has a radius. `precision`: of the products.
     """
     return {role: build_graph(role, architecture, weights_file, extents, request, precision) for role in ROLES}
 
@@ -57,7 +57,7 @@ def build_graph(
     request: RequestBound | None = None,
     precision: Precision = "float32",
 ) -> bytes:
-    """One graph."""
+    """Returns one graph of `build_graphs`."""
     graph = GraphWriter(role, weights_file, extents, precision=precision)
     network = NetworkWriter(graph, architecture)
     hidden_width, vocabulary = architecture.hidden, architecture.vocabulary_size
@@ -98,11 +98,11 @@ def build_graph(
 
 
 def _answer(graph: GraphWriter, logits: str, vocabulary: int) -> None:
-    """Declares logits (B, V) and what is read off them."""
+    """Declares the outputs logits (B, V) and `top`."""
     count = min(TOP, vocabulary)
     top, ids = graph.nodes("TopK", logits, graph.integers(count), outputs=2, axis=1)
     largest = graph.node("Slice", top, graph.integers(0), graph.integers(1), graph.integers(1))
-    # spelt out: ReduceLogSumExp takes ten times as long on the CPU
+    # written out, because ReduceLogSumExp takes ten times as long on the CPU
     terms = graph.node("Exp", graph.node("Sub", logits, largest))
     total = graph.node("Log", graph.node("ReduceSum", terms, graph.integers(1)))
     total = graph.node("Squeeze", graph.node("Add", largest, total), graph.integers(1))
@@ -113,9 +113,9 @@ def _answer(graph: GraphWriter, logits: str, vocabulary: int) -> None:
 
 
 def _logprobs(graph: GraphWriter, network: NetworkWriter, hidden: str, targets: str, lengths: str) -> str:
-    """log p(target), (B, T), zero behind each row's length. hidden: (T * B, H).
+    """Returns log p(target), (B, T), zero beyond each row's length. hidden: (T * B, H).
 
-    The rows are cut into equal pieces of at most ROWS_AT_ONCE, so that only (ROWS_AT_ONCE, V) is ever held.
+    Splits the rows into equal pieces of at most ROWS_AT_ONCE, so that only (ROWS_AT_ONCE, V) is in memory.
     """
     by_time = graph.node("Transpose", targets, perm=[1, 0])
     flat = graph.node("Reshape", by_time, graph.integers(-1))
@@ -131,7 +131,7 @@ def _logprobs(graph: GraphWriter, network: NetworkWriter, hidden: str, targets: 
     flat = graph.node("Reshape", flat, graph.node("Concat", pieces, size, axis=0))
 
     def piece(body: GraphWriter, _: list[str], slices: list[str]) -> list[str]:
-        # LogSoftmax and a gather: twenty times as fast on the CPU as ReduceLogSumExp
+        # LogSoftmax and a gather are twenty times as fast on the CPU as ReduceLogSumExp
         logprobs = body.node("LogSoftmax", network.head(body, slices[0]), axis=-1)
         return [body.node("GatherElements", logprobs, body.node("Unsqueeze", slices[1], one), axis=1)]
 

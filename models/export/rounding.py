@@ -1,20 +1,20 @@
-"""How far float32 graphs are from exact arithmetic, measured at export: one step's error, and what it comes to.
+"""Measures, at export, the distance of float32 graphs from exact arithmetic: one step's error, and a whole run's.
 
-One step: the `step` graph against the float64 oracle, both from the state that the graph left. What a front has seen is
-the exact run's in both: its reach is finite, so all of its error is in the step's.
+One step: the `step` graph against the float64 oracle, both from the graph's last state. The front's state is the exact
+run's in both, because a front's reach is finite and its error is therefore part of the step's.
 
-Which steps are measured decides what the result is worth. Random tokens never show the worst: a float32 recurrence
-stops up to about u |s| / (1 - f) short of its fixed point, on the side that it came from, and only a token that is
-held takes it there. A step also rounds more where the state is large, which other cycles may cause: those with which
-the recurrence resonates. So the sequences are: tokens held for 4 / (1 - factor) steps, up to 4,096, after two different
-pasts; cycles of two and three tokens; sequences whose every token is chosen to make the state as large as it can;
-random tokens and the caller's. Every token of the vocabulary is stepped from two states.
-The tokens that are held are those that forget least (whose gates are largest) and that round most, and random ones.
+The measurement depends on the choice of steps. Random tokens never reach the worst case: a float32 recurrence stops up
+to about u |s| / (1 - f) short of its fixed point, on the side that it came from, and only a repeated token takes it
+there. A step also rounds more if the state is large, which cycles that resonate with the recurrence may cause. The
+sequences are therefore: tokens repeated for 4 / (1 - factor) steps, up to 4,096, after two different pasts; cycles of
+two and three tokens; sequences whose every token is chosen to make the state as large as possible; random tokens and
+the caller's. Every token of the vocabulary is stepped from two states. The repeated tokens are those that forget least
+(with the largest gates), those that round most, and random ones.
 
-What one step's error comes to in a run of any length is a matter of theorems: for all token sequences at once
-(`models/certificate/rounding.py`), or, where that would be too much for a certificate, along the measured sequences
-(`models/certificate/request.py`). Then the states and tokens at which an error grows most on its way to `hidden` are
-sought: at every step the row with the worst bound is kept, and all rows are stepped with many tokens.
+Theorems bound the error of a run of any length by one step's error: for all token sequences at once
+(`models/certificate/rounding.py`), or, if that bound is too large for a certificate, along the measured sequences
+(`models/certificate/request.py`). The latter also searches the states and tokens at which an error grows most on its
+way to `hidden`: it keeps the rows with the worst bound at every step, and steps all rows with many tokens.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from wane.models.weights import Weights
 Tokens = NDArray[np.int64]
 
 SAFETY_OF_STEP = 1.25
-"""What the largest error of one step that was seen is multiplied by: there may be a worse one."""
+"""Safety factor of the largest measured error of one step."""
 
 SAFETY_OF_SEQUENCE = 2.0
-"""The same where errors are added up along the measured sequences only: there may be worse ones."""
+"""Safety factor if errors are accumulated along the measured sequences only."""
 
 ROW_STEPS = 1 << 16
-"""Steps that are measured, about; rows are as many as that leaves room for."""
+"""Approximate number of measured steps, which determines the number of rows."""
 
 ROWS = (48, 768)
 """The fewest and the most rows."""
@@ -56,36 +56,36 @@ ROWS = (48, 768)
 LONGEST_HOLD, LONGEST_PAST = 4096, 128
 
 GREEDY, CHOICES = 16, 32
-"""Rows whose tokens are chosen to make the state large, and the random tokens that each is chosen from."""
+"""Number of rows whose tokens are chosen to make the state large, and of tokens to choose from."""
 
 SHARES = {"held": 8, "cycles of two": 2, "cycles of three": 2, "random": 2, "given": 2}
-"""Rows of each kind, out of sixteen."""
+"""Rows of each kind per sixteen."""
 
 AT_ONCE, LOGITS_AT_ONCE = 4096, 1 << 26
-"""Tokens of the vocabulary that are stepped at once, and logits that may come of them."""
+"""Largest number of tokens of the vocabulary stepped at once, and of their logits."""
 
 WITH_LOGITS = 16
-"""Rows of each step whose logits are measured too."""
+"""Rows of each step whose logits are measured."""
 
 TURNED = 24
-"""Steps at which the way from the state to `hidden` is differentiated: those whose errors are bounded worst there."""
+"""Number of steps, those with the worst bounds at `hidden`, at which `hidden` is differentiated by the state."""
 
 TRIED = 24
-"""Tokens that are tried as the next one of every row."""
+"""Tokens tried as the next one of every row."""
 
 SMALL = 1e-6
 """The step of a difference quotient in float64."""
 
 FAR = 1 << 30
-"""A window's length, in tokens, that is beyond the reach of every front."""
+"""A window's length, in tokens, beyond the reach of every front."""
 
 
 def measure_rounding(
     architecture: Architecture, weights: Weights, layers: list[Layer], run: Run, diameter: float, given: list[int]
 ) -> Rounding | None:
-    """The rounding of a model's graphs; None unless every layer is contractive: then nothing bounds it.
+    """Measures the rounding of a model's graphs. None if a layer is not contractive, because nothing bounds it then.
 
-    `run` runs a graph; diameter: D of the output matrix; given: tokens such as the model is made for.
+    `run` runs a graph; diameter: D of the output matrix; given: real tokens.
     """
     factor = max(layer.bound.factor for layer in layers)
     if not factor < 1:
@@ -95,7 +95,7 @@ def measure_rounding(
 
 @dataclass(slots=True)
 class _Seen:
-    """The largest errors so far: of each state tensor (box, ball), and of what is read off a state."""
+    """The largest errors so far: of each state tensor (box, ball), of `hidden` and of the logits."""
 
     step: dict[str, tuple[float, float]] = field(default_factory=dict)
     output: float = 0.0
@@ -138,13 +138,13 @@ class _Measuring:
         return everywhere if along is None or variation <= CERTIFIED / 2 else self._carried_along(along)
 
     def _carried_everywhere(self) -> Rounding:
-        """One step's error, carried by the theorem for all sequences."""
+        """Carries one step's error by the theorem for all sequences."""
         rounding = self._rounding("all", SAFETY_OF_STEP)
         states, carried = carry(Stack(self._architecture, self._weights, self._layers), rounding.step)
         return rounding.model_copy(update={"states": states, "carried": carried + rounding.output})
 
     def _carried_along(self, along: _Along) -> Rounding:
-        """Each step's error, carried along the sequences that were run."""
+        """Carries each step's error along the measured sequences."""
         rounding = self._rounding("probed", SAFETY_OF_SEQUENCE)
         states = {
             name: StateError(box=rounding.safety * box, ball=rounding.safety * ball)
@@ -154,12 +154,10 @@ class _Measuring:
         return rounding.model_copy(update={"states": states, "carried": carried})
 
     def _rounding(self, sequences: Literal["all", "probed"], safety: float) -> Rounding:
-        """Of one step, so far."""
+        """Returns the rounding of one step, as measured so far."""
         seen = self._seen
         step = {name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in seen.step.items()}
-        of_output = (
-            SAFETY_OF_SEQUENCE if self._residual else safety
-        )  # no theorem says at which state a LayerNorm is worst
+        of_output = SAFETY_OF_SEQUENCE if self._residual else safety  # no theorem gives a LayerNorm's worst state
         output = of_output * (seen.output + seen.logits / self._diameter)
         return Rounding(
             sequences=sequences, steps=seen.steps, safety=safety, step=step, output=output, states={}, carried=0.0
@@ -168,7 +166,7 @@ class _Measuring:
     def _try_every_token(
         self, along: _Along, state: Tensors, front: State, errors: list[tuple[Deviation, ...]]
     ) -> None:
-        """One more step of every row with tokens of all kinds, for what the errors then come to at `hidden`."""
+        """Tries one more step of every row with many tokens, for the errors at `hidden`."""
         rows = len(next(iter(state.values())))
         tokens = np.arange(self._architecture.vocabulary_size)
         if len(tokens) > TRIED:
@@ -198,9 +196,9 @@ class _Measuring:
         return np.concatenate([tokens, random.integers(size, size=(max(spare, 0), past + hold))])[:rows]
 
     def _greedy(self, steps: int) -> Tokens:
-        """(GREEDY, steps): each token is the one, of some, that makes the state largest: all of it, one of its tensors,
-        random units, or one of the units that reach furthest. Tried are the best tokens of the step before and random
-        ones."""
+        """Returns tokens (GREEDY, steps), each chosen to make the state largest: all of it, one of its tensors, random
+        units, or one of the units with the largest reach. Tries the best tokens of the previous step and random ones.
+        """
         size, random = self._architecture.vocabulary_size, self._random
         state, chosen = self._reference.zero_state(GREEDY), []
         weights = {name: random.integers(2, size=(GREEDY, 1, *state[name].shape[1:])) for name in self._flat}
@@ -237,10 +235,10 @@ class _Measuring:
         return np.stack(chosen, axis=1)
 
     def _worth_holding(self, count: int, past: int) -> Tokens:
-        """Up to `count` tokens: a third that forget least, a third whose step rounds most, and random ones.
+        """Returns up to `count` tokens: a third that forget least, a third whose step rounds most, and random ones.
 
-        Every token is stepped from the ends of a random past and of a held token, and these steps are measured. A token
-        forgets little where it leaves the two states far apart: where its gates are large, for cells with gates.
+        Steps every token from the ends of a random past and of a repeated token, and measures these steps. A token
+        forgets little if it leaves the two states far apart, which for cells with gates means large gates.
         """
         size = self._architecture.vocabulary_size
         pasts = self._random.integers(size, size=(2, past))
@@ -272,9 +270,8 @@ class _Measuring:
     def _measure(
         self, tokens: Tokens, state: Tensors, front: State
     ) -> tuple[dict[str, Matrix], _After, Tensors, State]:
-        """One step of every row. state: the graph's own, float32; front: that of the exact run, of which nothing else
-        is read. Returns each unit's error by state tensor, what exact arithmetic makes of the step, and both states
-        after it.
+        """Measures one step of every row. state: the graph's, float32; front: the exact run's state, of which only the
+        front's tensors are read. Returns each unit's error by state tensor, the exact step, and both next states.
         """
         before = {name: value.astype(np.float64) for name, value in state.items()} | {
             name: value for name, value in front.items() if name not in self._flat
@@ -288,7 +285,7 @@ class _Measuring:
             box, ball = seen.step.get(name, (0.0, 0.0))
             length = float(np.linalg.norm(errors[name], axis=1).max())
             seen.step[name] = max(box, float(errors[name].max())), max(ball, length)
-        if self._residual:  # in a plain network it is the last state, and counted there
+        if self._residual:  # in a plain network hidden is the last state, which is measured above
             off = np.linalg.norm(outputs["hidden"].astype(np.float64) - hidden, axis=1)
             seen.output = max(seen.output, float(off.max()))
         own = outputs["hidden"][:WITH_LOGITS].astype(np.float64)
@@ -303,7 +300,7 @@ class _Measuring:
 
 @dataclass(frozen=True, slots=True)
 class _After:
-    """A step in exact arithmetic: the first layer's stream (B, H), the state that it began from, and the one after."""
+    """A step in exact arithmetic: the first layer's stream (B, H), the state before the step and after it."""
 
     stream: Matrix
     before: State
@@ -311,7 +308,7 @@ class _After:
 
 
 class _Along:
-    """Errors added up along the rows' own tokens, by the theorem for one request (`models/certificate/request.py`)."""
+    """Accumulates errors along the rows' tokens by the theorem for one request (`models/certificate/request.py`)."""
 
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], reference: Reference) -> None:
         self._request = RequestBound(architecture, weights, layers)
@@ -323,9 +320,8 @@ class _Along:
     def step(
         self, after: _After, made: dict[str, Matrix], before: list[tuple[Deviation, ...]] | None
     ) -> list[tuple[Deviation, ...]]:
-        """The errors of every row's states after a step, by layer and tensor, from those before it (None: no error).
-
-        made: by state tensor, what the step itself added.
+        """Returns the errors of every row's states after a step, by layer and tensor. before: the errors before it
+        (None: no error); made: by state tensor, the errors that the step itself adds.
         """
         errors = []
         for names, layer in zip(self._names, self.look(after, before), strict=True):
@@ -339,7 +335,7 @@ class _Along:
         return errors
 
     def look(self, after: _After, before: list[tuple[Deviation, ...]] | None) -> list[tuple[Deviation, ...]]:
-        """The errors after a step that adds none. Remembers the rows where they are bounded worst at `hidden`."""
+        """Returns the errors after a step that adds none. Keeps the rows with the worst bounds at `hidden`."""
         x, ball, moved = after.stream, np.zeros(len(after.stream)), []
         outputs = [after.state[names[0]] for names in self._names]
         for index, (layer, names) in enumerate(zip(self._request.layers, self._names, strict=True)):
@@ -359,9 +355,9 @@ class _Along:
         return moved
 
     def at_hidden(self) -> float:
-        """What the states' errors come to at `hidden`, in the 2-norm, at the rows where they are bounded worst.
+        """Returns the largest effect of the states' errors on `hidden`, in the 2-norm, at the rows bounded worst.
 
-        To first order: J is the derivative of `hidden` by what the cells put out, and for all |e_i| <= E_i
+        To first order: J is the derivative of `hidden` by the cells' outputs, and for all |e_i| <= E_i
         |J e|^2 <= sum_ij E_i |J' J|_ij E_j.
         """
         largest = 0.0

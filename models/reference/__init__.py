@@ -1,4 +1,4 @@
-"""The oracle of every network, in numpy: `Reference(architecture, weights)`. No torch, no onnx."""
+"""The numpy oracle of every network: `Reference(architecture, weights)`. Imports neither torch nor onnx."""
 
 from wane.models.reference.functions import Array
 from wane.models.reference.network import Reference, State

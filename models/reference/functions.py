@@ -1,4 +1,4 @@
-"""The functions that the oracle's equations are written in."""
+"""The functions of the oracle's equations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
-    """Over the last axis: weight * (x - mean) / sqrt(variance + epsilon) + bias."""
+    """weight * (x - mean) / sqrt(variance + epsilon) + bias, over the last axis."""
     centred = x - x.mean(axis=-1, keepdims=True)
     variance = (centred**2).mean(axis=-1, keepdims=True)
     result: Array = centred / np.sqrt(variance + epsilon) * weight + bias

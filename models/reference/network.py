@@ -1,4 +1,4 @@
-"""The oracle: the network, one step at a time, in numpy, written from the equations and from nothing else.
+"""The oracle: the network in numpy, one step at a time, written from the equations alone.
 
 Rows are a batch: x (B, H). The cells' equations are in `models/reference/cells/`; those of a front's block are
 
@@ -18,14 +18,14 @@ from wane.models.reference.functions import Array, affine, layer_norm
 from wane.models.weights import CellWeights, Weights, head_weight
 
 State = dict[str, Array]
-"""By the manifest's names, each (B, *shape)."""
+"""State tensors by the manifest's names, each (B, *shape)."""
 
 Step = Callable[[CellWeights, Array, tuple[Array, ...]], tuple[Array, ...]]
-"""A cell's step: its weights, the input (B, I) and the state before, (B, H) each -> the state after."""
+"""A cell's step: its weights, the input (B, I) and the state, (B, H) each -> the next state."""
 
 
 class Reference:
-    """The network of an architecture, stepped in float64, or in `dtype` to see what rounding does."""
+    """The network of an architecture, computed in float64, or in `dtype` to measure rounding."""
 
     def __init__(
         self, architecture: Architecture, weights: Weights, dtype: type[np.float64 | np.float32] = np.float64
@@ -41,16 +41,16 @@ class Reference:
         self.head: Array = head_weight(weights).astype(np.float64)
 
     def zero_state(self, batch: int) -> State:
-        """The state before any token."""
+        """Returns the state before any token."""
         return {tensor.name: np.zeros((batch, *tensor.shape)) for tensor in self.architecture.state_tensors()}
 
     def step(self, tokens: NDArray[np.int64], state: Mapping[str, NDArray[np.floating]]) -> tuple[Array, Array, State]:
-        """tokens: (B). Returns logits (B, V), hidden (B, H) and the state after."""
+        """tokens: (B). Returns logits (B, V), hidden (B, H) and the next state."""
         hidden, after = self.advance(tokens, state)
         return self.logits(hidden), hidden, after
 
     def advance(self, tokens: NDArray[np.int64], state: Mapping[str, NDArray[np.floating]]) -> tuple[Array, State]:
-        """A step without logits. tokens: (B). Returns hidden (B, H), the output layer's input, and the state after."""
+        """Steps without logits. tokens: (B). Returns hidden (B, H), the output layer's input, and the next state."""
         architecture = self.architecture
         x, after = self.stream(tokens, state)
         for layer in range(architecture.layers):
@@ -63,9 +63,10 @@ class Reference:
         return self._top(x), after
 
     def stream(self, tokens: NDArray[np.int64], state: Mapping[str, NDArray[np.floating]]) -> tuple[Array, State]:
-        """What the first layer is fed, (B, H), and the front's state after: embeddings, or what a front makes of them.
+        """Returns the first layer's input, (B, H), and the front's next state: embeddings, or the front's output.
 
-        tokens: (B); of `state`, the front's tensors are read."""
+        tokens: (B). Reads only the front's tensors of `state`.
+        """
         x: Array = self._weights["embedding.weight"][tokens]
         after: State = {}
         for block in range(0 if self.architecture.front is None else self.architecture.front.blocks):
@@ -74,7 +75,7 @@ class Reference:
         return x, after
 
     def readout(self, x: Array, outputs: Sequence[Array]) -> Array:
-        """hidden (B, H) of the first layer's stream (B, H) and what each layer's cell puts out, (B, units)."""
+        """Returns hidden (B, H) for the first layer's stream (B, H) and each layer's cell output, (B, units)."""
         for layer, y in enumerate(outputs):
             x = self._above_cell(layer, x, y)
         return self._top(x)
@@ -84,7 +85,7 @@ class Reference:
         return hidden @ self.head.T + self._weights["head.bias"]
 
     def _above_cell(self, layer: int, x: Array, y: Array) -> Array:
-        """What the next layer reads. x: the layer's input, y: what its cell puts out."""
+        """Returns the next layer's input. x: the layer's input, y: its cell's output."""
         if not self._residual:
             return y
         prefix = f"layers.{layer}."
@@ -103,7 +104,7 @@ class Reference:
         return cast
 
     def _front(self, prefix: str, x: Array, before: Array) -> tuple[Array, Array]:
-        """A convolution block. x: (B, H), before: (B, kernel - 1, H), the inputs before, the oldest first."""
+        """Runs a convolution block. x: (B, H), before: (B, kernel - 1, H), the earlier inputs, oldest first."""
         inputs = np.concatenate([before, self._normalise(prefix + "norm", x)[:, None]], axis=1)
         y = (inputs * self._weights[prefix + "convolution.weight"]).sum(axis=1)
         y = np.maximum(self._affine(prefix + "feed_forward_in", y), 0)

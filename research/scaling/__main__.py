@@ -1,11 +1,11 @@
-"""Beyond one machine: fleets of 10^5 to 10^8 sessions, simulated from costs that were measured.
+"""Simulates fleets of 10^5 to 10^8 sessions from measured costs.
 
     python -m research.scaling [--core-hour P] [--gib-hour P] [--load SHARE]   docs/scaling.md's figures and tables
-    python -m research.scaling measure [--seconds S]   what the parts cost, on the real stack: scaling_costs.json
-    python -m research.scaling check [--seconds S]     the real stack under the load to compare: scaling_check.json
+    python -m research.scaling measure [--seconds S]   costs of the parts, on the real stack: scaling_costs.json
+    python -m research.scaling check [--seconds S]     the real stack under the compared loads: scaling_check.json
 
-Each takes about three minutes on two cores. `measure` and `check` want the machine for themselves; the first runs
-anywhere, on one of them, and gives the same figures each time. Needs the extra research.
+Each takes about three minutes on two cores. `measure` and `check` need an idle machine; the simulation runs anywhere,
+on one core, and gives the same figures each time. Needs the extra research.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STAGES = 1 + 6 * len(measure.POLICIES) + len(SESSIONS)
 
 
 def show(title: str, lines: list[str]) -> None:
-    """A page's table, on the terminal."""
+    """Prints a page's table."""
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     table = Table(title=title)
     for name in head:
@@ -42,7 +42,7 @@ def show(title: str, lines: list[str]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """From the files of measurements to the page."""
+    """Simulates from the files of measurements and writes the page."""
     wire_s = 1e-6 * options.wire_us
     by_policy = {policy: replace(costs.read(policy), wire_s=wire_s) for policy in measure.POLICIES}
     limits = costs.Limits(load=options.load)
@@ -74,12 +74,14 @@ def main() -> None:
         "python -m research.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", nargs="?", choices=("run", "measure", "check"), default="run")
-    parser.add_argument("--seconds", type=float, default=measure.SECONDS, help="of each load that is measured")
+    parser.add_argument("--seconds", type=float, default=measure.SECONDS, help="length of each measured load")
     parser.add_argument(
         "--core-hour", type=float, default=costs.Prices().core_hour, help="price of a core, USD an hour"
     )
     parser.add_argument("--gib-hour", type=float, default=costs.Prices().gib_hour, help="price of a GiB, USD an hour")
-    parser.add_argument("--load", type=float, default=costs.Limits().load, help="share of a thread's time to plan with")
+    parser.add_argument(
+        "--load", type=float, default=costs.Limits().load, help="planned load as a share of a thread's time"
+    )
     parser.add_argument("--wire-us", type=float, default=100.0, help="one way between two machines, microseconds")
     options = parser.parse_args()
     if options.command == "measure":

@@ -1,4 +1,4 @@
-"""What one replica and one Redis can take, simulated at rising rates: where the tail of the waiting times bends."""
+"""The capacity of one replica and one Redis, simulated at rising rates up to the knee of the tail latencies."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ MOST_PER_S = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is planned for one replica: steps a second, and seconds of its threads that one takes at that rate; how many
-    trips it makes for a step."""
+    """The planned load of one replica: steps per second, its threads' seconds per step at that rate, trips per step."""
 
     steps_per_s: float
     loop_s: float
@@ -31,7 +30,7 @@ class Plan:
 
 
 def at(costs: Costs, steps_per_s: float, trips_s: Any, seed: int = 0) -> dict[str, float]:
-    """One replica whose sessions are all resident, at that rate."""
+    """Simulates one replica with resident sessions at a rate."""
     sample = Sample(
         costs,
         sessions=10_000,
@@ -58,7 +57,7 @@ def at(costs: Costs, steps_per_s: float, trips_s: Any, seed: int = 0) -> dict[st
 
 
 def shard_rates(costs: Costs, fsync: str, commands: float) -> list[dict[str, float]]:
-    """One Redis at rising rates of trips of so many commands."""
+    """Simulates one Redis at rising rates of trips with `commands` commands."""
     least_s = costs.store_trip_s + commands * costs.store_command_s
     found = []
     for share in SHARES:
@@ -70,19 +69,19 @@ def shard_rates(costs: Costs, fsync: str, commands: float) -> list[dict[str, flo
 
 
 def trips_of(costs: Costs, fsync: str = "always", commands: float = 1.0) -> Any:
-    """What trips take at a shard that is half busy."""
+    """Returns the times of trips at a shard that is half busy."""
     least_s = costs.store_trip_s + commands * costs.store_command_s
     return response_times(costs, SHARD_LOAD / least_s, commands, STEPS, 0, fsync=fsync)
 
 
 def curve(costs: Costs, trips_s: Any) -> list[dict[str, float]]:
-    """One replica at rising rates, up to what its loop could do if every step were alone."""
+    """Simulates one replica at rising rates, up to its loop's limit for unbatched steps."""
     most = 1.0 / (costs.loop_step_s + costs.loop_batch_s / 4)
     return [at(costs, share * most, trips_s) for share in SHARES]
 
 
 def plan(costs: Costs, limits: Limits, trips_s: Any) -> Plan:
-    """The highest rate of which the loop is busy for no more than is planned with; by bisection."""
+    """Returns the highest rate at which the loop's load is within the plan, by bisection."""
     low, high = 10.0, MOST_PER_S
     for _ in range(9):
         middle = (low + high) / 2

@@ -1,9 +1,9 @@
-"""The simulation beside what was measured: the same load, the same kills, the same two processors.
+"""Compares the simulation with measurements: the same load, the same kills, the same two processors.
 
-Three measurements, none of which the costs were taken from: a closed loop of 32 connections over three replicas
-(`benchmarks.routing`'s client); two hundred sessions at 250 steps a second while one replica after the other is killed
+Three measurements, independent of those of the costs: a closed loop of 32 connections over three replicas
+(`benchmarks.routing`'s client); two hundred sessions at 250 steps per second while one replica after another is killed
 (the clients of `tests/stack/test_killed_replicas.py`); and the storm of a thousand rebuilds in one engine
-(`docs/figures/storm.json`). `check` runs the first two anew on the real stack.
+(`docs/figures/storm.json`). `check` repeats the first two on the real stack.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from wane.service.batching.cost_model import CostModel
 from wane.service.batching.scheduler import FairScheduler, Scheduler
 
 FILE = FIGURES / "scaling_check.json"
-PORTS = 2  # processors of the machine on which it was measured
+PORTS = 2  # processors of the measured machine
 SEEDS = 5
 CLOSED_S = 8.0
 CLOSED_ROUNDS = 3
@@ -49,7 +49,7 @@ Result = dict[str, Any]
 
 
 def measured_closed(stack: Stack, seconds: float) -> list[Result]:
-    """A closed loop on the real stack, round by round."""
+    """Measures a closed loop on the real stack, round by round."""
     found = []
     for number in range(CLOSED_ROUNDS):
         random = Random(number)
@@ -65,7 +65,7 @@ def measured_closed(stack: Stack, seconds: float) -> list[Result]:
 
 
 async def measured_kills(stack: Stack) -> Result:
-    """Sessions that step on their own, and replicas that are killed one after the other."""
+    """Measures independent sessions while replicas are killed one after another."""
     clock = asyncio.get_running_loop().time
     record, outages = Record(), []
     async with open_clients(stack.port, [FIRST_TOKENS] * SESSIONS) as clients:
@@ -92,7 +92,7 @@ async def measured_kills(stack: Stack) -> Result:
 
 
 def told(record: Record, outages: list[tuple[float, float]]) -> Result:
-    """Calm, during outages, and after them."""
+    """Summarises a record before, during and after the outages."""
     after_s = [(end, begun + EVERY_S) for begun, end in outages]
     due, taken, rebuilt = record.arrays()
 
@@ -108,7 +108,7 @@ def told(record: Record, outages: list[tuple[float, float]]) -> Result:
 
 
 def simulated_closed(costs: Costs, client_us: float, seconds: float, seed: int) -> Result:
-    """The same, simulated."""
+    """Simulates `measured_closed`."""
     own = replace(costs, client_s=1e-6 * client_us)
     shape = Shape(sessions=CONNECTIONS * SESSIONS_EACH, closed=CONNECTIONS, cores=PORTS, client=True, tokens=100)
     fleet = Fleet(own, shape, seed)
@@ -118,7 +118,7 @@ def simulated_closed(costs: Costs, client_us: float, seconds: float, seed: int) 
 
 
 def simulated_kills(costs: Costs, client_us: float, seed: int) -> Result:
-    """The same, simulated: the moments of the kills are given, and not how long a replica takes to come back."""
+    """Simulates `measured_kills` with the times of the kills given, but not the times of the restarts."""
     own = replace(costs, client_s=1e-6 * client_us)
     tokens = FIRST_TOKENS + round(STEP_RATE * (SETTLING_S + CALM_S + KILLS * EVERY_S) / 2)
     shape = Shape(sessions=SESSIONS, rate=STEP_RATE, cores=PORTS, client=True, tokens=tokens)
@@ -137,7 +137,7 @@ def simulated_kills(costs: Costs, client_us: float, seed: int) -> Result:
 
 
 class _Parked:
-    """States of the storm: sessions from `RESIDENT` on have none until they step."""
+    """The states of the storm: sessions from `RESIDENT` on have none until they step."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set(range(RESIDENT))
@@ -156,7 +156,7 @@ class _Parked:
 
 
 def simulated_storm(costs: Costs, engine_step_s: float, way: str, within_s: float, tail: int, seed: int) -> Result:
-    """`benchmarks.storm`: one engine without HTTP and without Redis."""
+    """Simulates `benchmarks.storm`: one engine without HTTP and without Redis."""
     env, random = simpy.Environment(), np.random.default_rng(seed)
     own = replace(costs, loop_step_s=engine_step_s, loop_batch_s=0.0, loop_rebuilt_s=0.0, max_queue=16 * PARKED)
     queue: Callable[[int, CostModel], Scheduler[Item]] = FairScheduler
@@ -203,7 +203,7 @@ def simulated_storm(costs: Costs, engine_step_s: float, way: str, within_s: floa
 
 
 def measure(seconds: float = CLOSED_S) -> Result:
-    """On the real stack."""
+    """Measures on the real stack."""
     every = {"WANE_BUNDLES": str(BUNDLE), "WANE_LOG_LEVEL": "warning"}
     variables = dict.fromkeys(replicas(), every)
     with tempfile.TemporaryDirectory() as folder, Stack(Path(folder), variables=variables) as stack:
@@ -211,7 +211,7 @@ def measure(seconds: float = CLOSED_S) -> Result:
 
 
 def simulate(costs: Costs, measured: Result) -> Result:
-    """The same loads, and the storm's, by seed."""
+    """Simulates the same loads and the storm with several seeds."""
     closed_us = statistics.median(one["client_us"] for one in measured["closed"])
     kills_us = measured["kills"]["client_us"]
     storm = json.loads((BENCHMARKS / "storm.json").read_text(encoding="utf-8"))
@@ -241,22 +241,22 @@ def simulate(costs: Costs, measured: Result) -> Result:
 
 
 def spreads(runs: Sequence[Result], *names: str) -> Result:
-    """Of these figures over the runs."""
+    """Returns the spreads of these figures over the runs."""
     return {name: Spread.of(one[name] for one in runs).model_dump() for name in names}
 
 
 def away_s(kills: Result) -> float:
-    """How long a killed replica is away, in the mean."""
+    """Returns the mean outage of a killed replica."""
     return float(statistics.mean(end - begun for begun, end in kills["outages"]))
 
 
 def rebuilt_by_kills(kills: Result) -> float:
-    """States that were rebuilt from the first kill on."""
+    """Returns the number of states rebuilt from the first kill on."""
     return float(sum(kills[span]["rebuilt"] for span in ("outages_", "after")))
 
 
 def rows(real: Result, model: Result) -> list[list[str]]:
-    """Side by side: what was measured, what was simulated (the median of its seeds), and how far off that is."""
+    """Returns rows of measured and simulated figures (medians of the seeds) and their differences."""
     made = []
 
     def row(what: str, unit: str, measured: float, simulated: Result) -> None:

@@ -1,8 +1,8 @@
-"""What the simulation is fed with: costs that were measured, each with the command by which, and prices that are
-chosen.
+"""The inputs of the simulation: measured costs, and assumed prices.
 
-`research/figures/scaling_costs.json` has what `measure` found; the bytes of a model's state are those of
-`docs/figures/stores.json`. Nothing here is fitted to what the simulation is compared with."""
+`research/figures/scaling_costs.json` has the results of `measure`; the bytes of a model's state are from
+`docs/figures/stores.json`. Nothing here is fitted to the measurements that the simulation is compared with.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ MICRO = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of one thread, bytes, and settings of the service. A step over HTTP, its store a Redis that replicas
-    share.
+    """Seconds of one thread, bytes, and settings of the service, for steps over HTTP with a Redis shared by replicas.
 
-    loop_*: the replica's event loop, for a step and for a batch with its trip; a rebuilt one takes `loop_rebuilt_s`
-    more. run_*: the model, for a batch of steps and for each in it; `windows` has seconds by tokens, for states
-    rebuilt from the tail; `restored_s` is the run of one that goes on from a state that the
-    store keeps, with the tokens since: half of those between two states. front_s:
-    HAProxy, a request. store_*: Redis's thread, for a trip and for a command of it. `write_s`: quantiles of what a
-    write to the disk adds, by `appendfsync`."""
+    loop_*: the replica's event loop, per step and per batch with its trip; a rebuilt step takes `loop_rebuilt_s` more.
+    run_*: the model, per batch of steps and per step in it. windows: seconds by tokens, for states rebuilt from the
+    tail. restored_s: a run from a stored state with the tokens since, half of those between two states. front_s:
+    HAProxy, per request. store_*: Redis's thread, per trip and per command in it. write_s: quantiles of the time of a
+    write to the disk, by `appendfsync`.
+    """
 
     loop_step_s: float
     loop_batch_s: float
@@ -56,20 +55,20 @@ class Costs:
     store_bytes: float
     policy: str = "tail"
     wire_s: float = 5e-5
-    """One way through the system's network, on one machine; between machines it is a parameter."""
+    """One-way network latency on one machine; between machines it is a parameter."""
 
     max_batch_size: int = 64
     max_queue: int = 1024
     trips: int = 2
-    """Trips to the store that a replica has under way at a time."""
+    """Largest number of a replica's trips to the store in flight."""
 
     def window_s(self, tokens: int) -> float:
-        """The run of a window."""
+        """Returns the seconds of a window's run."""
         return window_s(self.windows, tokens)
 
 
 def window_s(windows: Sequence[tuple[float, float]], tokens: int) -> float:
-    """Linear between what was measured, proportional beyond."""
+    """Interpolates linearly between measurements, and extrapolates proportionally."""
     (low, low_s), *rest = windows
     for high, high_s in rest:
         if tokens <= high:
@@ -79,12 +78,12 @@ def window_s(windows: Sequence[tuple[float, float]], tokens: int) -> float:
 
 
 def read(policy: str = "tail", file: Path = FILE) -> Costs:
-    """From what was measured. `policy`: what the store keeps of a session, `tail` or `state`."""
+    """Reads the measured costs. policy: the store keeps a session's `tail` or `state`."""
     return of(json.loads(file.read_text(encoding="utf-8")), policy)
 
 
 def of(document: dict[str, Any], policy: str) -> Costs:
-    """What a measurement says."""
+    """Returns the costs of a measurement's document."""
     found = document["policies"][policy]
     some, few, crowded = (found[name] for name in ("some", "few", "crowded"))
     loop_batch, loop_step = two_parts(few, crowded, "loop_us", "batches")
@@ -123,15 +122,17 @@ def of(document: dict[str, Any], policy: str) -> Costs:
 
 
 def two_parts(few: dict[str, float], crowded: dict[str, float], cost: str, per: str) -> tuple[float, float]:
-    """Of what a step costs in two loads: what is for a batch (or trip), and what for each step in it; not negative."""
+    """Splits a step's cost in two loads into the costs of a batch (or trip) and of each step in it; not negative."""
     batch = max((few[cost] - crowded[cost]) / (few[per] - crowded[per]), 0.0)
     return batch, max(few[cost] - batch * few[per], 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Money, by assumption: in the order of what clouds ask for general machines on demand, split into cores and
-    memory. Only their ratio bears on what is said of rates; the sums scale with both."""
+    """Assumed prices, of the order of clouds' on-demand prices for general machines, split into cores and memory.
+
+    Conclusions about rates depend only on their ratio; sums scale with both.
+    """
 
     core_hour: float = 0.040
     gib_hour: float = 0.005
@@ -140,10 +141,10 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one of each may be used to: shares of its time, and bytes."""
+    """Planned limits of one of each: shares of its time, and bytes."""
 
     load: float = 0.6
-    """Share of a thread's time that is planned with."""
+    """Planned load as a share of a thread's time."""
 
     state_budget_bytes: float = 256 * 2**20
     """States of a replica (WANE_STATE_BUDGET_BYTES)."""
@@ -152,6 +153,6 @@ class Limits:
     """Sessions in one Redis."""
 
     network_bytes_per_s: float = 1e9 / 8
-    """Of a replica's or a Redis's network: 1 Gbit/s, both ways together."""
+    """Network of a replica or a Redis: 1 Gbit/s, both directions together."""
 
     front_cores: float = 2.0

@@ -1,7 +1,8 @@
-"""A whole fleet, session by session: clients, HAProxy's ring, replicas, Redis. As many sessions as can be events.
+"""Simulates a whole fleet, session by session: clients, HAProxy's ring, replicas, Redis.
 
-Replicas may be killed, and come back: HAProxy sees a killed one by the connections that break, sends what was on its
-way to another replica, and gives the sessions back in the time of the slow start once a check has succeeded."""
+Replicas may be killed and restarted: HAProxy detects a killed one by its broken connections, sends the requests in
+flight to another replica, and returns the sessions during the slow start after a successful check.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,11 @@ SLOWSTART_S = 10.0
 
 @dataclass
 class Shape:
-    """What there is. `cores`: processors that everything shares, clients too; None: each thread has its own.
-    `tokens`: how many each session holds; one number for all, or one for each."""
+    """The parts of a fleet.
+
+    cores: processors shared by all processes and clients; None: each thread has its own. tokens: the length of each
+    session; one number for all, or one for each.
+    """
 
     replicas: int = 3
     shards: int = 1
@@ -39,7 +43,7 @@ class Shape:
     client: bool = False
     fsync: str = "always"
     closed: int | None = None
-    """Connections of a closed loop, which take turns over their own sessions; else each session steps on its own."""
+    """Connections of a closed loop, each with its own sessions in turn; None: each session steps independently."""
 
     slowstart_s: float = SLOWSTART_S
     warm: bool = True
@@ -47,7 +51,7 @@ class Shape:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """On its way."""
+    """A step in flight."""
 
     session: int
     due_s: float
@@ -58,7 +62,7 @@ class Step:
 
 @dataclass
 class Fleet:
-    """Runs in `env`; `record` has what became of steps."""
+    """A fleet that runs in `env`; `record` has the results of its steps."""
 
     costs: Costs
     shape: Shape
@@ -77,7 +81,7 @@ class Fleet:
         ]
         self.places: Places = spread(self.random.integers(0, 2**32, shape.sessions, dtype=np.uint32))
         self.up: dict[int, float] = dict.fromkeys(range(1, shape.replicas + 1), -1e9)  # since when
-        self.lost = 0  # steps of replicas that were killed, which were sent again
+        self.lost = 0  # steps of killed replicas that were sent again
         self.on_way: dict[int, set[Step]] = {number: set() for number in self.up}
         self.replicas = {number: self._replica() for number in self.up}
         self.on_return: Callable[[float], None] = lambda _: None
@@ -92,7 +96,7 @@ class Fleet:
         return Replica(self.env, self.costs, cache, self._store, held=shape.tokens, cores=self.cores, turns=True)
 
     def _deal(self) -> None:
-        """Every session to its replica."""
+        """Assigns every session to its replica."""
         points = {}
         for number, since_s in self.up.items():
             age_s = self.env.now - since_s
@@ -101,7 +105,7 @@ class Fleet:
         self.owners = Ring({number: points[number] or whole[number] for number in self.up}).owners(self.places)
 
     def _store(self, commands: int, then: Then) -> None:
-        """A trip: each command to its shard, and the answers of all."""
+        """Sends a trip: each command to its shard; `then` runs after all answers."""
         count = len(self.shards)
         if count == 1:
             parts = [(self.shards[0], commands)]
@@ -120,7 +124,7 @@ class Fleet:
             after(self.env, self.costs.wire_s, partial(shard.submit, some, part))
 
     def send(self, session: int, due_s: float, then: Then | None = None) -> None:
-        """A step is due."""
+        """Sends a due step."""
         self.record.ask()
         step = Step(session, due_s, then)
         if self.shape.client:
@@ -153,7 +157,7 @@ class Fleet:
             step.then()
 
     def kill(self, number: int, back: bool = True) -> None:
-        """Now. It is started again at once where it is to come `back`."""
+        """Kills a replica now, and restarts it at once if `back`."""
         self.replicas[number] = self._replica()
         del self.up[number]
         self._deal()
@@ -165,7 +169,7 @@ class Fleet:
             self.env.process(self._return(number))
 
     def _return(self, number: int) -> simpy.events.ProcessGenerator:
-        """Loads, which takes processors that it may share, is found by a check, and is given its sessions."""
+        """Restarts a replica: it loads on shared processors, passes a check, and gets its sessions back."""
         loaded = self.env.event()
         if self.cores is not None:
             self.cores.take(self.costs.load_cpu_s, lambda: loaded.succeed())
@@ -180,7 +184,7 @@ class Fleet:
             yield self.env.timeout(1.0)
 
     def load(self, until_s: float) -> None:
-        """Clients, until then."""
+        """Starts the clients, which run until `until_s`."""
         shape = self.shape
         if shape.closed is not None:
             each = shape.sessions // shape.closed
@@ -212,7 +216,7 @@ class Fleet:
             yield answered
 
     def run(self, until_s: float, events: Iterable[tuple[float, Callable[[], None]]] = ()) -> Record:
-        """From now on: clients until then, then until all is answered. Events happen at their seconds."""
+        """Runs clients until `until_s`, then until all steps are answered. Events happen at their seconds."""
         for at_s, event in events:
             after(self.env, at_s - self.env.now, event)
         self.load(until_s)

@@ -1,10 +1,10 @@
-"""What the parts of the service cost, measured on the running stack: processor time, bytes, and the disk's own time.
+"""Measures the costs of the service's parts on the running stack: CPU time, bytes, and disk time.
 
-Three replicas, HAProxy and Redis, as docker-compose.yml has them. Steps of one token are sent through HAProxy by
-twelve connections, and to one replica alone by three and by 32. What each process took of the processor is read from
-the system, what went over the wires from HAProxy and Redis, how many batches and trips there were from the replicas.
-The two loads of one replica tell apart what a step costs from what a batch does; what a replica does while it is idle
-is in none. Rebuilding is measured at a replica that has never seen the sessions, against their second step there.
+Three replicas, HAProxy and Redis, as in docker-compose.yml. Twelve connections send steps of one token through HAProxy,
+and three and 32 connections send them to one replica alone. CPU times are read from the system, network bytes from
+HAProxy and Redis, and the numbers of batches and trips from the replicas. The two loads of one replica separate the
+cost of a step from that of a batch; a replica's idle work is excluded. Rebuilding is measured at a replica without the
+sessions' states, against their second step there.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from research.scaling.processes import Spent, resident_bytes, spent
 SOME, FEW, CROWDED = 12, 3, 32  # connections
 SESSIONS_EACH = 8
 SECONDS = 5.0
-MOVED = 240  # sessions of each length that a replica takes over
+MOVED = 240  # sessions of each length taken over by a replica
 MOVED_AT_ONCE = 8
 LENGTHS = (100, 600)  # tokens: within a tail, and more than one holds
-KEPT = 2000  # sessions by which memory is measured
+KEPT = 2000  # sessions for the memory measurement
 WRITES = 500
 QUANTILES = 40
 POLICIES = ("tail", "state")
@@ -48,7 +48,7 @@ Result = dict[str, Any]
 
 
 def totals(stack: Stack) -> dict[str, float]:
-    """The replicas' own counts, and the bytes that HAProxy and Redis have carried."""
+    """Returns the replicas' counts, and the bytes of HAProxy and Redis."""
     names = ("wane_batch_items_count", "wane_batch_items_sum", "wane_store_roundtrip_commands_count")
     found = dict.fromkeys((*names, "wane_store_roundtrip_commands_sum", "wane_state_rebuilds_total"), 0.0)
     for replica in stack.replicas:
@@ -65,7 +65,7 @@ def totals(stack: Stack) -> dict[str, float]:
 
 
 def load(stack: Stack, name: str, connections: int, seconds: float, port: int | None = None) -> Result:
-    """A closed loop through HAProxy, or at a replica's port: what one step took of everything."""
+    """Runs a closed loop through HAProxy, or at a replica's port; returns the costs per step."""
     random, port = Random(connections), port or stack.port
     sessions = [[f"{name}-{one}-{own}" for own in range(SESSIONS_EACH)] for one in range(connections)]
     begin(port, [session for own in sessions for session in own], random)
@@ -98,7 +98,7 @@ def load(stack: Stack, name: str, connections: int, seconds: float, port: int | 
 
 
 def start_with(port: int, sessions: Sequence[str], tokens: int, random: Random) -> None:
-    """Sessions of so many tokens."""
+    """Creates sessions with `tokens` tokens."""
     for path, body in (
         ("/v1/sessions", lambda session: {"session": session}),
         (None, lambda _: {"tokens": [random.randrange(1, VOCABULARY) for _ in range(tokens)]}),
@@ -107,7 +107,7 @@ def start_with(port: int, sessions: Sequence[str], tokens: int, random: Random) 
 
 
 def ask(port: int, requests: Sequence[tuple[str, object]], connections: int = 1) -> list[float]:
-    """Each request once, on so many connections: seconds that each took, in the order of the answers."""
+    """Sends each request once over some connections; returns the latencies in the order of the answers."""
     taken: list[float] = []
     waiting = iter(requests)
     sent: dict[int, float] = {}
@@ -133,8 +133,10 @@ def ask(port: int, requests: Sequence[tuple[str, object]], connections: int = 1)
 
 
 def move(stack: Stack, tokens: int) -> Result:
-    """Sessions of one replica go to another, and take a first and a second step there. Several at a time: a replica
-    that has nothing else to do looks for a proof of what it answers from a tail, which it does not in a storm."""
+    """Moves sessions of one replica to another, and measures their first and second step there.
+
+    Moves several at a time, because an idle replica searches for a proof of answers from a tail, unlike in a storm.
+    """
     random = Random(tokens)
     one, other = stack.replicas[0], stack.replicas[1]
     sessions = [f"moved-{tokens}-{number}" for number in range(MOVED)]
@@ -156,10 +158,10 @@ def move(stack: Stack, tokens: int) -> Result:
 
 
 def memory(stack: Stack) -> Result:
-    """What a session with a full tail takes of a replica that has its state, and of Redis."""
+    """Measures the memory of a session with a full tail, at a replica with its state and in Redis."""
     replica, store = stack.replicas[2], stack.processes[STORE]
     random = Random(0)
-    start_with(replica.port, [f"first-{number}" for number in range(200)], LENGTHS[-1], random)  # what is needed once
+    start_with(replica.port, [f"first-{number}" for number in range(200)], LENGTHS[-1], random)  # one-time allocations
     sessions = [f"kept-{number}" for number in range(KEPT)]
     with Redis.from_url(stack.administered_store) as redis:
         before, used = resident_bytes(replica), redis.info("memory")["used_memory"]
@@ -173,7 +175,7 @@ def memory(stack: Stack) -> Result:
 
 
 def disk(stack: Stack, fsync: str) -> list[float]:
-    """Milliseconds that writes of 100 bytes take by one connection."""
+    """Returns the milliseconds of writes of 100 bytes over one connection."""
     parts = urlsplit(stack.administered_store)
     taken = []
     with (
@@ -200,7 +202,7 @@ def disk(stack: Stack, fsync: str) -> list[float]:
 
 
 def restart(replica: Process) -> Result:
-    """A replica is killed and started again: until it is ready, and what it takes of the processor until then."""
+    """Kills and restarts a replica; measures the time until it is ready and its CPU time."""
     replica.kill()
     begun = time.perf_counter()
     replica.start()
@@ -209,14 +211,14 @@ def restart(replica: Process) -> Result:
 
 
 def runs(replica: Process) -> list[Result]:
-    """What a window takes by its tokens, as the replica measured it when it was warmed up."""
+    """Returns the time of a window by its tokens, as the replica measured it at warm-up."""
     report = json.loads(_get(f"{replica.url}/v1/report"))
     found: list[Result] = report["models"][0]["costs"]["window"]
     return found
 
 
 def measure(seconds: float = SECONDS) -> Result:
-    """All of it: by policy of the store, and what depends on none."""
+    """Measures all costs, by policy of the store and independent of it."""
     document: Result = {"policies": {}}
     writes: dict[str, list[float]] = {"always": [], "everysec": []}
     with Progress(console=Console(stderr=True)) as progress:
@@ -230,7 +232,7 @@ def measure(seconds: float = SECONDS) -> Result:
             variables = dict.fromkeys(replicas(), every)
             with tempfile.TemporaryDirectory() as folder, Stack(Path(folder), variables=variables) as stack:
                 found: Result = {}
-                for fsync, taken in writes.items():  # before the load and, further down, after it: disks have moods
+                for fsync, taken in writes.items():  # before and after the load, because the disk's speed varies
                     taken += disk(stack, fsync)
                 document["policies"][policy] = found
                 if policy == POLICIES[0]:

@@ -1,9 +1,10 @@
-"""Which sessions' states a replica has: in full, by session, or as the sizes of a population that share one fate.
+"""The resident states of a replica: by session, or as the counts of a population of equal sessions.
 
-Where every session steps as a Poisson process of the same rate, whichever steps next is any of them with the same
-probability, whatever happened before. Then only how many are resident matters, and not which: the count alone is a
-Markov chain (the sessions are exchangeable, the chain lumps), and nothing is approximated by keeping no more than it.
-A state cache that drops the least recently used holds a uniform sample of them at any time, too."""
+If every session steps as a Poisson process of the same rate, the next step belongs to each of them with the same
+probability, independent of the past. Then only the number of resident sessions matters: the count is a Markov chain
+(the sessions are exchangeable, so the chain lumps), and keeping only the count is exact. An LRU state cache also holds
+a uniform sample of the sessions at any time.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +16,35 @@ import numpy as np
 
 
 class Found(Enum):
-    """Where a step's state comes from."""
+    """The source of a step's state."""
 
     RESIDENT = "resident"
     REMEMBERED = "remembered"
-    """It was dropped; the tail is known here."""
+    """The state was evicted; the tail is known here."""
 
     AWAY = "away"
-    """The session was elsewhere: its tail is read from the store."""
+    """The session was at another replica; its tail is read from the store."""
 
 
 class States(Protocol):
-    """What a replica asks of its memory."""
+    """The interface of a replica's memory."""
 
     def use(self, session: int) -> Found:
-        """A session steps, and its state is there afterwards."""
+        """Steps a session, whose state is resident afterwards."""
         ...
 
     def drop(self, session: int) -> None:
-        """Its step came to nothing: there is no state."""
+        """Drops the state of a failed step."""
         ...
 
     @property
     def resident(self) -> int:
-        """How many states there are."""
+        """Returns the number of resident states."""
         ...
 
 
 class StateCache:
-    """Every session by name; the one that was unused for longest is dropped."""
+    """Sessions by name; evicts the least recently used one."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -73,10 +74,10 @@ class StateCache:
 
 
 class Population:
-    """Sessions without names: how many are resident, remembered, and away. `use` draws which of them it is."""
+    """Counts of resident, remembered and away sessions. `use` draws the kind of the session."""
 
     def __init__(self, sessions: int, capacity: int, random: np.random.Generator, *, away: int = 0) -> None:
-        """`away` of the sessions are new to the replica; of the others, as many are resident as there is room for."""
+        """away: sessions new to the replica; the others are resident up to the capacity."""
         self.sessions = sessions
         self.away = away
         self._capacity = capacity
@@ -84,7 +85,7 @@ class Population:
         self._resident = min(sessions - away, capacity)
 
     def use(self, session: int) -> Found:  # noqa: ARG002  (any may be meant)
-        """See `States`; which session it is is drawn."""
+        """See `States`; draws the session."""
         drawn = self._random.random() * self.sessions
         if drawn < self._resident:
             return Found.RESIDENT
@@ -106,12 +107,12 @@ class Population:
         return self._resident
 
     def join(self, sessions: int) -> None:
-        """Sessions come that were elsewhere."""
+        """Adds sessions from other replicas."""
         self.sessions += sessions
         self.away += sessions
 
     def leave(self, sessions: int) -> None:
-        """Any of the sessions go, as many of each kind as there are of it."""
+        """Removes random sessions, in proportion to the counts of each kind."""
         share = sessions / self.sessions
         self.away -= round(share * self.away)
         self._resident -= round(share * self._resident)

@@ -20,7 +20,7 @@ DPI = 110
 
 
 def plot_all(result: Result, checked: Result) -> None:
-    """Every figure."""
+    """Plots every figure."""
     saturation(result, FIGURES / "scaling_saturation.png")
     capacity(result, FIGURES / "scaling_capacity.png")
     storms(result, FIGURES / "scaling_storms.png")
@@ -30,7 +30,7 @@ def plot_all(result: Result, checked: Result) -> None:
 
 
 def saturation(result: Result, path: Path) -> None:
-    """What one of each carries, by how often sessions step."""
+    """Plots the sessions that one of each carries, by their rate of steps."""
     own = result["policies"]["tail"]["saturated_at"]
     figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for number, (name, sessions) in enumerate(own.items()):
@@ -45,7 +45,7 @@ def saturation(result: Result, path: Path) -> None:
 
 
 def capacity(result: Result, path: Path) -> None:
-    """One replica and one Redis at rising rates."""
+    """Plots one replica and one Redis at rising rates."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
         for name, style in (("p50_ms", ":"), ("p99_ms", "-")):
@@ -76,7 +76,7 @@ def capacity(result: Result, path: Path) -> None:
 
 
 def storms(result: Result, path: Path) -> None:
-    """p99 over time: a third of the replicas lost, and a replica that joins."""
+    """Plots p99 over time after the loss of a third of the replicas, and after a replica joins."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
         for one in own["lost_zone"]:
@@ -106,13 +106,13 @@ def storms(result: Result, path: Path) -> None:
 
 
 def over_time(values: list[float | None]) -> tuple[list[float], list[float]]:
-    """The middle of each slice, and its value; where there is none, no line is drawn."""
+    """Returns the middle and the value of each slice; the line has a gap at missing values."""
     at_s = [SLICE_S * (number + 0.5) for number in range(len(values))]
     return at_s, [float("nan") if value is None else value for value in values]
 
 
 def money(result: Result, path: Path) -> None:
-    """What a million sessions cost, by how often they step."""
+    """Plots the cost of a million sessions by their rate of steps."""
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
         for kind, style in (("all resident", "-"), ("state pool as it is set", "--")):
@@ -134,7 +134,7 @@ def money(result: Result, path: Path) -> None:
 
 
 def skew(result: Result, path: Path) -> None:
-    """How uneven it gets."""
+    """Plots the load of the busiest replica by the skew of the sessions."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for number, (sessions, own) in enumerate(result["skew"].items()):
         label = f"{int(sessions):,} sessions, {own['replicas']:,} replicas"
@@ -148,7 +148,7 @@ def skew(result: Result, path: Path) -> None:
 
 
 def comparison(result: Result, checked: Result, path: Path) -> None:
-    """Measured and simulated, side by side."""
+    """Plots measured and simulated figures."""
     from research.scaling import check
 
     rows = [row for row in check.rows(checked, result["check"]) if row[1].endswith(" ms")]
@@ -169,7 +169,7 @@ def comparison(result: Result, checked: Result, path: Path) -> None:
 
 
 def save(figure: Any, axes: Any, path: Path) -> None:
-    """With a grid."""
+    """Adds a grid and saves the figure."""
     axes.grid(alpha=0.3, which="both")
     figure.savefig(path, dpi=DPI)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""What the processes of a stack take: processor time by thread, and memory. Linux only: it is read from /proc."""
+"""CPU time by thread and memory of a stack's processes. Linux only, because it reads /proc."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ SESSION = 3
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Processor seconds: of the process's first thread (of a replica: its event loop), and of all others of it and of
-    the processes that it started."""
+    """CPU seconds of a process's first thread (a replica's event loop), and of its other threads and children."""
 
     first_s: float
     others_s: float
@@ -28,19 +27,19 @@ class Spent:
 
     @property
     def all_s(self) -> float:
-        """Both."""
+        """All CPU seconds."""
         return self.first_s + self.others_s
 
 
 def spent(process: Process) -> Spent:
-    """Until now, by a service of the stack: each leads a session of its own, by which its processes are found."""
+    """Returns the CPU seconds of a service so far; its processes are those of its own process session."""
     total = sum(_seconds(folder) for folder in _of_session(process.pid))
     first = _seconds(Path(f"/proc/{process.pid}/task/{process.pid}"))
     return Spent(first, total - first)
 
 
 def resident_bytes(process: Process) -> int:
-    """What of all its processes is in memory; what they share counts for each."""
+    """Returns the resident memory of all its processes; shared memory counts for each."""
     total = 0
     for folder in _of_session(process.pid):
         with contextlib.suppress(OSError):
@@ -65,5 +64,5 @@ def _seconds(folder: Path) -> float:
 
 
 def _fields(folder: Path) -> list[str]:
-    """Behind the name, which may hold anything: state, parent, group, session, ..."""
+    """Returns the fields after the name, which may contain anything: state, parent, group, session, ..."""
     return (folder / "stat").read_text().rpartition(")")[2].split()

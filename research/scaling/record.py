@@ -1,4 +1,4 @@
-"""What became of steps: when each was due, how long it took, whether its state was rebuilt or it was refused."""
+"""The results of steps: due time, latency, and whether the state was rebuilt or the step refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass
 class Record:
-    """Seconds, of the simulation's clock."""
+    """The results of steps, in seconds of the simulation's clock."""
 
     due_s: list[float] = field(default_factory=list)
     taken_s: list[float] = field(default_factory=list)
@@ -21,11 +21,11 @@ class Record:
     asked: int = 0
 
     def ask(self) -> None:
-        """A step is due."""
+        """Counts a due step."""
         self.asked += 1
 
     def answer(self, due_s: float, now_s: float, refused: bool, rebuilt: bool) -> None:
-        """It is over."""
+        """Records the end of a step."""
         if refused:
             self.refused += 1
             self.refused_s.append(due_s)
@@ -36,11 +36,11 @@ class Record:
 
     @property
     def answered(self) -> int:
-        """Steps that were."""
+        """The number of answered steps."""
         return len(self.due_s)
 
     def between(self, begin_s: float, end_s: float) -> dict[str, Any]:
-        """Of what was due in that time: how many, percentiles in ms, shares."""
+        """Summarises the steps due in that time: their number, percentiles in ms, shares."""
         due, taken, rebuilt = self.arrays()
         chosen = (due >= begin_s) & (due < end_s)
         refused = np.array(self.refused_s)
@@ -59,15 +59,15 @@ class Record:
         }
 
     def over_time(self, begin_s: float, end_s: float, slice_s: float) -> list[dict[str, Any]]:
-        """The same, slice by slice, each with its middle as `at_s`."""
+        """Like `between`, slice by slice, each with its middle as `at_s`."""
         starts = np.arange(begin_s, end_s - slice_s / 2, slice_s)
         return [{"at_s": float(at + slice_s / 2), **self.between(at, at + slice_s)} for at in starts]
 
     def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
-        """due_s, taken_s, rebuilt, by when they were answered."""
+        """Returns due_s, taken_s and rebuilt, in the order of the answers."""
         return np.array(self.due_s), np.array(self.taken_s), np.array(self.rebuilt, bool)
 
 
 def p99_ms(taken_s: NDArray[np.float64]) -> float | None:
-    """None where there is nothing."""
+    """Returns the p99, or None without values."""
     return float(1e3 * np.percentile(taken_s, 99)) if len(taken_s) else None

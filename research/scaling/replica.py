@@ -1,7 +1,7 @@
-"""One replica: an event loop, a runner's thread with the service's own queue before it, and trips to the store.
+"""Simulates one replica: an event loop, a runner's thread with the service's queue, and trips to the store.
 
-What the simulation shares with the service is `service/batching/scheduler.py` itself: what waits, what is the next
-batch, and how rebuilds are bounded are not modelled but run. The times that runs take are the measured ones.
+The simulation runs `service/batching/scheduler.py` itself: the queue, the choice of the next batch and the bound of
+rebuilds are the service's code, not a model. The times of runs are the measured ones.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from wane.service.engine.step import MOST_USES, REBUILD_EMA_ALPHA
 
 PIECE = 512
 WINDOW = 64
-"""Tokens from which a state is rebuilt where states do not last; else from all that is held (`rebuilt_from`)."""
+"""Tokens from which a state is rebuilt if states are soon evicted; otherwise all held tokens (`rebuilt_from`)."""
 
 DEADLINE_S = 30.0
-"""Of a request (WANE_REQUEST_TIMEOUT_MS), from when the event loop has read it."""
+"""Timeout of a request (WANE_REQUEST_TIMEOUT_MS), from its arrival at the event loop."""
 
 
 @cache
 def work(tokens: int) -> Work:
-    """A step's, or that of a window of so many tokens."""
+    """Returns the work of a step, or of a window of `tokens` tokens."""
     return Work("step") if tokens == 1 else Work("window", np.zeros(tokens, np.int64))
 
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """A step that waits for the runner."""
+    """A step waiting for the runner."""
 
     work: Work
     found: Found
@@ -51,7 +51,7 @@ class Item:
 
 
 class Replica:
-    """Takes steps; `then` is told of each whether it was refused, and whether its state was rebuilt."""
+    """Runs steps; calls `then` for each with whether it was refused and whether its state was rebuilt."""
 
     def __init__(
         self,
@@ -65,8 +65,9 @@ class Replica:
         cores: Cores | None = None,
         turns: bool = False,
     ) -> None:
-        """`held`: tokens that are kept of a session. `turns`: steps of one session wait for each other, which takes
-        sessions with names."""
+        """held: tokens kept of a session. turns: whether steps of one session wait for each other, which needs named
+        sessions.
+        """
         self._env = env
         self._costs = costs
         self.states = states
@@ -85,7 +86,7 @@ class Replica:
         self.steps = self.rebuilt = self.refused = self.reads = self.trips = 0
 
     def step(self, session: int, then: Callable[[bool, bool], None]) -> None:
-        """A step arrives."""
+        """Handles the arrival of a step."""
         self.loop.do(self._costs.loop_step_s / 2, lambda: self._turn(session, then))
 
     def _turn(self, session: int, then: Callable[[bool, bool], None]) -> None:
@@ -123,7 +124,7 @@ class Replica:
             self.loop.do(more_s, lambda: self._enqueue(item))
 
     def _rebuilt_from(self) -> int:
-        """As `service/engine/routing.py` has it for a model whose certificate promises enough at WINDOW."""
+        """Like `service/engine/routing.py`, for a model whose certificate suffices at WINDOW."""
         used = min(self._found / max(1 - self._found, 1 / MOST_USES), MOST_USES)
         if self._held <= WINDOW or self._runs.full(self._held) <= max(1 + used, COST_TOLERANCE) * self._runs.window(
             WINDOW
@@ -141,7 +142,7 @@ class Replica:
             self.loop.do(0.0, self._start)
 
     def _refuse(self, item: Item) -> None:
-        """It is too much, or too late: 429 or 504."""
+        """Refuses a step because of overload or timeout: 429 or 504."""
         self.refused += 1
         if item.found is not Found.RESIDENT:
             self.states.drop(item.session)
@@ -180,7 +181,7 @@ class Replica:
         self._leave()
 
     def _leave(self) -> None:
-        """The next trip to the store, with all that waits for one."""
+        """Starts the next trip to the store with all waiting items."""
         if not self._line or self._under_way >= self._costs.trips:
             return
         items, self._line = list(self._line), deque()

@@ -1,14 +1,13 @@
-"""One replica of many, in detail: its sessions are a population without names, and the rest of the fleet a background.
+"""Simulates one replica of many in detail, with its sessions as a population and the rest of the fleet as background.
 
-Why that is enough. Sessions step on their own, at times that have nothing to do with each other: what reaches a
-replica is a Poisson process of the sum of their rates, whichever they are, and which session it is does not depend on
-the past (`memory.py`). Replicas share HAProxy and Redis only. Of these each has trips from so many replicas that one
-replica's own do not bear on what it meets there: the time of a trip is drawn from what one shard, simulated apart
-with the trips of all, takes for it (a mean field). What happens to other replicas comes as sessions that join and
+This suffices for two reasons. Sessions step independently: the steps at a replica are a Poisson process with the sum of
+their rates, and the session of a step does not depend on the past (`memory.py`). Replicas share only HAProxy and Redis,
+which serve so many replicas that one replica's own trips hardly affect it: the time of a trip is drawn from a separate
+simulation of one shard with the trips of all (a mean field). Events at other replicas appear as sessions that join and
 leave.
 
-So 10^8 sessions need no more events than the 10^4 of one replica, and `tests/research/scaling/test_sample.py` shows
-where both can be run that they agree.
+Therefore 10^8 sessions need no more events than the 10^4 of one replica. `tests/research/scaling/test_sample.py` shows
+that both simulations agree where both can run.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from wane.service.batching.scheduler import FairScheduler, Scheduler
 
 
 class Sample:
-    """One replica; `states` is its population, which scenarios change while it runs."""
+    """One replica; `states` is its population, which scenarios change during the run."""
 
     def __init__(
         self,
@@ -45,8 +44,9 @@ class Sample:
         seed: int = 0,
         queue: Callable[[int, CostModel], Scheduler[Item]] = FairScheduler,
     ) -> None:
-        """`sessions`, of which `away` are new to it, step `rate` times a second each. `trips_s`: what a trip to one
-        shard takes, to draw from."""
+        """sessions: the number of sessions, of which `away` are new to the replica; rate: steps per second of each.
+        trips_s: times of a trip to one shard, to draw from.
+        """
         self.env = simpy.Environment()
         self.random = np.random.default_rng(seed)
         self.record = Record()
@@ -65,7 +65,7 @@ class Sample:
         after(self.env, self._costs.wire_s + float(drawn.max()), then)
 
     def run(self, until_s: float, events: Iterable[tuple[float, Callable[[], None]]] = ()) -> Record:
-        """Steps until then, and then until all are answered."""
+        """Sends steps until `until_s`, then waits until all are answered."""
         for at_s, event in events:
             after(self.env, at_s, event)
         self.env.process(self._arrivals(until_s))
@@ -73,7 +73,7 @@ class Sample:
         return self.record
 
     def _arrivals(self, until_s: float) -> simpy.events.ProcessGenerator:
-        """A Poisson process of the population's rate, which may change at any event."""
+        """Generates a Poisson process with the population's rate, which may change at any event."""
         number = 0
         while True:
             rate = self.rate * self.states.sessions

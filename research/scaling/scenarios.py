@@ -1,7 +1,7 @@
-"""What happens to a fleet, seen at the replica that it is worst for: replicas lost, deployed, added.
+"""Scenarios of a fleet, seen at the most affected replica: replicas lost, deployed, added.
 
-Fleets differ by how many replicas there are, and so by which share of the sessions one event moves. A replica is loaded
-as planned before each event; sessions that come to it are `away`, and are rebuilt when they next step.
+Fleets differ in the number of replicas, and therefore in the share of the sessions that one event moves. A replica has
+its planned load before each event; sessions that move to it are `away`, and are rebuilt at their next step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What scenarios have in common. `think_s`: seconds from a session's step to its next, on average."""
+    """The common setting of scenarios. think_s: mean seconds between a session's steps."""
 
     costs: Costs
     plan: Plan
@@ -42,11 +42,11 @@ class Setting:
 
     @property
     def sessions(self) -> int:
-        """Of one replica."""
+        """The number of sessions of one replica."""
         return round(self.plan.steps_per_s * self.think_s)
 
     def sample(self, sessions: int, away: int, queue: str = "fair") -> Sample:
-        """One replica whose state cache holds all of its sessions."""
+        """Returns a replica whose state cache holds all of its sessions."""
         return Sample(
             self.costs,
             sessions=sessions,
@@ -62,8 +62,10 @@ class Setting:
 
 
 def lost(setting: Setting, share: float, queue: str = "fair", after_s: float = AFTER_S) -> Result:
-    """A share of all replicas is gone at once: each that is left has so many sessions more, all of them away. What one
-    of those sees that are left."""
+    """Simulates a remaining replica after the loss of a share of all replicas at once.
+
+    It gets its share of the lost replicas' sessions, all of them away.
+    """
     sample = setting.sample(setting.sessions, 0, queue)
     more = round(setting.sessions * share / (1 - share))
     events = [(BEFORE_S, lambda: sample.states.join(more))] if more else []
@@ -86,13 +88,14 @@ def lost(setting: Setting, share: float, queue: str = "fair", after_s: float = A
 
 
 def p99_over_time(slices: list[Result]) -> list[float | None]:
-    """What is drawn of slices: the p99 of the steps whose states were there, to a hundredth."""
+    """Returns the p99 of the steps with resident states by slice, rounded to a hundredth."""
     return [None if one["resident_p99_ms"] is None else round(one["resident_p99_ms"], 2) for one in slices]
 
 
 def storm_of(slices: list[Result], calm_ms: float, begun_s: float) -> Result:
-    """The worst two seconds, of steps whose states were there and of those that were rebuilt; and until when the p99 of
-    the former is more than twice what it is without a storm."""
+    """Returns the worst two seconds of resident and of rebuilt steps, and the time until which the p99 of resident
+    steps is more than twice that without a storm.
+    """
 
     def worst(name: str) -> float | None:
         return max((one[name] for one in slices if one[name] is not None), default=None)
@@ -110,8 +113,7 @@ def storm_of(slices: list[Result], calm_ms: float, begun_s: float) -> Result:
 
 
 def joined(setting: Setting, slowstart_s: float, after_s: float) -> Result:
-    """A replica that is new, or was started again: all of its sessions are away, and come in sixteenths of the slow
-    start. What it sees itself."""
+    """Simulates a new or restarted replica: its sessions are away, and arrive in sixteenths of the slow start."""
     steps = POINTS if slowstart_s else 1
     first = setting.sessions // steps
     sample = setting.sample(first, first)
@@ -131,13 +133,17 @@ def joined(setting: Setting, slowstart_s: float, after_s: float) -> Result:
 
 
 def deployed(setting: Setting, replicas: int, at_once: float, notice_s: float = 2.0) -> Result:
-    """All replicas are started anew, a share of them at a time: how long it takes, how many states are rebuilt, and at
-    what rate at most over the whole fleet. Counted, from what one replica's life says: while it is away its sessions
-    that step are rebuilt elsewhere, and once more when they are back."""
+    """Computes a rolling restart of all replicas, a share at a time: its duration, the number of rebuilt states,
+    and their highest rate over the fleet.
+
+    While a replica is away, its stepping sessions are rebuilt elsewhere, and once more after its return.
+    """
     together = max(1, int(at_once * replicas))
     each_s = notice_s + setting.costs.ready_s + SLOWSTART_S
     away_s = setting.costs.ready_s + SLOWSTART_S / 2
-    stepped = 1 - float(np.exp(-away_s / setting.think_s))  # of those that moved, who steps before it goes back
+    stepped = 1 - float(
+        np.exp(-away_s / setting.think_s)
+    )  # share of the moved sessions that step before they move back
     sessions = replicas * setting.sessions
     peak = together * setting.sessions / setting.think_s
     return {
@@ -152,7 +158,7 @@ def deployed(setting: Setting, replicas: int, at_once: float, notice_s: float = 
 
 
 def ring_changes() -> list[Result]:
-    """What HAProxy's ring moves when a replica is added, and when one is lost, against what has to be moved."""
+    """Compares the sessions that HAProxy's ring moves, when a replica is added or lost, with the necessary moves."""
     keys = places(f"session-{number}" for number in range(KEYS))
     found = []
     for replicas in RINGS:

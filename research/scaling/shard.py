@@ -1,8 +1,8 @@
-"""One Redis, as the sessions' store: one thread, which takes everything that has come, does it, writes it to the disk
-once, and answers.
+"""Simulates one Redis as the sessions' store: one thread, which takes all waiting commands, runs them, writes to the
+disk once, and answers.
 
-With `appendfsync always` the answers of one round wait for one write, however many commands there are in it: the disk
-bounds the rounds in a second, and the processor the commands. With `everysec` another thread writes, and nobody waits.
+With `appendfsync always` the answers of one round wait for one write, for any number of commands: the disk limits the
+rounds per second, and the processor the commands. With `everysec` another thread writes, and no answer waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from research.scaling.worker import Cores, Then, Worker, after
 
 
 class Shard:
-    """Answers trips of some commands each."""
+    """A Redis that answers trips of several commands each."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Shard:
         self.busy_s = 0.0
 
     def submit(self, commands: int, then: Then) -> None:
-        """A trip arrives; `then` is called once its answers are there."""
+        """Handles the arrival of a trip; calls `then` after its answers."""
         self._waiting.append((commands, then))
         if not self._round:
             self._begin()
@@ -65,8 +65,9 @@ class Shard:
 def response_times(
     costs: Costs, trips_per_s: float, commands: float, count: int, seed: int, *, fsync: str = "always"
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Seconds that trips take at one of many shards, which come on their own (a Poisson process) from many replicas,
-    with so many commands on average."""
+    """Returns the seconds of trips at one of many shards, for a Poisson process of trips of many replicas with a given
+    mean number of commands.
+    """
     env, random = simpy.Environment(), np.random.default_rng(seed)
     shard = Shard(env, costs, random, fsync=fsync)
     taken: list[float] = []
@@ -84,4 +85,4 @@ def response_times(
 
 
 Store = Callable[[int, Then], None]
-"""How a replica sends a trip."""
+"""Sends a replica's trip: the number of commands, and the callback."""

@@ -1,8 +1,8 @@
-"""How many of each for so many sessions, what each is used to, what saturates first, and what it costs.
+"""Sizes of fleets: the number of each part, their load, the first bottleneck, and the cost.
 
-Demands are products of rates and measured costs, for one replica as it was simulated at the load that is planned with.
-Sessions step once in `think_s` seconds on average. A replica keeps as many states as its pool has room for; of sessions
-that step alike, the share that is resident is the share of steps that find theirs (`memory.py`).
+Demands are products of rates and measured costs, for one replica as simulated at the planned load. Sessions step once
+in `think_s` seconds on average. A replica keeps as many states as fit into its pool; for sessions of equal rates, the
+resident share is also the share of steps that find their state (`memory.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from research.scaling.costs import Costs, Limits, Prices
 GIB = 2**30
 WINDOW = 64
 THREADS = 2
-"""Processors of a replica: its loop's, and its runner's."""
+"""Processors of a replica: one for its loop, one for its runner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a fleet. Cores and GiB are what is used at these rates divided by the planned load: what has to be there."""
+    """The size of a fleet. Cores and GiB are the required ones: the used amounts divided by the planned load."""
 
     sessions: float
     think_s: float
@@ -35,16 +35,16 @@ class Size:
     network_bytes_per_s: float
 
     def cost(self, prices: Prices) -> float:
-        """Money an hour."""
+        """Returns the cost per hour."""
         return prices.core_hour * sum(self.cores.values()) + prices.gib_hour * sum(self.gib.values())
 
     def per_million(self, value: float) -> float:
-        """Of anything, for a million sessions."""
+        """Scales a value to a million sessions."""
         return 1e6 * value / self.sessions
 
 
 def size(costs: Costs, plan: Plan, limits: Limits, sessions: float, think_s: float, resident: float = 1.0) -> Size:
-    """`resident`: the share of the sessions whose states have room."""
+    """Returns the size of a fleet. resident: the share of the sessions whose states fit into memory."""
     rate = sessions / think_s
     missed = 1 - resident
     loop = rate * (plan.loop_s + missed * costs.loop_rebuilt_s) / limits.load
@@ -76,8 +76,9 @@ def size(costs: Costs, plan: Plan, limits: Limits, sessions: float, think_s: flo
 
 
 def saturated_at(costs: Costs, plan: Plan, limits: Limits, think_s: float) -> dict[str, float]:
-    """Sessions at which one of each is used to its limit: one replica with its state pool as it is set, one Redis, one
-    HAProxy, one network. The least is what saturates first in a stack of one of each."""
+    """Returns the sessions at which one of each reaches its limit: a replica with the set state pool, a Redis, an
+    HAProxy, a network. The smallest number belongs to the first bottleneck of a stack with one of each.
+    """
     each = size(costs, plan, limits, 1e6, think_s)
     cores = {name: each.per_million(value) / 1e6 for name, value in each.cores.items()}
     loop = 1 / think_s * plan.loop_s / limits.load
@@ -93,8 +94,9 @@ def saturated_at(costs: Costs, plan: Plan, limits: Limits, think_s: float) -> di
 
 
 def worth_keeping_s(costs: Costs, prices: Prices, limits: Limits) -> float:
-    """A state is worth its memory if it is used more often than once in so many seconds: what it costs to rebuild it
-    once, against what its bytes cost for that long."""
+    """Returns the interval of use up to which a state is worth its memory: the time in which its bytes cost as much as
+    one rebuild.
+    """
     tokens = costs.window_s(WINDOW) if costs.policy == "tail" else costs.restored_s
     rebuild = (costs.loop_rebuilt_s + tokens) / limits.load * prices.core_hour / 3600
     return rebuild / (costs.state_bytes / GIB * prices.gib_hour / 3600)

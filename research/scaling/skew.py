@@ -1,8 +1,8 @@
-"""Hot sessions: rates that fall with the rank as a power of it (Zipf), laid on the ring.
+"""Hot sessions on the ring: rates that fall with a power of the rank (Zipf).
 
-The first million ranks are placed one by one; the rest of up to 10^8 is so even that each replica's part of it is its
-part of the ring. How often the cache has a state is Che's approximation for a cache that drops the least recently
-used."""
+The first million ranks are placed one by one; the rest of up to 10^8 is so even that each replica's share of it is its
+share of the ring. The hit rate of the LRU state cache is Che's approximation.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ PLACED = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """exponent: of the rank; hottest_per_s: steps a second of the first session; busiest: the busiest replica's rate by
-    the mean one's, and `busiest_even` by the ring alone; resident: share of steps that find their state where a tenth
-    of all states has room."""
+    """The load of one fleet with hot sessions.
+
+    exponent: of the rank; hottest_per_s: steps per second of the first session; busiest: the busiest replica's rate
+    relative to the mean, and `busiest_even` by the ring alone; resident: share of steps that find their state if a
+    tenth of all states fits into memory.
+    """
 
     exponent: float
     hottest_per_s: float
@@ -29,12 +32,12 @@ class Skew:
     resident: float
 
     def document(self) -> dict[str, float]:
-        """For JSON."""
+        """Returns the figures for JSON."""
         return asdict(self)
 
 
 def weights(sessions: int, exponent: float) -> tuple[NDArray[np.float64], float]:
-    """Shares of all steps: of the first ranks each, and of all the others together."""
+    """Returns the shares of all steps: of each of the first ranks, and of all others together."""
     first = np.arange(1, min(sessions, PLACED) + 1, dtype=np.float64) ** -exponent
     rest = power_sum(len(first) + 0.5, sessions + 0.5, exponent) if sessions > len(first) else 0.0
     total = float(first.sum()) + rest
@@ -42,7 +45,7 @@ def weights(sessions: int, exponent: float) -> tuple[NDArray[np.float64], float]
 
 
 def power_sum(low: float, high: float, exponent: float) -> float:
-    """The integral of rank to the power of minus the exponent."""
+    """Returns the integral of rank to the power of minus the exponent."""
     if exponent == 1.0:
         return float(np.log(high / low))
     return float((high ** (1 - exponent) - low ** (1 - exponent)) / (1 - exponent))
@@ -51,7 +54,7 @@ def power_sum(low: float, high: float, exponent: float) -> float:
 def skew(
     sessions: int, replicas: int, steps_per_s: float, exponent: float, most_per_s: float = np.inf, seed: int = 0
 ) -> Skew:
-    """One fleet. `most_per_s`: of one session, whose steps wait for each other."""
+    """Computes one fleet. most_per_s: the highest rate of one session, whose steps wait for each other."""
     first, rest = weights(sessions, exponent)
     first = np.minimum(first, most_per_s / steps_per_s)
     whole = float(first.sum()) + rest
@@ -72,8 +75,10 @@ def skew(
 
 
 def resident(first: NDArray[np.float64], rest: float, sessions: int, room: float) -> float:
-    """The share of steps that find their state, where `room` of the sessions' states are kept: Che's approximation. The
-    time for which an unused state stays is that in which so many different sessions step."""
+    """Returns the share of steps that find their state if `room` of the states are kept, by Che's approximation.
+
+    An unused state stays for the time in which that many different sessions step.
+    """
     others = max(sessions - len(first), 0)
     each = rest / others if others else 0.0
 

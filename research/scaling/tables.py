@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md, from the JSON files: nothing on the page is written by hand that a table can say."""
+"""The tables of docs/scaling.md, from the JSON files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from research.scaling import check
 
 Result = dict[str, Any]
 Column = tuple[str, Callable[[Result], str]]
-"""What stands above it, and what it shows of a row."""
+"""A heading, and the function that formats a row's cell."""
 
 
 def all_of(result: Result, checked: Result) -> dict[str, list[str]]:
-    """Each by its name on the page."""
+    """Returns the tables by the names of their markers on the page."""
     return {
         "costs": of_costs(result["costs"]),
         "check": markdown(
@@ -33,22 +33,22 @@ def all_of(result: Result, checked: Result) -> dict[str, list[str]]:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Result]) -> list[str]:
-    """A table's lines, with a row for each result."""
+    """Returns a table's lines, with a row for each result."""
     return markdown([head for head, _ in columns], [[shown(row) for _, shown in columns] for row in rows])
 
 
 def number(head: str, name: str, spec: str = ",", unit: str = "", times: float = 1) -> Column:
-    """A column of what is called so in each row, so many times as large."""
+    """Returns a column of a named number in each row, multiplied by `times`."""
     return head, lambda row: f"{times * row[name]:{spec}}{unit}"
 
 
 def word(head: str, name: str) -> Column:
-    """A column of what is called so in each row, as it is."""
+    """Returns a column of a named value in each row, unformatted."""
     return head, lambda row: str(row[name])
 
 
 def by_policy(result: Result, name: str) -> Iterator[Result]:
-    """What is called so of each policy, with the policy."""
+    """Yields the named results of each policy, with the policy."""
     return ({"policy": policy, **one} for policy, own in result["policies"].items() for one in own[name])
 
 
@@ -65,12 +65,12 @@ MOVED = number("sessions moved to each", "moved_here")
 
 
 def of_costs(costs: Result) -> list[str]:
-    """What the simulation is fed with."""
+    """Returns the table of the simulation's costs."""
     policies = list(costs)
     tail, state = (costs[policy] for policy in policies)
 
     def each(name: str, key: str, spec: str, unit: str, times: float = 1) -> list[str]:
-        """A row with a column for each policy."""
+        """Returns a row with a column for each policy."""
         return [name, *(f"{times * costs[policy][key]:{spec}} {unit}" for policy in policies)]
 
     write = sorted(tail["write_s"]["always"])
@@ -111,7 +111,7 @@ def of_costs(costs: Result) -> list[str]:
 
 
 def of_sizes(result: Result) -> list[str]:
-    """Fleets by sessions."""
+    """Returns the table of fleets by sessions."""
     columns = (
         SESSIONS,
         POLICY,
@@ -128,7 +128,7 @@ def of_sizes(result: Result) -> list[str]:
 
 
 def of_saturation(result: Result) -> list[str]:
-    """Sessions at which one of each is used up, by how often they step."""
+    """Returns the table of the sessions at which one of each saturates, by their rate of steps."""
     shown = [index for index, think_s in enumerate(result["thinks_s"]) if think_s in (1.0, 10.0, 100.0, 1000.0)]
     own = result["policies"]["tail"]["saturated_at"]
     rows = [[name, *(f"{sessions[index]:,.0f}" for index in shown)] for name, sessions in own.items()]
@@ -137,7 +137,7 @@ def of_saturation(result: Result) -> list[str]:
 
 
 def of_money(result: Result) -> list[str]:
-    """A million sessions."""
+    """Returns the table of the cost of a million sessions."""
     rows = []
     for index, think_s in enumerate(result["thinks_s"]):
         for kind, found in result["policies"]["tail"]["by_think"].items():
@@ -149,13 +149,13 @@ def of_money(result: Result) -> list[str]:
 
 
 def of_lost(result: Result) -> list[str]:
-    """One replica of each fleet."""
+    """Returns the table of the loss of one replica by fleet."""
     rebuilt = number("rebuilt/s at first", "first_rebuilt_per_s", ",.1f")
     return table((SESSIONS, POLICY, REPLICAS, MOVED, rebuilt, BEFORE, *WORST), by_policy(result, "lost"))
 
 
 def of_third(result: Result) -> list[str]:
-    """A third of all."""
+    """Returns the table of the loss of a third of the replicas."""
     columns = (
         POLICY,
         word("queue", "queue"),
@@ -170,7 +170,7 @@ def of_third(result: Result) -> list[str]:
 
 
 def of_joined(result: Result) -> list[str]:
-    """A replica without states."""
+    """Returns the table of a replica that joins without states."""
     columns = (
         POLICY,
         number("slow start", "slowstart_s", ".0f", " s"),
@@ -184,7 +184,7 @@ def of_joined(result: Result) -> list[str]:
 
 
 def of_deployed(result: Result) -> list[str]:
-    """All replicas, one after another."""
+    """Returns the table of rolling restarts."""
     own = result["policies"]["tail"]
     columns = (
         SESSIONS,
@@ -200,7 +200,7 @@ def of_deployed(result: Result) -> list[str]:
 
 
 def of_ring(result: Result) -> list[str]:
-    """What moves."""
+    """Returns the table of the ring's moves."""
     columns = (
         word("replicas", "replicas"),
         (

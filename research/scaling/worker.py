@@ -1,4 +1,4 @@
-"""Who does work: a thread, which does one thing after another, and the processors that threads share."""
+"""Workers: threads that run jobs one after another, and the processors that threads share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import simpy
 
 Then = Callable[[], object]
 SLICE_S = 0.003
-"""For how long a thread keeps a processor while others wait for one: Linux's scheduler, about."""
+"""Time slice of a thread while others wait, about that of Linux's scheduler."""
 
 
 def after(env: simpy.Environment, seconds: float, then: Then) -> None:
-    """Does something later."""
+    """Calls `then` after `seconds`."""
 
     def at_last(_: object) -> None:
         then()
@@ -22,7 +22,7 @@ def after(env: simpy.Environment, seconds: float, then: Then) -> None:
 
 
 class Cores:
-    """Some processors, and threads in one line for them, in slices."""
+    """Processors shared in time slices by threads in one queue."""
 
     def __init__(self, env: simpy.Environment, count: int) -> None:
         self._env = env
@@ -30,7 +30,7 @@ class Cores:
         self._line: deque[tuple[float, Then]] = deque()
 
     def take(self, seconds: float, then: Then) -> None:
-        """So much of a processor's time, whenever it is there."""
+        """Uses `seconds` of a processor's time, then calls `then`."""
         self._line.append((seconds, then))
         self._next()
 
@@ -51,7 +51,7 @@ class Cores:
 
 
 class Worker:
-    """One thread: first come, first served. On processors of its own, or on some that it shares."""
+    """One thread with a first-in, first-out queue, on its own or on shared processors."""
 
     def __init__(self, env: simpy.Environment, cores: Cores | None = None) -> None:
         self._env = env
@@ -59,15 +59,15 @@ class Worker:
         self._line: deque[tuple[float, Then]] = deque()
         self._busy = False
         self.busy_s = 0.0
-        """What it has been given to do, but for what waits."""
+        """Seconds of all started jobs."""
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is done."""
+        """Whether no job runs."""
         return not self._busy
 
     def do(self, seconds: float, then: Then) -> None:
-        """Something that takes so long, and what comes of it."""
+        """Queues a job of `seconds`, then calls `then`."""
         self._line.append((seconds, then))
         if not self._busy:
             self._next()

@@ -1,4 +1,4 @@
-"""Tables on a page."""
+"""Tests writing tables into a page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = "before\n<!-- a -->\nold\n<!-- /a -->\nbetween\n<!-- b -->\n<!-- /b -->\n
 TABLES = {"a": ["one"], "b": ["two", "three"]}
 
 
-def test_tables_are_put_between_their_markers_again_and_again(tmp_path: Path) -> None:
+def test_tables_are_replaced_between_their_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     put_all(page, TABLES)
@@ -30,7 +30,7 @@ def test_a_page_without_markers_is_refused(text: str) -> None:
         with_tables(text, TABLES, "page.md")
 
 
-def test_a_page_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_page_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PageError, match="No such file"):
         put(tmp_path / "page.md", "a", [])
 

@@ -1,4 +1,4 @@
-"""What is kept of a soak's samples."""
+"""Tests the summaries of a soak's samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from benchmarks.soak.__main__ import Samples
 
 
-def test_samples_become_slices_whose_rates_add_up_to_what_was_counted() -> None:
+def test_the_rates_of_slices_add_up_to_the_counts() -> None:
     seconds = np.arange(0, 25.5, 0.5)
     samples = Samples(seconds.tolist(), (100 + seconds).tolist(), (3 * seconds).tolist(), (seconds**2).tolist())
     found = samples.over_time()
@@ -18,6 +18,6 @@ def test_samples_become_slices_whose_rates_add_up_to_what_was_counted() -> None:
     assert np.dot(found["requests_per_s"], [10, 10, 5]) == pytest.approx(25**2)
 
 
-def test_memory_is_compared_once_it_has_settled() -> None:
+def test_memory_is_compared_after_settling() -> None:
     samples = Samples(list(range(100)), [900.0] * 20 + [100.0] * 60 + [130.0] * 20)
     assert samples.memory() == {"settled": 100, "end": 130}

@@ -1,4 +1,4 @@
-"""The benchmark of a start, on the smallest model that ships."""
+"""Tests the benchmark of a start with the smallest shipped model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_a_server_that_ends_before_it_answers_ends_the_benchmark() -> None:
         measure(Subject("none", [sys.executable, "-c", ""], ROOT), BUNDLES / "rnn-stable", 0.0)
 
 
-def test_where_nobody_listens_there_is_no_status() -> None:
+def test_without_a_server_the_status_is_zero() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         with closing(Client(bound.getsockname()[1])) as client:
             assert client.ask("GET", "/readyz") == (0, {})
 
 
-def test_seconds_have_two_decimals_and_all_else_is_whole() -> None:
+def test_seconds_have_two_decimals_and_other_figures_none() -> None:
     spread = Spread.of([1000.4, 1000.6, 1000.5])
     assert shown("first_s", spread) == "1000.50 (1000.40 to 1000.60)"
     assert shown("answers", spread) == "1,000 (1,000 to 1,001)"

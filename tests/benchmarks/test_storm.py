@@ -1,4 +1,4 @@
-"""The storm's own queue, and what is kept of a round."""
+"""Tests the storm's queue and the summary of a round."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def test_the_oldest_and_its_kind_are_a_batch_and_one_that_is_put_back_is_first_again(
+def test_a_batch_is_the_oldest_item_and_its_role_and_put_back_items_come_first(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     queue = FirstCome(max_batch_size=2)
@@ -37,7 +37,7 @@ def test_the_oldest_and_its_kind_are_a_batch_and_one_that_is_put_back_is_first_a
     assert [queue.take(lambda _: True) for _ in range(3)] == [[step], [third], []]
 
 
-def test_a_timeline_has_the_median_and_the_longest_of_every_slice_with_steps() -> None:
+def test_a_timeline_has_median_and_longest_of_every_slice_with_steps() -> None:
     found = timeline(Round([-0.01, 0.001, 0.02, 0.024, 0.06], [1.0, 4.0, 2.0, 9.0, 5.0], 0.07))
     assert found == {
         "at_s": [-0.0125, 0.0125, 0.0625],
@@ -47,7 +47,7 @@ def test_a_timeline_has_the_median_and_the_longest_of_every_slice_with_steps() -
     }
 
 
-def test_a_summary_counts_the_steps_that_were_due_in_the_storm() -> None:
+def test_a_summary_counts_the_steps_due_in_the_storm() -> None:
     rounds = [Round([-0.1, 0.0, 0.05, 0.2], [50.0, 1.0, 3.0, 70.0], 0.1), Round([0.0, 0.01], [2.0, 4.0], 0.3)]
     found = summary(rounds)
     assert (found["rounds"], found["steps"]) == (2, 4)

@@ -1,4 +1,4 @@
-"""What is kept of a measurement."""
+"""Tests the stored form of a measurement."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import pytest
 from benchmarks.summary import Spread, command, ratios, write_json
 
 
-def test_a_spread_is_the_median_between_the_least_and_the_most() -> None:
+def test_a_spread_has_median_least_and_most() -> None:
     assert Spread.of([3, 1, 2, 10]) == Spread(median=2.5, least=1, most=10)
     assert f"{Spread.of([1000, 3000, 2000]):,.0f}" == "2,000 (1,000 to 3,000)"
 
 
-def test_ratios_are_of_the_same_round() -> None:
+def test_ratios_pair_the_same_rounds() -> None:
     assert ratios([2, 9, 8], [1, 3, 2]) == Spread(median=3, least=2, most=4)
     with pytest.raises(ValueError, match="shorter"):
         ratios([1, 2], [1])
 
 
-def test_a_command_does_not_say_where_its_files_lay() -> None:
+def test_a_command_contains_no_absolute_paths() -> None:
     told = command("research.proofs", ["--data", "/home/somebody/wikitext-2", "--json", "docs/figures/proofs.json"])
     assert told == "python -m research.proofs --data wikitext-2 --json docs/figures/proofs.json"
 
 
-def test_json_is_read_as_it_was_its_lines_are_full_and_a_record_of_a_list_is_on_its_own(tmp_path: Path) -> None:
+def test_json_round_trips_with_filled_lines_and_one_record_per_line(tmp_path: Path) -> None:
     path = tmp_path / "new" / "figures.json"
     series = [1000.5 + n for n in range(100)]
     records = [{"way": f"way {n}", "é": None, "spread": Spread.of([n, 2]).model_dump()} for n in range(3)]
@@ -44,7 +44,7 @@ def test_json_is_read_as_it_was_its_lines_are_full_and_a_record_of_a_list_is_on_
     assert [each.name for each in path.parent.iterdir()] == ["figures.json"]
 
 
-def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "figures.json", {"a": float("nan")})
     assert list(tmp_path.iterdir()) == []

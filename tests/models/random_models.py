@@ -1,4 +1,4 @@
-"""Random architectures' weights, scaled at will, for tests that need no trained model."""
+"""Random weights with a chosen scale, for tests that need no trained model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCKS = ("plain", "residual")
 
 
 def architecture(cell: Cell, block: str = "plain", layers: int = 1, **fields: object) -> Architecture:
-    """A small architecture: 11 tokens, 6 units."""
+    """Returns a small architecture with 11 tokens and 6 units."""
     sizes: dict[str, object] = {"vocabulary_size": 11, "embedding": 6, "hidden": 6}
     return Architecture.model_validate(sizes | {"cell": cell, "block": block, "layers": layers} | fields)
 
@@ -20,7 +20,7 @@ def architecture(cell: Cell, block: str = "plain", layers: int = 1, **fields: ob
 def random_weights(
     architecture: Architecture, seed: int, recurrent: float = 1.0, driven: float = 1.0
 ) -> dict[str, np.ndarray]:
-    """Gaussian weights; `recurrent` scales the recurrent matrices (1: spectral norm about 2), `driven` the others."""
+    """Returns Gaussian weights. `recurrent` scales recurrent matrices (1: spectral norm about 2), `driven` the rest."""
     generator = np.random.default_rng(seed)
     weights = {}
     for name, shape in weight_shapes(architecture).items():

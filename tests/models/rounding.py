@@ -1,4 +1,4 @@
-"""A certificate's rounding with given numbers."""
+"""Builds a certificate's rounding from given numbers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from wane.models.manifest import Rounding, StateError
 
 
 def rounding(between_runs: float, *, states: Sequence[str] = (), state: float = 0.0) -> Rounding:
-    """What says that two runs are `between_runs` apart at `hidden`, and each of `states` of one is `state` from exact.
+    """Returns a rounding with `between_runs` at `hidden`, and with the error `state` for each of `states`.
 
-    It is of probed sequences, so `certify` takes the numbers as they are for a residual network."""
+    It is of probed sequences, so that `certify` keeps the numbers for a residual network.
+    """
     errors = {name: StateError(box=state, ball=state) for name in states}
     return Rounding(
         sequences="probed",

@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def refused(path: Path, *parts: str) -> None:
-    """The bundle is refused, and the message holds every part."""
+    """Asserts that the bundle is refused with a message that contains every part."""
     with pytest.raises(BundleError) as caught:
         Bundle.read(path)
     for part in parts:
@@ -48,7 +48,7 @@ def refused(path: Path, *parts: str) -> None:
 
 
 def rewrite(path: Path, name: str, data: bytes) -> None:
-    """Replaces a file and its hash: a forger's edit, which hashes do not catch."""
+    """Replaces a file and its hash, an edit that hashes do not detect."""
     (path / name).write_bytes(data)
     edit_manifest(path, "files", name, value=hashlib.sha256(data).hexdigest())
 
@@ -64,7 +64,7 @@ def test_a_written_bundle_reads_back(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_byte_is_found_in_its_file(path: Path, name: str) -> None:
+def test_a_flipped_byte_is_detected(path: Path, name: str) -> None:
     data = bytearray((path / name).read_bytes())
     expected = hashlib.sha256(data).hexdigest()
     data[len(data) // 2] ^= 1
@@ -78,13 +78,13 @@ def test_a_missing_file_is_named(path: Path, name: str) -> None:
     refused(path, str(path / name), "the file is missing")
 
 
-def test_a_manifest_from_the_future_is_refused_as_such(path: Path) -> None:
+def test_a_newer_manifest_is_refused(path: Path) -> None:
     edit_manifest(path, "schema_version", value=7)
     edit_manifest(path, "a_field_of_the_future", value=True)
     refused(path, "written by a newer Wane (schema_version 7, this one reads 3)")
 
 
-def test_a_manifest_of_an_earlier_format_says_to_export_it_again(path: Path) -> None:
+def test_an_older_manifest_is_refused_with_advice_to_export_again(path: Path) -> None:
     edit_manifest(path, "schema_version", value=2)
     edit_manifest(path, "certificate", value={"all_layers": True})
     refused(path, "written by an older Wane (schema_version 2, this one reads 3): export it again")
@@ -116,7 +116,7 @@ def test_a_manifest_of_an_earlier_format_says_to_export_it_again(path: Path) -> 
         (("certificate", "layers"), [], "certificate.layers: 0 claimed, the weights give 2"),
     ],
 )
-def test_a_field_that_is_wrong_is_named(path: Path, keys: tuple[str | int, ...], value: object, message: str) -> None:
+def test_an_invalid_field_is_named(path: Path, keys: tuple[str | int, ...], value: object, message: str) -> None:
     edit_manifest(path, "quality", value=QUALITY)
     Bundle.read(path)
     edit_manifest(path, *keys, value=value)
@@ -141,13 +141,13 @@ def test_a_file_outside_the_bundle_is_never_opened(path: Path, name: str) -> Non
     ["", "[1, 2", "\udcff", "[" * 200_000, "1" * 10_000],
     ids=["empty", "cut off", "not UTF-8", "deep", "a long integer"],
 )
-def test_a_manifest_that_is_no_json_is_refused(path: Path, text: str) -> None:
+def test_a_manifest_that_is_not_json_is_refused(path: Path, text: str) -> None:
     (path / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
     refused(path, "manifest.json", "cannot be read as JSON")
 
 
 @pytest.mark.parametrize("value", ["[]", "null", "3"])
-def test_a_manifest_that_is_no_object_is_refused(path: Path, value: str) -> None:
+def test_a_manifest_that_is_not_an_object_is_refused(path: Path, value: str) -> None:
     (path / "manifest.json").write_text(value)
     refused(path, "manifest.json")
 
@@ -165,7 +165,7 @@ def test_a_certificate_with_another_rule_is_refused(path: Path, field: str, valu
 
 
 @pytest.mark.parametrize("change", [lambda p, q: [p, q * (1 + 1e-4)], lambda p, q: [q, p], lambda p, q: []])
-def test_a_certificate_in_a_norm_of_other_weights_is_refused(
+def test_a_certificate_with_other_norm_weights_is_refused(
     path: Path, change: Callable[[float, float], list[float]]
 ) -> None:
     write_small_bundle(path, small_architecture("lstm", hidden=48, embedding=48), replace=True)
@@ -174,7 +174,7 @@ def test_a_certificate_in_a_norm_of_other_weights_is_refused(
     refused(path, "certificate.layers.0.weights")
 
 
-def test_an_uncertified_model_that_claims_to_be_contractive_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_falsely_claims_to_be_contractive_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "unstable"
     manifest = write_small_bundle(path)
     weights = decode_weights((path / manifest.weights).read_bytes())
@@ -211,26 +211,26 @@ def test_every_number_of_a_certificate_is_recomputed(
     refused(path, f"certificate.{'.'.join(map(str, keys))}: {change(claimed)!r} claimed, the weights give {claimed!r}")
 
 
-def test_a_curve_that_is_cut_short_is_refused(path: Path) -> None:
+def test_a_truncated_curve_is_refused(path: Path) -> None:
     write_small_bundle(path, small_architecture("rnn_tanh"), replace=True)
     edit_manifest(path, "certificate", "state_error", value=[])
     refused(path, "certificate.state_error: 0 claimed, the weights give 8")
 
 
-def test_contractive_is_not_believed_either(path: Path) -> None:
+def test_the_contractive_flag_is_recomputed(path: Path) -> None:
     claimed = Bundle.read(path).manifest.certificate.contractive
     edit_manifest(path, "certificate", "contractive", value=not claimed)
     refused(path, f"certificate.contractive: {not claimed} claimed, the weights give {claimed}")
 
 
-def test_weights_of_another_shape_are_refused_whatever_their_hash(path: Path) -> None:
+def test_weights_of_another_shape_are_refused_despite_a_valid_hash(path: Path) -> None:
     weights = Bundle.read(path).weights()
     weights["head.bias"] = np.zeros(3, np.float32)
     rewrite(path, "weights.safetensors", encode_weights(weights))
     refused(path, "weights.safetensors", "tensor head.bias has shape [3], expected [11]")
 
 
-def test_a_tokenizer_that_is_none_is_refused_whatever_its_hash(path: Path) -> None:
+def test_an_invalid_tokenizer_is_refused_despite_a_valid_hash(path: Path) -> None:
     rewrite(path, "tokenizer.json", b'{"version": "1.0"}')
     refused(path, "tokenizer.json is not a tokenizers file")
 
@@ -250,12 +250,12 @@ def test_a_bundle_that_fails_its_check_is_not_left_behind(path: Path) -> None:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Every file of a folder."""
+    """Returns every file of a folder."""
     return {entry.name: entry.read_bytes() for entry in path.iterdir()}
 
 
 def evaluated(split: str, perplexity: float) -> Quality:
-    """A quality with nothing but the recurrent perplexity of one split."""
+    """Returns a quality with only the recurrent perplexity of one split."""
     recurrent = {split: Perplexity(per_token=perplexity)}
     return Quality(tokens={}, words={}, recurrent=recurrent, window={}, window_within_half_percent=None)
 
@@ -302,7 +302,7 @@ def test_a_bundle_that_cannot_be_read_is_replaced_only_on_request(path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_what_is_not_a_bundle_is_never_replaced(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_not_a_bundle_is_never_replaced(tmp_path: Path, kind: str) -> None:
     place = tmp_path / "small"
     kept = place / "kept" if kind == "folder" else place
     kept.parent.mkdir(exist_ok=True)
@@ -330,7 +330,7 @@ def test_an_interrupt_between_the_two_moves_restores_the_old_bundle(
 
 
 def test_a_bundle_is_replaced_whole(path: Path) -> None:
-    (path / "left over.txt").write_text("of the bundle before")
+    (path / "left over.txt").write_text("of the previous bundle")
     write_small_bundle(path, small_architecture("gru"), replace=True)
     assert Bundle.read(path).manifest.architecture.cell == "gru"
     assert {entry.name for entry in path.iterdir()} == {*FILES, "manifest.json"}
@@ -357,7 +357,7 @@ def test_a_bundle_that_cannot_be_moved_into_place_leaves_the_old_one(
     assert [entry.name for entry in path.parent.iterdir()] == ["small"]
 
 
-def test_a_bundle_behind_a_link_is_replaced_where_it_lies(path: Path) -> None:
+def test_a_bundle_behind_a_link_is_replaced_at_the_target(path: Path) -> None:
     link = path.parent / "elsewhere" / "link"
     link.parent.mkdir()
     link.symlink_to(path)
@@ -367,22 +367,22 @@ def test_a_bundle_behind_a_link_is_replaced_where_it_lies(path: Path) -> None:
     assert [entry.name for entry in link.parent.iterdir()] == ["link"]
 
 
-def test_a_bundle_whose_graphs_differ_from_the_oracle_is_named(path: Path) -> None:
+def test_graphs_that_differ_from_the_oracle_are_refused(path: Path) -> None:
     bundle = Bundle.read(path)
     with pytest.raises(BundleError, match=re.escape(f"{path}: window, a batch: the graph has no output logits")):
         verify_graphs(bundle, lambda role, feeds: {})
 
 
-def test_a_bundle_whose_graphs_do_not_run_is_named(path: Path) -> None:
+def test_graphs_that_do_not_run_are_refused(path: Path) -> None:
     def run(role: Role, feeds: Tensors) -> Tensors:
         raise ValueError("Required inputs (['layers.0.h']) are missing from input feed (['tokens']).")
 
-    message = f"{path}: window, a batch: the graph cannot be run: Required inputs (['layers.0.h']) are missing"
+    message = f"{path}: window, a batch: the graph cannot run: Required inputs (['layers.0.h']) are missing"
     with pytest.raises(BundleError, match=re.escape(message)):
         verify_graphs(Bundle.read(path), run)
 
 
-def test_reading_bundles_brings_neither_torch_nor_onnx() -> None:
+def test_reading_bundles_imports_neither_torch_nor_onnx() -> None:
     program = (
         "import sys, models.bundle\n"
         "print(sorted({'torch', 'onnx', 'onnxruntime', 'service', 'training'} & set(sys.modules)))"

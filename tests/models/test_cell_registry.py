@@ -1,4 +1,4 @@
-"""Every cell has all of its parts, or says why not; and the parts of each cell work together."""
+"""Tests that every cell has all of its parts, or a stated reason, and that the parts of each cell work together."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ DEFINED: dict[Part, tuple[str, ...]] = {
     "constraint": ("constrain",),
     "export": ("build",),
 }
-"""The functions that a cell's file of each part defines."""
+"""The functions that a cell's file defines, by part."""
 
 CONTRACTION = 0.75
 
 
-def test_every_cell_that_a_manifest_may_name_has_its_line() -> None:
+def test_every_cell_name_has_an_entry() -> None:
     assert set(get_args(Cell)) == set(CELLS)
     assert set(get_args(Part)) == set(PARTS) == set(DEFINED)
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_cell_has_the_part_or_states_why_it_has_none(cell: Cell, part: Part) -> None:
+def test_a_cell_has_each_part_or_a_reason(cell: Cell, part: Part) -> None:
     if part in CELLS[cell].missing:
         assert CELLS[cell].missing[part]
         assert find_spec(f"{PARTS[part]}.{CELLS[cell].module}") is None
@@ -56,21 +56,19 @@ def test_a_cell_has_the_part_or_states_why_it_has_none(cell: Cell, part: Part) -
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_folder_of_parts_holds_the_cells_files_and_no_others(part: Part) -> None:
+def test_a_folder_of_parts_has_only_the_cells_files(part: Part) -> None:
     files = {path.stem for path in (ROOT / PARTS[part].replace(".", "/")).glob("*.py")} - {"__init__"}
     assert files == {info.module for info in CELLS.values() if part not in info.missing}
 
 
-def test_the_audit_imports_every_recurrent_layer_of_torch_and_states_why_no_other_cell() -> None:
+def test_the_audit_imports_every_recurrent_layer_of_torch() -> None:
     layers = {kind for kind in vars(nn).values() if isinstance(kind, type) and issubclass(kind, nn.RNNBase)}
     assert set(TORCH_CELLS.values()) == layers - {nn.RNNBase}
     assert all(info.missing["audit"] for cell, info in CELLS.items() if cell not in TORCH_CELLS)
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_small_model_is_built_constrained_exported_certified_and_held_against_the_oracle(
-    tmp_path: Path, cell: Cell
-) -> None:
+def test_a_small_model_passes_through_all_parts(tmp_path: Path, cell: Cell) -> None:
     model = architecture(cell, layers=2, gate_caps=(CONTRACTION,) * 2 if CELLS[cell].input_gated else ())
     torch.manual_seed(0)
     network = Network(model)
@@ -97,7 +95,7 @@ def test_a_small_model_is_built_constrained_exported_certified_and_held_against_
         sample_tokens=np.random.default_rng(0).integers(11, size=30).tolist(),
         torch_network=network,  # refused unless torch, the oracle and the graphs agree
     )
-    bundle = Bundle.read(tmp_path / "model")  # refused unless the certificate is that of the weights
+    bundle = Bundle.read(tmp_path / "model")  # refused unless the certificate matches the weights
     assert bundle.manifest == written
     assert all(layer.factor <= CONTRACTION for layer in written.certificate.layers)
     assert written.certificate.certified
@@ -108,9 +106,7 @@ def test_a_small_model_is_built_constrained_exported_certified_and_held_against_
 
 
 @pytest.mark.parametrize("cell", TORCH_CELLS)
-def test_the_oracle_computes_with_an_imported_checkpoint_what_torch_s_own_layer_does(
-    tmp_path: Path, cell: Cell
-) -> None:
+def test_the_oracle_matches_the_torch_layer_of_an_imported_checkpoint(tmp_path: Path, cell: Cell) -> None:
     relu: dict[str, Any] = {"nonlinearity": "relu"} if cell == "rnn_relu" else {}
     torch.manual_seed(0)
     embedding, recurrent, head = nn.Embedding(11, 5), TORCH_CELLS[cell](5, 6, **relu), nn.Linear(6, 11)

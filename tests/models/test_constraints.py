@@ -43,7 +43,7 @@ def largest_factor(built: Network) -> float:
 
 
 def sizes(cell: Cell, tensor: Tensor) -> Tensor:
-    """What a projection may not increase: a matrix's norm, or each of its entries where it has gates."""
+    """Returns the sizes that a projection may not increase: a matrix's norm, or each entry for a cell with gates."""
     return tensor.norm() if CELLS[cell].gates == 1 else tensor.abs()
 
 
@@ -58,7 +58,7 @@ def test_projected_weights_are_contractive_by_the_independent_bound(cell: Cell, 
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in CONSTRAINED])
-def test_a_cell_without_a_constraint_is_contractive_by_its_caps_whatever_the_weights(cell: Cell) -> None:
+def test_a_cell_without_a_constraint_is_contractive_by_its_caps(cell: Cell) -> None:
     built = network(cell, "residual", scale=50.0, cap=0.9)
     before = {name: tensor.clone() for name, tensor in built.state_dict().items()}
     project(built, [0.9] * 2)
@@ -68,7 +68,7 @@ def test_a_cell_without_a_constraint_is_contractive_by_its_caps_whatever_the_wei
 
 
 @pytest.mark.parametrize("cell", CONSTRAINED)
-def test_weights_within_the_limit_are_not_touched(cell: Cell) -> None:
+def test_weights_within_the_limit_are_not_changed(cell: Cell) -> None:
     built = network(cell, "plain", scale=5.0)
     project(built, [0.5] * 2)
     before = {name: tensor.clone() for name, tensor in built.state_dict().items()}
@@ -79,7 +79,7 @@ def test_weights_within_the_limit_are_not_touched(cell: Cell) -> None:
 
 @pytest.mark.parametrize("scale", [1e2, 1e4, 1e6])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_a_wild_recurrent_matrix_is_shrunk_and_not_wiped_out(cell: Cell, scale: float) -> None:
+def test_a_very_large_recurrent_matrix_is_shrunk_but_not_zeroed(cell: Cell, scale: float) -> None:
     built = network(cell, "plain", scale=1.0)
     with torch.no_grad():
         for name, tensor in built.named_parameters():
@@ -102,7 +102,7 @@ def test_a_wild_recurrent_matrix_is_shrunk_and_not_wiped_out(cell: Cell, scale: 
     driven=st.floats(-2, 3),
     limits=st.tuples(*[st.floats(0.05, 0.995)] * 3),
 )
-def test_whatever_the_weights_the_certificate_says_so_after_a_projection_which_inflates_nothing(
+def test_random_weights_are_certified_after_a_projection_that_enlarges_nothing(
     cell: Cell, seed: int, block: str, layers: int, recurrent: float, driven: float, limits: tuple[float, ...]
 ) -> None:
     limits = limits[:layers]
@@ -129,7 +129,7 @@ def test_whatever_the_weights_the_certificate_says_so_after_a_projection_which_i
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("make", "gates"), [(LstmComparison, 4), (GruComparison, 3)], ids=["lstm", "gru"])
-def test_where_few_rows_are_to_blame_less_is_moved_than_by_one_factor_for_all(
+def test_shrinking_few_rows_changes_less_than_one_common_factor(
     make: Callable[[Drive, Tensor], Comparison], gates: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -146,8 +146,8 @@ def test_where_few_rows_are_to_blame_less_is_moved_than_by_one_factor_for_all(
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
-def test_an_open_memory_gate_is_left_open_where_the_bound_holds(cell: Cell) -> None:
-    """A memory gate of 0.95, over the share of 0.98 that the cap would leave it, and hardly any recurrence."""
+def test_an_open_memory_gate_stays_open_if_the_bound_holds(cell: Cell) -> None:
+    """Uses a memory gate of 0.95, above its cap for 0.98, and hardly any recurrence."""
     built = network(cell, "plain", scale=0.001, layers=1)
     with torch.no_grad():
         built.get_parameter("layers.0.cell.bias_ih_l0")[12:24] = 2.95

@@ -1,4 +1,4 @@
-"""Torch, the numpy oracle and ONNX Runtime agree, for every cell; export refuses where they do not."""
+"""Tests that torch, the numpy oracle and ONNX Runtime agree for every cell, and that export refuses differences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Export = Callable[..., Manifest]
 
 @pytest.fixture
 def export(tmp_path: Path) -> Export:
-    """Exports a random model to `tmp_path / "model"`."""
+    """Returns a function that exports a model to `tmp_path / "model"`."""
 
     def run(model: Architecture, weights: dict[str, np.ndarray], **changes: object) -> Manifest:
         arguments: dict[str, object] = {
@@ -89,7 +89,7 @@ def test_torch_oracle_and_graphs_agree(export: Export, tmp_path: Path, cell: Cel
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_thousand_tokens_streamed_are_the_thousand_scored_whole(export: Export, tmp_path: Path, cell: Cell) -> None:
+def test_a_thousand_streamed_tokens_match_one_scan(export: Export, tmp_path: Path, cell: Cell) -> None:
     model = architecture(cell, "residual", 2, feed_forward=8)
     export(model, random_weights(model, seed=0, recurrent=0.5))
     bundle = Bundle.read(tmp_path / "model")
@@ -108,7 +108,7 @@ def test_a_thousand_tokens_streamed_are_the_thousand_scored_whole(export: Export
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_what_stands_behind_a_length_changes_nothing(export: Export, tmp_path: Path, cell: Cell, block: str) -> None:
+def test_padding_has_no_effect(export: Export, tmp_path: Path, cell: Cell, block: str) -> None:
     model = architecture(cell, block, 2)
     export(model, random_weights(model, seed=0, recurrent=0.5))
     run = OnnxGraphs(Bundle.read(tmp_path / "model")).run
@@ -119,8 +119,8 @@ def test_what_stands_behind_a_length_changes_nothing(export: Export, tmp_path: P
         assert np.array_equal(value, second[name]), name
 
 
-def test_pieces_of_a_scan_are_its_whole(export: Export, tmp_path: Path) -> None:
-    """Rows of log-probabilities are computed 256 at a time: here on both sides of one, two and three pieces."""
+def test_pieces_of_a_scan_match_the_oracle(export: Export, tmp_path: Path) -> None:
+    """Tests lengths around one, two and three pieces of 256 rows of log-probabilities."""
     model = architecture("rnn_tanh")
     weights = random_weights(model, seed=0)
     export(model, weights)
@@ -136,7 +136,7 @@ def test_pieces_of_a_scan_are_its_whole(export: Export, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cell", ["gated", "lstm", "gru"])
-def test_a_vocabulary_too_large_for_a_table_gives_the_same(
+def test_a_vocabulary_too_large_for_a_table_is_exported(
     export: Export, cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network_module, "TABLE_ELEMENTS", 0)
@@ -145,9 +145,7 @@ def test_a_vocabulary_too_large_for_a_table_gives_the_same(
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_graphs_in_int8_are_held_against_the_oracle_and_not_certified(
-    export: Export, tmp_path: Path, cell: Cell
-) -> None:
+def test_int8_graphs_pass_the_parity_check_and_are_not_certified(export: Export, tmp_path: Path, cell: Cell) -> None:
     model = architecture(cell, "residual", 2, feed_forward=8, front={"blocks": 1, "kernel_size": 3, "feed_forward": 5})
     manifest = export(model, random_weights(model, seed=0, recurrent=0.3), precision="int8")
     bundle = Bundle.read(tmp_path / "model")
@@ -158,7 +156,7 @@ def test_graphs_in_int8_are_held_against_the_oracle_and_not_certified(
     assert set(run("window", {"tokens": np.array([[1, 2]]), "lengths": np.array([2])})).isdisjoint({"radius", "stream"})
 
 
-def test_an_int8_bundle_claims_no_certificate(export: Export, tmp_path: Path) -> None:
+def test_an_int8_bundle_with_a_certificate_is_refused(export: Export, tmp_path: Path) -> None:
     model = architecture("lstm")
     weights = random_weights(model, seed=0, recurrent=0.2)
     export(model, weights)
@@ -167,7 +165,7 @@ def test_an_int8_bundle_claims_no_certificate(export: Export, tmp_path: Path) ->
         Bundle.read(tmp_path / "model")
 
 
-def test_in_int8_a_row_does_not_depend_on_its_batch(export: Export, tmp_path: Path) -> None:
+def test_an_int8_row_does_not_depend_on_its_batch(export: Export, tmp_path: Path) -> None:
     model = architecture("lstm", layers=2)
     export(model, random_weights(model, seed=0), precision="int8")
     run = OnnxGraphs(Bundle.read(tmp_path / "model")).run
@@ -192,7 +190,7 @@ def test_an_int8_graph_of_other_weights_is_refused(export: Export, tmp_path: Pat
         verify_graphs(Bundle.read(tmp_path / "model"), run)
 
 
-def test_equal_logits_come_by_their_ids(export: Export, tmp_path: Path) -> None:
+def test_equal_logits_are_ordered_by_id(export: Export, tmp_path: Path) -> None:
     model = architecture("lstm")
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:] = 0
@@ -204,20 +202,20 @@ def test_equal_logits_come_by_their_ids(export: Export, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_graphs_hold_no_weights_of_their_own(export: Export, tmp_path: Path, precision: str) -> None:
+def test_graphs_contain_no_weights(export: Export, tmp_path: Path, precision: str) -> None:
     model = architecture("lstm", layers=2)
     export(model, random_weights(model, seed=0), precision=precision)
     bundle = Bundle.read(tmp_path / "model")
     for role in bundle.manifest.graphs:
         graph = onnx.load(str(bundle.graph_path(role)), load_external_data=False).graph
         floats = [tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT and tensor.dims]
-        assert floats, "a graph without weights is no network"
+        assert floats, "the graph has no weights"
         for tensor in floats:
             entries = {entry.key: entry.value for entry in tensor.external_data}
             assert entries["location"] == "weights.safetensors"
 
 
-def test_a_network_with_its_gates_in_another_order_is_refused(export: Export, tmp_path: Path) -> None:
+def test_a_network_with_another_gate_order_is_refused(export: Export, tmp_path: Path) -> None:
     model = architecture("gru")
     weights = random_weights(model, seed=0)
     swapped = {
@@ -243,7 +241,7 @@ def test_a_graph_of_other_weights_is_refused(export: Export, tmp_path: Path) -> 
         check_bundle(bundle, SAMPLE, None)
 
 
-def test_rounding_is_measured_at_export_and_held_to_when_loaded(export: Export, tmp_path: Path) -> None:
+def test_rounding_is_measured_at_export_and_checked_at_load(export: Export, tmp_path: Path) -> None:
     model = architecture("lstm", layers=2)
     export(model, random_weights(model, seed=0, recurrent=0.05, driven=0.2))
     bundle = Bundle.read(tmp_path / "model")
@@ -264,7 +262,7 @@ def test_rounding_is_measured_at_export_and_held_to_when_loaded(export: Export, 
         verify_graphs(Bundle.open(tmp_path / "model"), run)
 
 
-def test_a_plain_network_s_rounding_cannot_be_claimed_for_probed_sequences_only(export: Export, tmp_path: Path) -> None:
+def test_a_plain_network_cannot_claim_rounding_of_probed_sequences(export: Export, tmp_path: Path) -> None:
     model = architecture("rnn_tanh")
     rounding = export(model, random_weights(model, seed=0, recurrent=0.2)).certificate.rounding
     assert rounding is not None
@@ -274,7 +272,7 @@ def test_a_plain_network_s_rounding_cannot_be_claimed_for_probed_sequences_only(
         Bundle.read(tmp_path / "model")
 
 
-def test_a_step_that_rounds_more_than_the_certificate_says_is_named(export: Export, tmp_path: Path) -> None:
+def test_a_step_that_rounds_more_than_certified_is_refused(export: Export, tmp_path: Path) -> None:
     model = architecture("rnn_tanh")
     weights = random_weights(model, seed=0, recurrent=0.2)
     rounding = export(model, weights).certificate.rounding
@@ -283,7 +281,7 @@ def test_a_step_that_rounds_more_than_the_certificate_says_is_named(export: Expo
     claimed = certify(model, weights, 32, rounding.model_copy(update={"step": step, "output": 1e-5}))
     edit_manifest(tmp_path / "model", "certificate", value=claimed.model_dump(mode="json"))
     edit_manifest(tmp_path / "model", "certificate", "rounding", "states", "layers.0.h", value={"box": 1, "ball": 1})
-    with pytest.raises(CertificateError, match=r"one step's error in layers\.0\.h is .* rounding\.step says 1e-12"):
+    with pytest.raises(CertificateError, match=r"one step's error in layers\.0\.h is .* rounding\.step is 1e-12"):
         verify_graphs(Bundle.open(tmp_path / "model"), OnnxGraphs(Bundle.open(tmp_path / "model")).run)
 
 
@@ -299,7 +297,7 @@ def test_a_rounding_without_its_states_is_refused(export: Export, tmp_path: Path
 def test_a_recurrence_that_resonates_with_a_cycle_of_four_stays_within_its_rounding(
     export: Export, tmp_path: Path
 ) -> None:
-    """A quarter turn at every token: four tokens that turn with it make the state a hundred times what others do."""
+    """Turns the state by a quarter at every token: four tokens that turn with it make it a hundred times larger."""
     model = architecture("linear", hidden=2, embedding=2, tied=False)
     weights = {name: np.zeros_like(tensor) for name, tensor in random_weights(model, seed=0).items()}
     weights["embedding.weight"][:8] = np.concatenate([1.9 * TURNS, TURNS])
@@ -327,10 +325,10 @@ def test_a_model_that_is_not_contractive_has_no_rounding(export: Export, tmp_pat
 
 
 @pytest.mark.parametrize(("cap", "hold"), [(0.998, 8000), (0.99, 4000)])
-def test_a_token_that_is_held_for_long_keeps_no_two_runs_further_apart_than_their_rounding(
+def test_a_long_repeated_token_keeps_two_runs_within_their_rounding(
     export: Export, tmp_path: Path, cap: float, hold: int
 ) -> None:
-    """A float32 recurrence stops short of its fixed point, on the side that it came from."""
+    """Tests fixed points: a float32 recurrence stops short of its own, on the side that it came from."""
     model, random = architecture("gated", hidden=64, embedding=64, gate_caps=(cap,)), np.random.default_rng(3)
     weights = random_weights(model, seed=3)
     weights["layers.0.cell.weight"] = (random.normal(size=(128, 64)) / 4).astype(np.float32)
@@ -355,10 +353,8 @@ def test_a_token_that_is_held_for_long_keeps_no_two_runs_further_apart_than_thei
 
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_no_run_is_further_from_exact_arithmetic_than_its_rounding(
-    export: Export, tmp_path: Path, cell: Cell, block: str
-) -> None:
-    """Over tokens that were not measured: held after other pasts, cycles of four, random ones."""
+def test_every_run_stays_within_its_rounding(export: Export, tmp_path: Path, cell: Cell, block: str) -> None:
+    """Uses unmeasured tokens: repeated after other pasts, in cycles of four, and random."""
     fields: dict[str, Any] = {"norm_epsilon": 0.25, "feed_forward": 5} if block == "residual" else {}
     model = architecture(cell, block, hidden=12, embedding=12, **fields)
     weights = random_weights(model, seed=1, recurrent=0.05, driven=0.2)
@@ -384,7 +380,7 @@ def test_no_run_is_further_from_exact_arithmetic_than_its_rounding(
     assert all(off[name] <= bound.ball for name, bound in rounding.states.items())
 
 
-def test_over_a_front_the_graphs_are_run_until_gates_multiply(export: Export, tmp_path: Path) -> None:
+def test_graphs_with_a_front_are_verified_beyond_its_reach(export: Export, tmp_path: Path) -> None:
     front = {"blocks": 2, "kernel_size": 16, "feed_forward": 4}  # reaches 30 tokens back
     model = architecture("gated", "residual", front=front)
     export(model, random_weights(model, seed=0))
@@ -405,7 +401,7 @@ def test_a_bundle_whose_roles_are_swapped_is_refused(export: Export, tmp_path: P
     bundle = Bundle.read(tmp_path / "model")
     graphs = bundle.manifest.graphs
     graphs["step"], graphs["window"] = graphs["window"], graphs["step"]
-    with pytest.raises(BundleError, match=r"window, a batch: the graph cannot be run: .*layers\.0\.h"):
+    with pytest.raises(BundleError, match=r"window, a batch: the graph cannot run: .*layers\.0\.h"):
         verify_graphs(bundle, OnnxGraphs(bundle).run)
 
 
@@ -423,7 +419,7 @@ def test_weights_that_do_not_fit_are_refused(export: Export, tmp_path: Path) -> 
     ("tokens", "message"),
     [([], "sample_tokens is empty"), ([1, 11], r"sample_tokens\[1\] is 11, the vocabulary has 11 tokens")],
 )
-def test_sample_tokens_that_are_none_are_refused(export: Export, tokens: list[int], message: str) -> None:
+def test_invalid_sample_tokens_are_refused(export: Export, tokens: list[int], message: str) -> None:
     model = architecture("gated")
     with pytest.raises(ExportError, match=message):
         export(model, random_weights(model, seed=0), sample_tokens=tokens)

@@ -27,7 +27,7 @@ PROBLEMS = {
 
 @settings(deadline=None)
 @given(**PROBLEMS)
-def test_rows_come_within_their_limits_and_no_entry_is_inflated(
+def test_rows_are_within_their_limits_and_no_entry_grows(
     seed: int, rows: int, columns: int, weightless: float, limit: float
 ) -> None:
     points, weights, limits = problem(seed, rows, columns, weightless, limit)
@@ -43,7 +43,9 @@ def test_rows_come_within_their_limits_and_no_entry_is_inflated(
 
 @settings(deadline=None)
 @given(**PROBLEMS)
-def test_the_rows_are_the_nearest(seed: int, rows: int, columns: int, weightless: float, limit: float) -> None:
+def test_the_projection_is_the_nearest_point(
+    seed: int, rows: int, columns: int, weightless: float, limit: float
+) -> None:
     points, weights, limits = problem(seed, rows, columns, weightless, limit)
     found = project_rows(points, weights, limits)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -51,11 +53,11 @@ def test_the_rows_are_the_nearest(seed: int, rows: int, columns: int, weightless
         other = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
         total = (weights * other.abs()).sum(1)
         other = torch.where((total > limits)[:, None], other * (limits / total.clamp(min=1e-300))[:, None], other)
-        # the projection onto a convex set: every other point of it lies behind the supporting plane
+        # for a projection onto a convex set, every other point of the set is behind the supporting plane
         assert torch.all(((points - found) * (other - found)).sum(1) <= 1e-9)
 
 
-def test_without_any_room_all_that_weighs_goes() -> None:
+def test_a_limit_of_zero_zeroes_all_weighted_entries() -> None:
     points, weights = torch.tensor([[1.0, -2.0, 3.0]] * 2), torch.tensor([[1.0, 0.0, 0.5]] * 2)
     found = project_rows(points, weights, torch.tensor([0.0, -1.0]))
     assert torch.equal(found, torch.tensor([[0.0, -2.0, 0.0]] * 2))

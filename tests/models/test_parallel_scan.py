@@ -14,7 +14,7 @@ def inputs(time: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("time", [1, 2, 3, 5, 8, 13, 64])
-def test_all_steps_at_once_are_the_steps_one_by_one(time: int) -> None:
+def test_the_scan_matches_single_steps(time: int) -> None:
     gate, inflow, initial = inputs(time)
     state, states = initial, []
     for index in range(time):
@@ -24,7 +24,7 @@ def test_all_steps_at_once_are_the_steps_one_by_one(time: int) -> None:
 
 
 @pytest.mark.parametrize("time", [1, 2, 3, 5, 8, 13])
-def test_the_gradient_is_the_derivative(time: int) -> None:
+def test_the_gradient_matches_finite_differences(time: int) -> None:
     assert torch.autograd.gradcheck(linear_recurrence, inputs(time))
 
 

@@ -1,4 +1,4 @@
-"""The radius that a graph computes beside the run is never below the oracle's, and close to it where it can be."""
+"""Tests that a graph's radius is never below the oracle's, and close to it where possible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALM = 0.2
 
 
 def model(front: bool, layers: int, block: str = "residual", feed_forward: int = 7) -> Architecture:
-    """A gated model that forgets fast."""
+    """Returns a gated model that forgets fast."""
     fields: dict[str, object] = {"gate_caps": tuple(0.5 + 0.1 * layer for layer in range(layers))}
     if block == "residual":
         fields |= {"norm_epsilon": 0.25, "feed_forward": feed_forward, "units": 9}
@@ -33,7 +33,7 @@ def model(front: bool, layers: int, block: str = "residual", feed_forward: int =
 
 
 def calm_weights(model: Architecture, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Random weights whose blocks amplify little."""
+    """Returns random weights whose blocks amplify little."""
     weights = random_weights(model, seed)
     for name in weights:
         if name.startswith("layers.") and weights[name].ndim == 2:
@@ -61,7 +61,7 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-def test_no_row_s_radius_is_below_what_is_proved_or_far_above_it(
+def test_every_radius_is_at_least_the_proved_one_and_close_to_it(
     tmp_path: Path, front: bool, layers: int, block: str
 ) -> None:
     net = model(front, layers, block)
@@ -74,11 +74,11 @@ def test_no_row_s_radius_is_below_what_is_proved_or_far_above_it(
         assert radii.shape == LENGTHS.shape
         assert (radii >= proved).all()
         assert (radii[LENGTHS.max() == LENGTHS] < radii[1] / 10).all()
-        begun = LENGTHS > 4  # the front's reach, behind which the graph begins
+        begun = LENGTHS > 4  # beyond the front's reach, where the graph's bound begins
         assert (radii[begun] <= 100 * proved[begun] + 1e-5).all()
 
 
-def test_without_blocks_in_between_it_is_what_is_proved(tmp_path: Path) -> None:
+def test_without_blocks_the_radius_equals_the_proved_one(tmp_path: Path) -> None:
     net = architecture("gated", gate_caps=(0.8,))
     weights = random_weights(net, seed=0)
     tokens = np.random.default_rng(0).integers(net.vocabulary_size, size=(len(LENGTHS), LENGTHS.max()))
@@ -93,7 +93,7 @@ def test_without_blocks_in_between_it_is_what_is_proved(tmp_path: Path) -> None:
 
 
 @CASES
-def test_no_past_leads_further_than_the_graph_says_and_what_it_gives_proves_the_first_token(
+def test_every_past_ends_within_the_radius_and_keeps_the_proved_top1(
     tmp_path: Path, front: bool, layers: int, block: str
 ) -> None:
     net = model(front, layers, block)

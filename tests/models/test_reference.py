@@ -1,4 +1,4 @@
-"""The oracle against the equations, worked out for one unit with plain floats."""
+"""Compares the oracle with the equations, evaluated for one unit with plain floats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sigma(x: float) -> float:
 
 
 def by_hand(cell: Cell, x: float, state: list[float], weights: dict[str, np.ndarray], cap: float) -> list[float]:
-    """One step of one unit, every number by itself."""
+    """Computes one step of one unit with plain floats."""
     if cell == "gated":
         (u_f, u_z), (b_f, b_z) = weights["layers.0.cell.weight"][:, 0].tolist(), weights["layers.0.cell.bias"].tolist()
         f = cap * sigma(u_f * x + b_f)
@@ -45,7 +45,7 @@ def by_hand(cell: Cell, x: float, state: list[float], weights: dict[str, np.ndar
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("cell", CELLS)
-def test_one_unit_is_what_the_equations_give(cell: Cell, seed: int) -> None:
+def test_one_unit_matches_the_equations(cell: Cell, seed: int) -> None:
     caps = (0.8,) if cell == "gated" else ()
     model = architecture(cell, hidden=1, embedding=1, gate_caps=caps)
     weights = random_weights(model, seed)
@@ -62,7 +62,7 @@ def test_one_unit_is_what_the_equations_give(cell: Cell, seed: int) -> None:
         assert logit == pytest.approx(expected[0] * tied + bias, rel=1e-12)
 
 
-def test_a_residual_block_is_what_its_equations_give() -> None:
+def test_a_residual_block_matches_its_equations() -> None:
     model = architecture("rnn_tanh", "residual", hidden=2, embedding=2, feed_forward=3)
     weights = random_weights(model, seed=9)
     w = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
@@ -93,7 +93,7 @@ def test_a_residual_block_is_what_its_equations_give() -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_row_of_a_batch_is_the_row_alone(cell: Cell, block: str) -> None:
+def test_a_row_of_a_batch_equals_the_row_alone(cell: Cell, block: str) -> None:
     model = architecture(cell, block, layers=2, tied=False)
     reference = Reference(model, random_weights(model, seed=0))
     tokens, generator = np.array([3, 0, 10]), np.random.default_rng(0)
@@ -107,6 +107,6 @@ def test_a_row_of_a_batch_is_the_row_alone(cell: Cell, block: str) -> None:
             np.testing.assert_allclose(value[row], alone[2][name][0], rtol=1e-12)
 
 
-def test_the_sigmoid_neither_overflows_nor_loses_its_tail() -> None:
+def test_the_sigmoid_is_accurate_at_both_ends() -> None:
     x = np.array([-800.0, -40.0, 0.0, 40.0, 800.0])
     np.testing.assert_allclose(sigmoid(x), [0.0, exp(-40.0), 0.5, 1.0, 1.0], rtol=1e-12)

@@ -17,7 +17,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def wild(seed: int, shape: tuple[int, ...], decades: float) -> torch.Tensor:
-    """Entries over many orders of magnitude."""
+    """Returns a matrix with entries over many orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
     spread = 10 ** (decades * (2 * torch.rand(shape, generator=generator) - 1))
     return torch.randn(shape, generator=generator) * spread
@@ -29,7 +29,7 @@ def spectral_norm(matrix: torch.Tensor) -> float:
 
 @settings(deadline=None)
 @given(SHAPES, SEEDS, st.floats(0, 6), st.floats(1e-2, 1e2), st.booleans())
-def test_clipping_holds_the_limit_and_inflates_nothing(
+def test_clipping_meets_the_limit_and_no_column_grows(
     shape: tuple[int, int], seed: int, decades: float, limit: float, has_gain: bool
 ) -> None:
     matrix = wild(seed, shape, decades)
@@ -58,11 +58,11 @@ def test_clipping_gives_the_nearest_matrix_of_the_ball(
     for _ in range(20):
         other = torch.randn(shape, generator=generator, dtype=torch.float64)
         other *= limit / torch.linalg.matrix_norm(other, ord=2)
-        # the projection onto a convex set: every other point of it lies behind the supporting plane
+        # for a projection onto a convex set, every other point of the set is behind the supporting plane
         assert torch.sum(moved * (other - clipped * gain)) <= 1e-4 * (1 + moved.norm())
 
 
-def test_a_matrix_within_the_limit_is_not_touched() -> None:
+def test_a_matrix_within_the_limit_is_not_changed() -> None:
     matrix = torch.randn(6, 4)
     clipped = matrix.clone()
     clip_singular_values(clipped, spectral_norm(matrix) * (1 + 1e-6))
@@ -73,7 +73,7 @@ def test_a_matrix_within_the_limit_is_not_touched() -> None:
 @pytest.mark.parametrize("cell", CELLS)
 @settings(max_examples=10, deadline=None)
 @given(seed=SEEDS, limit=st.floats(0.1, 10))
-def test_every_matrix_of_a_residual_block_is_within_the_limit_and_every_layer_within_its_contraction(
+def test_project_meets_the_spectral_limit_and_the_contraction(
     cell: Cell, feed_forward: int, seed: int, limit: float
 ) -> None:
     torch.manual_seed(seed)

@@ -21,28 +21,28 @@ def test_a_line_break_is_eos(text: str, ids: list[int]) -> None:
     assert WORDS.encode(text) == ids
 
 
-def test_of_events_a_line_break_only_separates_two_names() -> None:
+def test_a_line_break_only_separates_events() -> None:
     assert EVENTS.encode("\nopen\n\n read \nhalt\n<eos>") == [2, 3, 1, 0]
 
 
-def test_a_text_of_more_lines_than_are_encoded_at_once_is_the_same_text() -> None:
+def test_a_text_longer_than_one_batch_of_lines_is_encoded_whole() -> None:
     assert WORDS.encode("open\n" * (3 * LINES_AT_ONCE)) == [2, 0] * (3 * LINES_AT_ONCE)
 
 
 @settings(deadline=None)
 @given(st.text(alphabet=st.characters(codec="utf-8")))
-def test_text_comes_back_as_it_was(text: str) -> None:
+def test_text_round_trips(text: str) -> None:
     assert BYTES.decode(BYTES.encode(text)) == text
 
 
 @pytest.mark.parametrize("vocabulary", [BYTES, WORDS, EVENTS], ids=lambda one: one.kind)
 @settings(deadline=None)
 @given(text=st.text(alphabet="open read\nxé"))
-def test_no_text_has_fewer_tokens_than_its_fewest(vocabulary: Vocabulary, text: str) -> None:
+def test_fewest_tokens_is_a_lower_bound(vocabulary: Vocabulary, text: str) -> None:
     assert 0 <= vocabulary.fewest_tokens(text) <= len(vocabulary.encode(text))
 
 
 @pytest.mark.parametrize("vocabulary", [BYTES, WORDS, EVENTS], ids=lambda one: one.kind)
-def test_half_of_a_surrogate_pair_is_refused_with_its_place(vocabulary: Vocabulary) -> None:
+def test_half_of_a_surrogate_pair_is_refused_with_its_position(vocabulary: Vocabulary) -> None:
     with pytest.raises(ValueError, match="character 1 of the text is half of a surrogate pair"):
         vocabulary.encode("a\ud800")

@@ -9,7 +9,7 @@ from wane.models.weights import WeightsError, check_weights, decode_weights, enc
 MODEL = architecture("lstm", layers=2, tied=False, embedding=5)
 
 
-def test_weights_come_back_from_their_file_bit_for_bit() -> None:
+def test_weights_round_trip_bit_for_bit() -> None:
     weights = random_weights(MODEL, seed=0)
     decoded = decode_weights(encode_weights(weights))
     check_weights(MODEL, decoded)
@@ -17,7 +17,7 @@ def test_weights_come_back_from_their_file_bit_for_bit() -> None:
         assert np.array_equal(decoded[name], tensor), name
 
 
-def test_every_tensor_lies_where_its_extent_says() -> None:
+def test_every_extent_locates_its_tensor() -> None:
     weights = random_weights(MODEL, seed=0)
     data = encode_weights(weights)
     extents = tensor_extents(data)
@@ -33,7 +33,7 @@ def test_a_missing_tensor_is_named() -> None:
         check_weights(MODEL, weights)
 
 
-def test_a_tensor_that_the_architecture_does_not_have_is_named() -> None:
+def test_an_unknown_tensor_is_named() -> None:
     weights = random_weights(MODEL, seed=0) | {"extra": np.zeros(1, np.float32)}
     with pytest.raises(WeightsError, match="tensor extra is not one of the architecture's"):
         check_weights(MODEL, weights)
@@ -53,6 +53,6 @@ def test_a_tensor_that_does_not_fit_is_named(tensor: np.ndarray, message: str) -
         check_weights(model, random_weights(model, seed=0) | {"head.weight": tensor})
 
 
-def test_bytes_that_are_no_safetensors_file_are_refused() -> None:
+def test_an_invalid_safetensors_file_is_refused() -> None:
     with pytest.raises(WeightsError, match="not a safetensors file"):
         decode_weights(b"\x00" * 64)

@@ -1,4 +1,4 @@
-"""The adversary never does worse than what it began with, stays within bounds, and reaches what can be reached."""
+"""Tests that the adversary never loses distance, stays within the bounds, and attains them where possible."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from wane.models.reference import Reference
 
 PAST, LAST, COUNT = 12, 6, 8
 FRONT = {"blocks": 1, "kernel_size": 3, "feed_forward": 5}
-FLOAT32 = 1e-5  # relative: of its gates and convolutions
+FLOAT32 = 1e-5  # relative error of its gates and convolutions
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_what_it_changes_moves_the_ends_apart(cell: Cell) -> None:
+def test_its_changes_move_the_ends_apart(cell: Cell) -> None:
     model = architecture(cell, "residual", layers=2, feed_forward=5, norm_epsilon=0.25)
     weights = random_weights(model, seed=0, recurrent=0.3)
     reference, adversary = Reference(model, weights), Adversary(model, weights)
@@ -35,7 +35,7 @@ def test_what_it_changes_moves_the_ends_apart(cell: Cell) -> None:
     assert np.median(ends(adversary.softened(start, PAST, 8)) / ends(start)) > 1.2
 
 
-def test_toward_one_window_only_the_past_is_changed_and_along_a_direction() -> None:
+def test_with_a_fixed_window_only_the_past_is_changed() -> None:
     model = architecture("gated", gate_caps=(0.9,))
     weights = random_weights(model, seed=1)
     reference, adversary = Reference(model, weights), Adversary(model, weights)
@@ -57,7 +57,7 @@ def test_toward_one_window_only_the_past_is_changed_and_along_a_direction() -> N
     assert np.abs(unit(flipped) - without).max() >= 0.9 * best
 
 
-def test_of_one_gated_layer_it_finds_the_state_and_the_tokens_that_attain_the_curve() -> None:
+def test_it_attains_the_curve_of_one_gated_layer() -> None:
     model = architecture("gated", hidden=3, embedding=3, vocabulary_size=4)
     weights = random_weights(model, seed=2)
     layers = build_layers(model, weights)
@@ -72,7 +72,7 @@ def test_of_one_gated_layer_it_finds_the_state_and_the_tokens_that_attain_the_cu
     assert 0.999 * curve[-1] < found <= curve[-1]
 
 
-def test_a_convolution_starts_from_what_a_layer_norm_puts_out() -> None:
+def test_a_convolution_starts_from_outputs_of_a_layer_norm() -> None:
     model = architecture("gated", "residual", front=FRONT, gate_caps=(0.8,))
     weights = random_weights(model, seed=3)
     reach = reachable(model, build_layers(model, weights))
@@ -86,6 +86,6 @@ def test_a_convolution_starts_from_what_a_layer_norm_puts_out() -> None:
 
 
 @pytest.mark.parametrize("cell", ["linear", "rnn_relu"])
-def test_states_of_cells_that_no_box_holds_are_not_made_up(cell: Cell) -> None:
+def test_cells_without_a_box_have_no_reachable_states(cell: Cell) -> None:
     model = architecture(cell)
     assert reachable(model, build_layers(model, random_weights(model, seed=0, recurrent=0.1))) is None

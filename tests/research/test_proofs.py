@@ -1,4 +1,4 @@
-"""The figures of certificates beside observations: what is counted, what is kept, and how the page shows it."""
+"""Tests the figures of certificates and observations: their measurement, storage and page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measure(path: Path, name: str = "rnn-stable", positions: int = 4) -> Results
     return Results.read(path)
 
 
-def test_the_figures_of_a_bundle_are_within_its_bounds_and_prove_no_more_than_is_so(
+def test_the_figures_of_a_bundle_are_within_its_bounds_and_proofs_are_correct(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proofs, "WINDOWS", (64, 16))
@@ -50,7 +50,7 @@ def test_the_figures_of_a_bundle_are_within_its_bounds_and_prove_no_more_than_is
     assert figures.windows[64].proved.direction > 0
 
 
-def test_a_state_that_is_not_the_run_s_is_a_violation() -> None:
+def test_a_wrong_state_is_a_violation() -> None:
     prover = Prover(Bundle.open(BUNDLES / "rnn-stable"))
     with Progress(disable=True) as progress:
         never = never_interrupted(prover.reference, STREAM, 256, 4, progress)
@@ -58,7 +58,7 @@ def test_a_state_that_is_not_the_run_s_is_a_violation() -> None:
         assert prover.figures(STREAM, elsewhere, 64, progress).violations == 4
 
 
-def test_what_is_done_is_not_done_again_and_what_other_weights_gave_is(
+def test_finished_measurements_are_kept_and_those_of_other_weights_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "found.json"
@@ -80,7 +80,7 @@ def test_what_is_done_is_not_done_again_and_what_other_weights_gave_is(
     assert began == [4]
 
 
-def test_rendering_drops_what_was_measured_of_other_weights(tmp_path: Path) -> None:
+def test_rendering_drops_measurements_of_other_weights(tmp_path: Path) -> None:
     kept = Results.read(KEPT)
     stale = kept.models["rnn-stable"].model_copy(update={"weights": "0" * 64})
     kept.having("lstm", stale).having("gone", stale).write(tmp_path / "found.json")
@@ -112,16 +112,16 @@ def test_bad_options_are_named(words: list[str], fault: str, capsys: pytest.Capt
     assert fault in capsys.readouterr().err
 
 
-def test_infinite_numbers_are_kept_as_none() -> None:
+def test_infinite_numbers_are_stored_as_none() -> None:
     assert MedianAndLargest.of(np.array([1.0, 2.0, np.inf])) == MedianAndLargest(median=2.0, largest=None)
 
 
-def test_the_page_shows_the_figures_that_are_kept() -> None:
+def test_the_page_shows_the_stored_figures() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert with_tables(text, tables(Results.read(KEPT)), str(PAGE)) == text
 
 
-def test_the_kept_figures_are_of_the_shipped_weights_and_show_no_violation() -> None:
+def test_the_stored_figures_are_of_the_shipped_weights_without_violations() -> None:
     results = Results.read(KEPT)
     for name, figures in results.models.items():
         manifest = read_manifest(BUNDLES / name)

@@ -32,7 +32,7 @@ threads = 1
 
 
 class Command:
-    """The command on the licence's text, in `folder`."""
+    """Runs the command on the licence's text, in `folder`."""
 
     def __init__(self, folder: Path, steps: int = 20) -> None:
         self.folder, self.runs, self.steps = folder, folder / "runs", steps
@@ -59,7 +59,7 @@ class Command:
 
 
 @pytest.mark.slow
-def test_the_command_trains_what_is_missing_and_reports_what_is_done(
+def test_the_command_trains_missing_runs_and_reports_finished_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = Command(tmp_path)
@@ -73,7 +73,7 @@ def test_the_command_trains_what_is_missing_and_reports_what_is_done(
     assert len(prices) == 2 * (len(CAPS) + 2 * 2)
     for point in prices:
         if point["lambda"] is not None:
-            assert max(point["factors"]) <= point["lambda"] * (1 + 1e-6)  # a cap is certified as float32 has it
+            assert max(point["factors"]) <= point["lambda"] * (1 + 1e-6)  # a cap is certified in float32
             assert point["k"] is None or 1 <= point["k"] <= 64
     assert any(point["k"] is not None for point in prices)
     assert len(found["distances"]) == 4
@@ -86,7 +86,7 @@ def test_the_command_trains_what_is_missing_and_reports_what_is_done(
     for name in ("stability_price.png", "weight_distance.png"):
         assert (tmp_path / "figures" / name).stat().st_size > 10_000
 
-    # a second time there is nothing to do; a run that is gone is trained again, to the same
+    # the second call has nothing to train; a deleted run is trained again with the same result
     before = command.written()
     assert command() == 0
     assert command.written() == before
@@ -100,7 +100,7 @@ def test_the_command_trains_what_is_missing_and_reports_what_is_done(
     assert again["distances"] == found["distances"]
 
 
-def test_every_run_of_the_plan_has_a_name_of_its_own_and_the_first_seed_comes_first(tmp_path: Path) -> None:
+def test_every_run_of_the_plan_has_a_unique_name_and_the_first_seed_is_first(tmp_path: Path) -> None:
     bases = {name: Experiment.read(path) for name, path in Command(tmp_path).experiments().items()}
     runs = plan(bases)
     assert len({run.name for run in runs}) == len(runs) == 2 * len(CAPS) + 6 + 8
@@ -112,7 +112,7 @@ def test_every_run_of_the_plan_has_a_name_of_its_own_and_the_first_seed_comes_fi
         assert twin.training.model_copy(update={"regime": "recurrent"}) == recurrent.training
 
 
-def test_the_distance_is_euclidean_over_all_tensors_together() -> None:
+def test_the_distance_is_euclidean_over_all_tensors() -> None:
     one = {"a": torch.zeros(2, 2), "b": torch.zeros(3)}
     other = {"a": torch.full((2, 2), 3.0), "b": torch.tensor([0.0, 8.0, 0.0])}
     assert distance(one, other) == 10

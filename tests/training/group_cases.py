@@ -1,4 +1,4 @@
-"""What several processes train, to be held beside one: started by torchrun, it writes what it has seen into a folder.
+"""Runs that several processes train, for comparison with one process. Writes the losses and errors into a folder.
 
 torchrun --standalone --nproc-per-node 2 tests/training/group_cases.py FOLDER
 """
@@ -24,7 +24,7 @@ from wane.training.loop import Trainer
 from wane.training.run_folder import RunFolder
 
 STOP = 11
-"""Steps after which `HANDED_ON` and `NOISY` are stopped."""
+"""Number of steps after which `HANDED_ON` and `NOISY` stop."""
 
 HANDED_ON, NOISY = "handed-on", "noisy"
 
@@ -63,18 +63,18 @@ ALIKE = {
     "clipped": chosen(model("lstm"), optimizer="sgd", learning_rate=1.0, clip_norm=0.1),
     HANDED_ON: chosen(model("lstm"), batch=5),
 }
-"""Without dropout: as many processes as there are train the same."""
+"""Experiments without dropout, which train the same with any number of processes."""
 
 DROPOUT = chosen(gated(dropout=0.3))
 
 
 def trained(one: Experiment, corpus: Corpus, folder: Path, group: Group, steps: int | None = None) -> list[float]:
-    """The losses of a run, or of its next `steps`."""
+    """Trains a run to its end, or for its next `steps`; returns the losses."""
     return [progress.loss for progress in islice(Trainer(one, corpus, RunFolder(folder), group).run(), steps)]
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """What a TrainingError says."""
+    """Returns the message of the TrainingError that `call` raises."""
     try:
         call()
     except TrainingError as error:

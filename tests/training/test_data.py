@@ -23,12 +23,12 @@ def load_text(path: Path, **keys: object) -> None:
         (b"", r"the file is empty"),
         (b" \n\n ", r"the file is empty"),
         (b"fine\nnot \xff fine\n", r"not UTF-8 at byte 9 \(line 2\)"),
-        (b"word", r"too short to be split into train, valid and test"),
+        (b"word", r"too short to split into train, valid and test"),
         (b"x y z", r"the train split has 1 token\(s\); at least 2 are needed"),
     ],
-    ids=["empty", "blank", "not UTF-8", "one token", "one token a split"],
+    ids=["empty", "blank", "not UTF-8", "one token", "one token per split"],
 )
-def test_a_text_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_unusable_text_is_named_with_the_reason(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"text\.txt: {message}"):
@@ -36,9 +36,9 @@ def test_a_text_that_cannot_be_used_is_named_with_the_reason(tmp_path: Path, con
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gone\.txt: No such file"):
-        load_text(tmp_path / "gone.txt")
-    with pytest.raises(DataError, match=r"the folder holds no file with anything in it"):
+    with pytest.raises(DataError, match=r"missing\.txt: No such file"):
+        load_text(tmp_path / "missing.txt")
+    with pytest.raises(DataError, match=r"the folder holds no files, or only empty or hidden ones"):
         load_text(tmp_path)
     with pytest.raises(DataError, match=r"no data: name a file or folder with --data"):
         load_corpus(DataConfig(kind="text"))
@@ -69,23 +69,23 @@ def test_the_splits_hold_every_line_once_in_order() -> None:
         ("[1, 2]", "not a list of event names"),
         ('{"a": 1}', "not a list of event names"),
         ('["a", ""]', "not a list of event names"),
-        ('["a\\nb"]', "line break or blanks around"),
+        ('["a\\nb"]', "line break, or blanks around"),
         ("[", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("9" * 5000, "not JSON"),
-        ('["a", "<eos>"]', "keeps that name for itself"),
-        ('["<unk>"]', "keeps that name for itself"),
+        ('["a", "<eos>"]', "<eos> is reserved"),
+        ('["<unk>"]', "<unk> is reserved"),
         ('["\\ud800"]', "not Unicode text"),
     ],
 )
-def test_an_event_line_that_cannot_be_used_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_an_invalid_event_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(f'["a", "b"]\n\n{line}\n')
     with pytest.raises(DataError, match=rf"events\.jsonl, line 3: .*{message}"):
         load_corpus(DataConfig(kind="events", path=path))
 
 
-def test_event_names_may_hold_any_character_but_a_line_break(tmp_path: Path) -> None:
+def test_event_names_may_contain_any_character_but_a_line_break(tmp_path: Path) -> None:
     names = ["a\u2028b", "c\u0085d", "caf\u00e9 \u2615", "[x]"]
     path = tmp_path / "events.jsonl"
     path.write_text("".join(json.dumps(names, ensure_ascii=False) + "\n" for _ in range(30)), encoding="utf-8")
@@ -94,7 +94,7 @@ def test_event_names_may_hold_any_character_but_a_line_break(tmp_path: Path) -> 
     assert 1 not in vocabulary.encode_events(names)
 
 
-def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_the_text(tmp_path: Path) -> None:
+def test_byte_order_mark_and_carriage_returns_are_stripped(tmp_path: Path) -> None:
     lines = [f"line {number}\u2028 and on" for number in range(40)]
     plain, windows = tmp_path / "plain.txt", tmp_path / "windows.txt"
     plain.write_bytes("\n".join(lines).encode())
@@ -116,14 +116,14 @@ def test_a_text_of_one_line_is_split_between_words(tmp_path: Path) -> None:
     assert len(parts[1].split()) == 10
 
 
-def test_a_checkout_is_a_folder_of_text(tmp_path: Path) -> None:
+def test_hidden_and_empty_files_are_skipped(tmp_path: Path) -> None:
     for name, content in ((".git/index", b"\xff\xfe"), ("__init__.py", b""), ("a.py", b"x = 1\n" * 40)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     assert list(load_corpus(DataConfig(kind="text", path=tmp_path, vocabulary_size=300)).hashes) == ["a.py"]
 
 
-def test_the_vocabulary_is_made_of_the_training_split_alone(tmp_path: Path) -> None:
+def test_the_vocabulary_is_trained_on_the_training_split_alone(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("alpha beta gamma\n" * 90 + "zzzzzz qqqqqq\n" * 10)
     corpus = load_corpus(DataConfig(kind="text", path=path, vocabulary_size=400))
@@ -152,12 +152,12 @@ def test_a_word_vocabulary_keeps_the_most_frequent_words(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["The history of the café", "  two  blanks", "line\nbreak\n", "戦場 \U0001f600", ""])
-def test_bpe_text_comes_back_byte_for_byte(text: str) -> None:
+def test_bpe_round_trips_text_byte_for_byte(text: str) -> None:
     vocabulary = text_corpus().vocabulary
     assert vocabulary.decode(vocabulary.encode(text)) == text
 
 
-def test_a_token_that_is_part_of_a_character_shows_its_bytes() -> None:
+def test_a_token_of_part_of_a_character_has_its_bytes() -> None:
     vocabulary = text_corpus().vocabulary
     ids = vocabulary.encode("戦")
     assert len(ids) == 3

@@ -1,5 +1,7 @@
-"""Train on a real text, kill -9 half-way, resume, export, serve, ask: the commands themselves. Those that are killed or
-stopped run in processes of their own."""
+"""Runs the commands on a real text: train, kill -9 half-way, resume, export, serve, predict.
+
+Commands that are killed or stopped run in separate processes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Runs a command in this process, to its end, and returns what it printed."""
+    """Returns a function that runs a command in this process and returns its output."""
     monkeypatch.chdir(ROOT)
 
     def run(*arguments: object) -> str:
@@ -46,14 +48,14 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def endless(experiment: str) -> str:
-    """The experiment with a million steps, and with a schedule that does not depend on their number."""
+    """Returns the experiment with a million steps and a schedule that does not depend on their number."""
     (steps,) = re.findall(r"^steps = \d+\n", experiment, re.MULTILINE)
     assert "schedule" not in experiment
     return experiment.replace(steps, f'{ENDLESS}schedule = "constant"\n')
 
 
 def logged(folder: Path) -> dict[int, float]:
-    """Training losses by step."""
+    """Returns training losses by step."""
     lines = (folder / "log.jsonl").read_text().splitlines() if (folder / "log.jsonl").exists() else []
     whole = [json.loads(line) for line in lines if line.endswith("}")]
     return {line["step"]: line["loss"] for line in whole if "loss" in line}
@@ -69,9 +71,9 @@ def wait_until(condition: object, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path, run: Callable[..., str]) -> None:
+def test_a_killed_run_is_resumed_exported_and_served(tmp_path: Path, run: Callable[..., str]) -> None:
     whole, cut, experiment = tmp_path / "whole", tmp_path / "cut", tmp_path / "licence.toml"
-    # It goes on until it is killed, so that the kill cannot come too late.
+    # The run has no end of its own, so the kill cannot come too late.
     experiment.write_text(endless(EXPERIMENT.read_text()))
     killed = start("wane", "train", experiment, "--run", cut)
     wait_until(lambda: (cut / "checkpoint.pt").exists() and max(logged(cut), default=0) >= 200, killed)
@@ -111,7 +113,7 @@ def test_a_killed_training_resumes_exports_and_is_served(tmp_path: Path, run: Ca
         assert answer["model"] == "licence"
         assert len(answer["predictions"]) == 5
         assert answer["agreement"]["top1_match"] is True
-        assert answer["agreement"]["total_variation"] < 1e-5  # the window holds the whole input
+        assert answer["agreement"]["total_variation"] < 1e-5  # the window covers the whole input
     finally:
         server.send_signal(signal.SIGTERM)
         output, _ = server.communicate(timeout=TIMEOUT_S)
@@ -129,19 +131,19 @@ def is_ready(client: httpx.Client) -> bool:
     ("arguments", "message"),
     [
         (["train", "no-such.toml"], "no-such.toml: No such file or directory"),
-        (["evaluate", "no-such-run"], "no-such-run is no run folder"),
-        (["export", "no-such-run", "--bundles", "x"], "no-such-run is no run folder"),
+        (["evaluate", "no-such-run"], "no-such-run is not a run folder"),
+        (["export", "no-such-run", "--bundles", "x"], "no-such-run is not a run folder"),
         (["train", "[/b].toml"], "[/b].toml: No such file or directory"),
         (["train", str(EXPERIMENT), "--data", "none.txt"], "none.txt: No such file or directory"),
         (
             ["train", str(EXPERIMENT), "--data", __file__, "--tokenizer", "none.json"],
             "--tokenizer none.json cannot be read",
         ),
-        (["evaluate", "run", "--positions", "0"], "'0' is not a whole number from 1"),
+        (["evaluate", "run", "--positions", "0"], "'0' is not a positive integer"),
         (["export", "run", "--bundles", "x", "--version", "v2"], "'v2' is not a version"),
     ],
 )
-def test_what_was_wrong_is_said_in_one_line_and_the_exit_status_is_2(
+def test_invalid_input_is_reported_in_one_line_with_exit_status_2(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -151,7 +153,7 @@ def test_what_was_wrong_is_said_in_one_line_and_the_exit_status_is_2(
     monkeypatch.chdir(tmp_path)
     try:
         status: object = main(arguments)
-    except SystemExit as ended:  # of argparse
+    except SystemExit as ended:  # raised by argparse
         status = ended.code
     assert status == 2
     assert message in "".join(capsys.readouterr())

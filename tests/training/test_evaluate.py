@@ -29,7 +29,7 @@ def network(cell: Cell = "lstm") -> Network:
 
 
 def token_by_token(model: Network, stream: np.ndarray) -> list[float]:
-    """The loss of every next token, one step at a time."""
+    """Returns the loss of every next token, computed one step at a time."""
     losses, state = [], None
     with torch.inference_mode():
         for token, target in pairwise(stream):
@@ -39,21 +39,21 @@ def token_by_token(model: Network, stream: np.ndarray) -> list[float]:
 
 
 @pytest.mark.parametrize("cell", ["gated", "lstm", "linear"])
-def test_recurrent_losses_are_those_of_single_steps_across_pieces(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_losses_match_single_steps_across_pieces(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wane.training.evaluate.PIECE", 7)
     model, stream = network(cell), text_corpus().streams["valid"][:40]
     assert recurrent_losses(model, stream).tolist() == pytest.approx(token_by_token(model, stream), abs=1e-5)
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
-def test_a_window_sees_its_last_k_tokens_and_nothing_before(k: int) -> None:
+def test_a_window_sees_only_its_last_k_tokens(k: int) -> None:
     model, stream = network(), text_corpus().streams["valid"][:40]
     positions = spread_positions(stream, 10, 8)
     expected = [token_by_token(model, stream[end - k + 1 : end + 2])[-1] for end in positions]
     assert window_losses(model, stream, k, positions).tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_window_over_the_whole_past_is_the_recurrent_model() -> None:
+def test_a_window_over_the_whole_past_equals_the_recurrent_model() -> None:
     model, stream = network(), text_corpus().streams["valid"][:40]
     whole = window_losses(model, stream, 39, np.array([38]))
     assert whole.item() == pytest.approx(recurrent_losses(model, stream)[-1].item(), abs=1e-5)
@@ -65,7 +65,7 @@ def test_positions_leave_room_for_the_longest_window_and_the_target() -> None:
     assert spread_positions(np.arange(10), 7, 32).size == 0
 
 
-def test_perplexity_per_word_shares_the_loss_of_all_tokens_among_the_words() -> None:
+def test_perplexity_per_word_divides_the_total_loss_by_the_words() -> None:
     losses = SplitLosses(300, 100, 1.0, 10, 1.0, {})
     assert losses.perplexity(1.0).per_word == pytest.approx(math.exp(3.0))
     assert SplitLosses(300, None, 1.0, 10, 1.0, {}).perplexity(1.0).per_word is None
@@ -85,7 +85,7 @@ def test_the_smallest_close_window_is_close_from_there_on(window: dict[int, floa
     assert quality({"valid": losses}).window_within_half_percent == smallest
 
 
-def test_recurrent_is_of_the_whole_split_and_its_pair_of_the_windows_positions() -> None:
+def test_recurrent_loss_covers_the_split_and_its_pair_the_windows_positions() -> None:
     model, corpus = network(), text_corpus()
     losses = evaluate_split(model, corpus, "test", (1, 4), count=9)
     every = recurrent_losses(model, corpus.streams["test"]).double()
@@ -96,7 +96,7 @@ def test_recurrent_is_of_the_whole_split_and_its_pair_of_the_windows_positions()
     assert (losses.tokens, losses.words) == (len(corpus.streams["test"]) - 1, corpus.words["test"])
 
 
-def test_an_evaluation_pairs_both_ways_and_is_plotted(tmp_path: Path) -> None:
+def test_an_evaluation_skips_long_windows_and_is_plotted(tmp_path: Path) -> None:
     losses = evaluate_split(network(), text_corpus(), "valid", (1, 4, 10**6), count=20)
     assert sorted(losses.window) == [1, 4]
     assert losses.positions == 20

@@ -1,4 +1,4 @@
-"""A run of several processes, as torchrun starts them, beside the same run of one."""
+"""Compares a run of several processes, started by torchrun, with the same run of one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from wane.training.run_folder import RunFolder
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 LOSS, WEIGHT = 2e-5, 2e-4
-"""How far sums in another order may take a run of thirty steps."""
+"""Tolerances for thirty steps whose sums have another order."""
 
 EXPERIMENT = """
 name = "long"
@@ -53,7 +53,7 @@ threads = 1
 
 
 def children(process: subprocess.Popen[str]) -> dict[str, int]:
-    """Process ids by rank."""
+    """Returns process ids by rank."""
     found: dict[str, int] = {}
     for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         environment = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
@@ -63,7 +63,7 @@ def children(process: subprocess.Popen[str]) -> dict[str, int]:
 
 @contextmanager
 def torchrun(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """Two processes, each on one thread; what is left of them in the end is killed."""
+    """Runs two processes with one thread each; kills the remaining ones at the end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
     with subprocess.Popen(
@@ -91,7 +91,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """A run's log without its timings; the line that is being written is none."""
+    """Returns a run's log without its timings and without an incomplete last line."""
     path = folder / "log.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     whole = [json.loads(line) for line in lines if line.endswith("}")]
@@ -104,7 +104,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case, trained by two processes; `HANDED_ON` begun by one before."""
+    """Trains every case with two processes; one process begins `HANDED_ON`."""
     folder = tmp_path_factory.mktemp("together")
     trained(ALIKE[HANDED_ON], text_corpus(), folder / HANDED_ON, ALONE, STOP)
     with torchrun(ROOT / "tests/training/group_cases.py", folder) as process:
@@ -118,7 +118,7 @@ def seen(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def assert_alike(found: Path, alone: Path) -> None:
-    """Logs, decisions and last weights, but for the order of sums."""
+    """Asserts equal logs, decisions and last weights, within the tolerances."""
     for one, other in zip(records(found), records(alone), strict=True):
         assert one == pytest.approx(other, abs=LOSS), (one, other)
     saved, expected = (RunFolder(folder).load("checkpoint.pt") for folder in (found, alone))
@@ -131,14 +131,14 @@ def assert_alike(found: Path, alone: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALIKE if name != HANDED_ON])
-def test_two_processes_train_what_one_does(together: Path, tmp_path: Path, name: str) -> None:
+def test_two_processes_train_like_one(together: Path, tmp_path: Path, name: str) -> None:
     alone = trained(ALIKE[name], text_corpus(), tmp_path / name, ALONE)
     for rank in (0, 1):
         assert seen(together, rank)["losses"][name] == pytest.approx(alone, abs=LOSS)
     assert_alike(together / name, tmp_path / name)
 
 
-def test_a_run_goes_from_one_process_to_two_and_back(together: Path, tmp_path: Path) -> None:
+def test_a_run_can_change_its_number_of_processes(together: Path, tmp_path: Path) -> None:
     chosen, corpus = ALIKE[HANDED_ON], text_corpus()
     whole = trained(chosen, corpus, tmp_path / "whole", ALONE)
     by_two = seen(together, 0)["losses"][HANDED_ON]
@@ -149,12 +149,12 @@ def test_a_run_goes_from_one_process_to_two_and_back(together: Path, tmp_path: P
     assert_alike(together / HANDED_ON, tmp_path / "whole")
 
 
-def test_every_process_sees_the_same_losses_to_the_last_bit(together: Path) -> None:
+def test_every_process_has_bitwise_equal_losses(together: Path) -> None:
     assert seen(together, 0)["losses"] == seen(together, 1)["losses"]
     assert seen(together, 0)["refused"] == seen(together, 1)["refused"]
 
 
-def test_with_dropout_each_process_has_its_own_noise_and_a_resumed_run_has_it_again(together: Path) -> None:
+def test_dropout_differs_by_process_and_repeats_in_a_resumed_run(together: Path) -> None:
     first, other = (seen(together, rank)["noise"] for rank in (0, 1))
     assert first[0] == first[2] != first[1]
     assert other[0] == other[2] != other[1]
@@ -173,26 +173,26 @@ def test_dropout_is_as_strong_in_two_processes_as_in_one(together: Path, tmp_pat
     assert sum(found) / len(found) == pytest.approx(sum(alone) / len(alone), rel=0.02)
 
 
-def test_fewer_lanes_than_processes_are_refused_and_no_folder_is_made(together: Path) -> None:
-    message = "RunError: training.batch = 1 for 2 processes: each needs a lane of its own"
+def test_fewer_lanes_than_processes_are_refused_without_creating_a_folder(together: Path) -> None:
+    message = "RunError: training.batch = 1 for 2 processes: each needs at least one lane"
     assert seen(together, 0)["refused"]["narrow"] == message
     assert not (together / "narrow").exists()
 
 
-def test_an_error_of_one_process_is_one_of_all_and_says_whose_it_is(together: Path) -> None:
+def test_an_error_of_one_process_is_raised_in_all_with_its_rank(together: Path) -> None:
     refused = seen(together, 1)["refused"]
     assert refused["first"] == "DataError: no such file"
     assert refused["other"] == "RunError: rank 1: no device here"
 
 
-def test_weights_that_have_come_apart_stop_the_run_at_its_next_evaluation(together: Path) -> None:
+def test_diverged_weights_stop_the_run_at_its_next_evaluation(together: Path) -> None:
     refused = seen(together, 0)["refused"]["drift"]
-    assert refused == "RunError: rank 1 has other weights after step 20 than rank 0: are the machines alike?"
+    assert refused == "RunError: rank 1 and rank 0 have different weights after step 20: do the machines differ?"
     assert max(record["step"] for record in records(together / "drift")) < 20
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_and_one_that_is_interrupted_leave_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_a_run_resumes_after_a_kill_and_after_an_interrupt(tmp_path: Path) -> None:
     experiment, folder = tmp_path / "long.toml", tmp_path / "run"
     experiment.write_text(EXPERIMENT)
     command = ("-m", "--", "wane", "train", experiment, "--run", folder)
@@ -208,7 +208,7 @@ def test_a_process_that_is_killed_and_one_that_is_interrupted_leave_a_run_that_g
         os.kill(children(killed)["1"], signal.SIGKILL)
         output, _ = killed.communicate(timeout=TIMEOUT_S)
     assert killed.returncode == 1
-    assert "error: rank 0 of 2 lost the connection to another" in output or "rank 0 of 2 was ended by its" in output
+    assert "error: rank 0 of 2 lost the connection to another" in output or "rank 0 of 2 was stopped by its" in output
     named = output[output.index("Root Cause") :]
     assert "rank      : 1 (local_rank: 1)" in named and "(SIGKILL)" in named
     step = RunFolder(folder).load("checkpoint.pt")["step"]
@@ -220,7 +220,7 @@ def test_a_process_that_is_killed_and_one_that_is_interrupted_leave_a_run_that_g
         output, _ = interrupted.communicate(timeout=TIMEOUT_S)
     assert interrupted.returncode != 0
     assert "2 processes, from step" in output
-    assert output.count("stopped; the same command goes on from the last checkpoint") == 1
+    assert output.count("stopped; run the same command again to resume from the last checkpoint") == 1
     assert "error:" not in output
 
     start = RunFolder(folder).load("checkpoint.pt")["step"]
@@ -235,7 +235,7 @@ def test_a_process_that_is_killed_and_one_that_is_interrupted_leave_a_run_that_g
     )
 
 
-def test_lanes_are_shared_out_whole_and_evenly() -> None:
+def test_lanes_are_divided_completely_and_evenly() -> None:
     for size in range(1, 9):
         for count in range(20):
             shares = [Group(rank, size).share(count) for rank in range(size)]
@@ -244,26 +244,28 @@ def test_lanes_are_shared_out_whole_and_evenly() -> None:
             assert max(widths) - min(widths) <= 1
 
 
-def test_a_broken_connection_is_told_from_other_errors() -> None:
+def test_a_broken_connection_is_distinguished_from_other_errors() -> None:
     broken = RuntimeError("[/a/gloo/transport/tcp/pair.cc:5] Read error [10.0.0.1]:5: Connection reset by peer. It is")
-    reason = r"^rank 1 of 2 lost the connection to another: Read error \[10\.0\.0\.1\]:5: Connection reset by peer$"
+    reason = (
+        r"^rank 1 of 2 lost the connection to another process: Read error \[10\.0\.0\.1\]:5: Connection reset by peer$"
+    )
     with pytest.raises(LostError, match=reason), Group(1, 2).heard():
         raise broken
     with pytest.raises(RuntimeError, match="out of memory"), Group(1, 2).heard():
         raise RuntimeError("out of memory")
 
 
-def test_devices_are_one_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto") == torch.device("cuda")
     assert choose_device("auto", Group(3, 4, 1, 2)) == torch.device("cuda", 1)
     assert choose_device("cpu", Group(3, 4, 1, 2)) == torch.device("cpu")
-    with pytest.raises(RunError, match=r"3 processes for 2 CUDA device\(s\): each needs one of its own"):
+    with pytest.raises(RunError, match=r"3 processes for 2 CUDA device\(s\): each process needs its own"):
         choose_device("cuda", Group(0, 3, 0, 3))
 
 
-def test_a_group_that_is_not_whole_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

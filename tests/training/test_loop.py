@@ -22,7 +22,7 @@ from wane.training.schedule import learning_rate
 
 
 def records(folder: Path) -> list[dict[str, float]]:
-    """A run's log without its timings."""
+    """Returns a run's log without its timings."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key != "wall_s"} for line in lines]
 
@@ -34,9 +34,7 @@ def best_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("regime", ["recurrent", "truncated"])
 @pytest.mark.parametrize("stop", [1, 3, 4, 7])
-def test_a_run_that_was_stopped_goes_on_with_the_losses_of_one_that_was_not(
-    tmp_path: Path, regime: str, stop: int
-) -> None:
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, regime: str, stop: int) -> None:
     corpus, chosen = text_corpus(), experiment(regime=regime)
     whole = [progress.loss for progress in Trainer(chosen, corpus, RunFolder(tmp_path / "whole")).run()]
     assert len(whole) == 8
@@ -64,7 +62,7 @@ def test_every_cell_learns_in_both_regimes(tmp_path: Path, cell: Cell, contracti
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell != "gated"])
-def test_the_best_weights_of_a_stable_cell_are_contractive_by_the_independent_bound(tmp_path: Path, cell: Cell) -> None:
+def test_the_certificate_bounds_the_best_weights_of_a_stable_cell(tmp_path: Path, cell: Cell) -> None:
     model = ModelConfig(cell=cell, hidden=24, layers=2, contraction=0.8)
     chosen = experiment(model, steps=60, learning_rate=2e-2, evaluate_every=30, checkpoint_every=60, project_every=7)
     trainer = Trainer(chosen, text_corpus(), RunFolder(tmp_path))
@@ -92,7 +90,7 @@ def test_the_best_weights_are_within_the_spectral_limit_between_projections(tmp_
             assert torch.linalg.matrix_norm(matrix, ord=2) <= 0.5
 
 
-def test_weights_are_kept_along_the_way_also_by_a_run_that_was_stopped(tmp_path: Path) -> None:
+def test_keep_every_saves_the_same_weights_in_a_resumed_run(tmp_path: Path) -> None:
     corpus, chosen = text_corpus(), experiment(keep_every=3)
     list(Trainer(chosen, corpus, RunFolder(tmp_path / "whole")).run())
     list(islice(Trainer(chosen, corpus, RunFolder(tmp_path / "cut")).run(), 5))
@@ -111,7 +109,7 @@ def test_weights_are_kept_along_the_way_also_by_a_run_that_was_stopped(tmp_path:
 
 
 def by_hand(chosen: Experiment, corpus: Corpus, steps: int) -> list[float]:
-    """The losses of the recurrent regime, written out for plain SGD: the state is new at every epoch."""
+    """Computes the losses of the recurrent regime with plain SGD; the state is reset at every epoch."""
     torch.manual_seed(chosen.training.seed)
     network = Network(chosen.model.architecture(corpus.vocabulary.size)).train()
     batch, chunk = chosen.training.batch, chosen.training.chunk
@@ -139,7 +137,7 @@ def by_hand(chosen: Experiment, corpus: Corpus, steps: int) -> list[float]:
     return losses
 
 
-def test_training_is_what_it_says_written_out_by_hand_over_three_epochs(tmp_path: Path) -> None:
+def test_training_matches_a_handwritten_loop_over_three_epochs(tmp_path: Path) -> None:
     corpus = text_corpus()
     model = ModelConfig(cell="lstm", hidden=12, layers=2)
     keys = {"steps": 80, "chunk": 64, "schedule": "constant", "warmup": 0, "evaluate_every": 100, "clip_norm": 0.2}
@@ -149,7 +147,7 @@ def test_training_is_what_it_says_written_out_by_hand_over_three_epochs(tmp_path
     assert losses == pytest.approx(by_hand(chosen, corpus, 80), abs=1e-4)
 
 
-def test_validation_is_the_loss_without_dropout_and_with_the_state_carried(tmp_path: Path) -> None:
+def test_validation_runs_without_dropout_and_carries_the_state(tmp_path: Path) -> None:
     corpus = text_corpus()
     trainer = Trainer(experiment(steps=4), corpus, RunFolder(tmp_path))
     *_, last = trainer.run()
@@ -166,7 +164,7 @@ def test_validation_is_the_loss_without_dropout_and_with_the_state_carried(tmp_p
 
 
 @pytest.mark.parametrize("block", ["plain", "residual"])
-def test_dropout_changes_training_and_not_evaluation(block: str) -> None:
+def test_dropout_changes_training_but_not_evaluation(block: str) -> None:
     model = ModelConfig.model_validate({"cell": "lstm", "hidden": 16, "block": block, "dropout": 0.5})
     torch.manual_seed(1)
     network = Network(model.architecture(300), model.dropout)
@@ -184,7 +182,7 @@ def test_weight_decay_leaves_biases_and_gains_alone(tmp_path: Path) -> None:
         assert {parameter.ndim > 1 for parameter in group["params"]} == {group["weight_decay"] > 0}
 
 
-def test_bf16_is_another_arithmetic(tmp_path: Path) -> None:
+def test_bf16_changes_the_loss_slightly(tmp_path: Path) -> None:
     corpus = text_corpus()
     losses = [
         next(Trainer(experiment(precision=precision), corpus, RunFolder(tmp_path / precision)).run()).loss
@@ -211,21 +209,21 @@ def test_two_seeds_give_two_runs(tmp_path: Path) -> None:
     assert first != second
 
 
-def test_a_run_of_another_experiment_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_run_of_another_experiment_is_not_resumed(tmp_path: Path) -> None:
     corpus = text_corpus()
     list(islice(Trainer(experiment(), corpus, RunFolder(tmp_path)).run(), 2))
     with pytest.raises(ResumeError, match=r"holds a run with training\.learning_rate = 0\.002, not 0\.5"):
         Trainer(experiment(learning_rate=0.5), corpus, RunFolder(tmp_path))
 
 
-def test_a_run_may_be_made_longer(tmp_path: Path) -> None:
+def test_a_run_can_be_extended(tmp_path: Path) -> None:
     corpus = text_corpus()
     list(Trainer(experiment(schedule="constant", steps=4), corpus, RunFolder(tmp_path)).run())
     steps = [p.step for p in Trainer(experiment(schedule="constant", steps=6), corpus, RunFolder(tmp_path)).run()]
     assert steps == [5, 6]
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_says_what_to_change(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_with_advice(tmp_path: Path) -> None:
     model = ModelConfig(cell="linear", hidden=16, layers=2)
     trainer = Trainer(experiment(model, optimizer="sgd", learning_rate=1e30), text_corpus(), RunFolder(tmp_path))
     with pytest.raises(FloatingPointError, match="try a smaller learning_rate"):
@@ -242,7 +240,7 @@ def test_best_weights_are_those_of_the_lowest_validation_loss(tmp_path: Path) ->
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ResumeError, match=r"holds no best\.pt"):
+    with pytest.raises(ResumeError, match=r"has no best\.pt"):
         RunFolder(tmp_path).load("best.pt")
 
 
@@ -251,7 +249,7 @@ def rates(**keys: object) -> list[float]:
     return [round(learning_rate(config, step, 5 if config.schedule == "plateau" else None), 4) for step in range(10)]
 
 
-def test_the_schedules_are_what_they_say() -> None:
+def test_learning_rate_schedules() -> None:
     assert rates(schedule="constant") == [0.5] + [1.0] * 9
     assert rates(schedule="inverse_time") == [0.5, 1.0, *[round(1 / t, 4) for t in range(1, 9)]]
     cosine = rates(schedule="cosine")
@@ -261,7 +259,7 @@ def test_the_schedules_are_what_they_say() -> None:
     assert rates(schedule="plateau", decay_steps=5) == [0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0]
 
 
-def test_plateau_decays_once_validation_stops_improving_and_then_ends(tmp_path: Path) -> None:
+def test_plateau_decays_when_validation_stops_improving(tmp_path: Path) -> None:
     chosen = experiment(
         schedule="plateau", steps=400, decay_steps=8, patience=2, learning_rate=0.1, evaluate_every=4, warmup=0
     )
@@ -273,7 +271,7 @@ def test_plateau_decays_once_validation_stops_improving_and_then_ends(tmp_path: 
     assert decay["step"] - max(s for s in _best_steps(tmp_path) if s <= decay["step"]) >= 8
 
 
-def test_a_plateau_stopped_in_its_decay_goes_on_with_it(tmp_path: Path) -> None:
+def test_a_plateau_run_stopped_in_its_decay_resumes_the_decay(tmp_path: Path) -> None:
     corpus = text_corpus()
     chosen = experiment(schedule="plateau", steps=12, decay_steps=5, evaluate_every=4, checkpoint_every=3)
     whole = [(p.step, p.loss, p.learning_rate) for p in Trainer(chosen, corpus, RunFolder(tmp_path / "whole")).run()]
@@ -285,7 +283,7 @@ def test_a_plateau_stopped_in_its_decay_goes_on_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["test_share", "valid_share"])
-def test_a_run_does_not_go_on_with_another_split(tmp_path: Path, key: str) -> None:
+def test_a_run_is_not_resumed_with_another_split(tmp_path: Path, key: str) -> None:
     corpus, chosen = text_corpus(), experiment()
     list(islice(Trainer(chosen, corpus, RunFolder(tmp_path)).run(), 2))
     other = chosen.model_copy(update={"data": chosen.data.model_copy(update={key: 0.2})})
@@ -293,14 +291,14 @@ def test_a_run_does_not_go_on_with_another_split(tmp_path: Path, key: str) -> No
         Trainer(other, corpus, RunFolder(tmp_path))
 
 
-def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_with_other_data(tmp_path: Path) -> None:
     corpus = text_corpus()
     list(islice(Trainer(experiment(), corpus, RunFolder(tmp_path)).run(), 2))
-    with pytest.raises(ResumeError, match="other data: LICENSE is not the file it was trained on"):
+    with pytest.raises(ResumeError, match="other data: LICENSE is not the file that it was trained on"):
         Trainer(experiment(), replace(corpus, hashes={"LICENSE": "0" * 64}), RunFolder(tmp_path))
 
 
-def test_a_run_does_not_go_back(tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_with_fewer_steps_than_done(tmp_path: Path) -> None:
     corpus = text_corpus()
     list(Trainer(experiment(), corpus, RunFolder(tmp_path)).run())
     with pytest.raises(ResumeError, match=r"is at step 8, past training\.steps = 6"):

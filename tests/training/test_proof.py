@@ -1,4 +1,4 @@
-"""The pressure towards provable answers: what it presses is what the bound of a request says."""
+"""Tests the loss term for provable predictions against the bound of a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = ProofConfig(weight=0.1, ramp=1)
 
 
 def network(gate_bias: float) -> Network:
-    """Six units behind a front of reach 2, with gates about as open as `gate_bias` says."""
+    """Returns a network with six units after a front of reach 2; `gate_bias` controls how open the gates are."""
     torch.manual_seed(3)
     architecture = Architecture(
         cell="gated",
@@ -46,7 +46,7 @@ def run(built: Network, time: int = 24, config: ProofConfig = CONFIG) -> tuple[t
     return pressed, proved, tokens
 
 
-def test_gates_that_stay_open_are_pressed_shut_and_closed_ones_are_left_alone() -> None:
+def test_the_loss_closes_open_gates_and_ignores_closed_ones() -> None:
     built = network(gate_bias=6.0)
     pressed, proved, _ = run(built)
     pressed.backward()
@@ -57,7 +57,7 @@ def test_gates_that_stay_open_are_pressed_shut_and_closed_ones_are_left_alone() 
     assert (pressed.item(), proved) == (0.0, 1.0)
 
 
-def test_the_error_it_takes_is_the_state_s_bound_of_the_request() -> None:
+def test_the_state_error_is_close_to_the_bound_of_the_request() -> None:
     built = network(gate_bias=2.0)
     _, _, tokens = run(built)
     cell = built.get_submodule("layers.0.cell")
@@ -71,7 +71,7 @@ def test_the_error_it_takes_is_the_state_s_bound_of_the_request() -> None:
     assert (proved >= error * 0.2).all()
 
 
-def test_it_leaves_the_network_in_training_and_its_loss_on_the_lead_alone() -> None:
+def test_the_network_stays_in_training_and_the_lead_gets_no_gradient() -> None:
     built = network(gate_bias=3.0)
     pressed, _, _ = run(built)
     assert built.training
@@ -79,13 +79,13 @@ def test_it_leaves_the_network_in_training_and_its_loss_on_the_lead_alone() -> N
     assert built.head.bias.grad is None or not built.head.bias.grad.any()
 
 
-def test_a_longer_window_is_pressed_as_if_the_gates_went_on() -> None:
+def test_a_longer_window_extrapolates_the_gates() -> None:
     reach, time = 2, 24
     pressed = {}
     for window in (None, time, reach + 2 * (time - reach)):
         config = ProofConfig(weight=0.1, ramp=1, ceiling=500.0, slack=50.0, window=window)
         built = network(gate_bias=3.0)
-        with torch.no_grad():  # every gate the same at every token
+        with torch.no_grad():  # makes every gate the same at every token
             built.get_parameter("layers.0.cell.weight")[:6] = 0
         pressed[window], _, _ = run(built, time, config)
     gate = 0.98 * torch.sigmoid(torch.tensor(3.0)).item()
@@ -95,7 +95,7 @@ def test_a_longer_window_is_pressed_as_if_the_gates_went_on() -> None:
     assert pressed[longest].item() == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_ramp_begins_gently() -> None:
+def test_the_ramp_scales_the_loss_linearly() -> None:
     built = network(gate_bias=6.0)
     pressure = ProofPressure(built, ProofConfig(weight=0.1, ramp=10))
     built(torch.randint(20, (24, 4), generator=torch.Generator().manual_seed(5)))
@@ -115,7 +115,7 @@ def test_the_ramp_begins_gently() -> None:
         ),
     ],
 )
-def test_what_it_is_not_made_for_is_refused(model: dict[str, object], named: str) -> None:
+def test_an_unsupported_model_is_refused(model: dict[str, object], named: str) -> None:
     record = {
         "name": "x",
         "model": {"hidden": 8} | model,

@@ -1,4 +1,4 @@
-"""`wane export` of a run, and what it leaves alone."""
+"""Tests `wane export` of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wane.training.run import train
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps. It forgets fast: an export follows a model for as long as it remembers."""
+    """A run of two steps that forgets fast: an export takes longer for a long memory."""
     model = ModelConfig(cell="gated", hidden=16, layers=2, block="residual", feed_forward=8, contraction=0.5)
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     train(experiment(model, steps=2, evaluate_every=1), None, folder, None, "none", Console(quiet=True))
@@ -28,12 +28,12 @@ def contents(bundle: Path) -> dict[str, bytes]:
 
 
 def perplexity(bundle: Path) -> float:
-    """The validation perplexity in the manifest."""
+    """Returns the validation perplexity in the manifest."""
     found: float = json.loads((bundle / "manifest.json").read_text())["quality"]["recurrent"]["valid"]["per_token"]
     return found
 
 
-def test_an_export_replaces_a_bundle_of_its_version_only_on_request(
+def test_an_export_replaces_a_bundle_of_the_same_version_only_on_request(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["export", str(run_folder), "--bundles", str(tmp_path)]
@@ -46,12 +46,14 @@ def test_an_export_replaces_a_bundle_of_its_version_only_on_request(
     capsys.readouterr()
 
     assert main(command) == 2
-    told = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     assert contents(bundle) == before
-    assert f"{bundle} was not written: a bundle is there already: version 1, validation perplexity 1.250" in told
+    assert f"{bundle} was not written: a bundle already exists: version 1, validation perplexity 1.250" in printed
     quality = json.loads((run_folder / "quality.json").read_text())["quality"]
-    assert f"the new bundle: version 1, validation perplexity {quality['recurrent']['valid']['per_token']:.3f}" in told
-    assert "--replace" in told
+    assert (
+        f"the new bundle: version 1, validation perplexity {quality['recurrent']['valid']['per_token']:.3f}" in printed
+    )
+    assert "--replace" in printed
 
     assert main([*command, "--replace"]) == 0
     assert perplexity(bundle) == quality["recurrent"]["valid"]["per_token"]
@@ -70,4 +72,4 @@ def test_an_export_is_refused_before_the_run_is_evaluated(
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "manifest.json").write_text("{}")
     assert main(["export", str(run_folder), "--bundles", str(tmp_path)]) == 2
-    assert "the bundle that is there cannot be read" in capsys.readouterr().out
+    assert "the existing bundle cannot be read" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from wane.training.errors import DataError
 from wane.training.wikitext import fetch_wikitext_2, read_wikitext_2
 
 DATA = os.environ.get("WANE_DATA")
-needs_data = pytest.mark.skipif(DATA is None, reason="WANE_DATA names no folder with wikitext-2")
+needs_data = pytest.mark.skipif(DATA is None, reason="WANE_DATA is not set to a folder with wikitext-2")
 
 
 class QuietHandler(SimpleHTTPRequestHandler):
@@ -48,7 +48,7 @@ def test_wikitext_2_has_the_published_counts_and_a_shared_vocabulary_of_2048() -
 
 
 @needs_data
-def test_a_changed_file_is_not_taken_for_wikitext_2(tmp_path: Path) -> None:
+def test_a_changed_file_is_refused(tmp_path: Path) -> None:
     for split in ("train", "valid", "test"):
         (tmp_path / f"{split}.txt").write_bytes((Path(str(DATA)) / "wikitext-2" / f"{split}.txt").read_bytes())
     with (tmp_path / "test.txt").open("ab") as file:
@@ -58,7 +58,7 @@ def test_a_changed_file_is_not_taken_for_wikitext_2(tmp_path: Path) -> None:
 
 
 @needs_data
-def test_the_public_copy_is_fetched_and_kept(tmp_path: Path, serve) -> None:  # type: ignore[no-untyped-def]
+def test_the_public_copy_is_downloaded_once(tmp_path: Path, serve) -> None:  # type: ignore[no-untyped-def]
     source = serve(Path(str(DATA)) / "wikitext-2")
     folder = fetch_wikitext_2(tmp_path / "cache", source)
     _, hashes = read_wikitext_2(folder)
@@ -66,13 +66,13 @@ def test_the_public_copy_is_fetched_and_kept(tmp_path: Path, serve) -> None:  # 
     assert fetch_wikitext_2(folder, "http://127.0.0.1:9/unreachable") == folder
 
 
-def test_a_fetched_file_with_other_bytes_is_not_kept(tmp_path: Path, serve) -> None:  # type: ignore[no-untyped-def]
+def test_a_downloaded_file_with_a_wrong_hash_is_not_kept(tmp_path: Path, serve) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "train.txt").write_text("something else\n")
     with pytest.raises(DataError, match=r"train\.txt: SHA-256 is .* not WikiText-2's"):
         fetch_wikitext_2(tmp_path / "cache", serve(tmp_path))
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_no_network_says_so_and_names_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"could not be fetched .* with --data"):
+def test_a_failed_download_suggests_the_data_option(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"could not be downloaded .* with --data"):
         fetch_wikitext_2(tmp_path, "http://127.0.0.1:9")

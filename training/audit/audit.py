@@ -1,4 +1,4 @@
-"""The audit of a model, wherever it comes from: what is proved of its memory, what is measured, which k will do."""
+"""The audit of any model: what is proved and what is measured about its memory, and the recommended window k."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from wane.training.plots import plot_audit
 from wane.training.run import SAMPLE_TOKENS, writing
 
 LEAST_WINDOW = 8
-"""A text that does not even hold positions for this window is too short to say anything."""
+"""The shortest window that a text must have positions for."""
 
 
 def audit(options: AuditOptions, console: Console) -> AuditReport:
-    """Audits, shows what it found, writes it as JSON and as a plot, and exports where asked. Raises TrainingError."""
+    """Audits a model; prints the report, writes it as JSON and as a plot; exports on request. Raises TrainingError."""
     name = options.name or _name(options.file)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.export is not None and options.file.is_dir():
         raise RunError(
-            f"{options.file}: --export is for checkpoints; a bundle can be served as it is, and of a run "
-            "`wane export` makes one"
+            f"{options.file}: --export needs a checkpoint; a bundle can be served as it is, and `wane export` exports "
+            "a run"
         )
     if options.export is not None:
         with writing(options.export / name):
@@ -102,7 +102,7 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
 
 
 def _name(file: Path) -> str:
-    """A name for what is audited, of the characters that a bundle's name may have."""
+    """Returns a name for the audited model, of characters that a bundle's name may contain."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", file.resolve().stem if file.is_file() else file.resolve().name)
     return plain.lstrip("._-")[:64] or "model"
 
@@ -122,7 +122,7 @@ def _text(subject: Subject, found: Forgetting | None, windows: Sequence[int]) ->
     vocabulary = corpus.vocabulary
     unknown = [index for index in range(vocabulary.size) if vocabulary.token(index) == UNK]
     return AuditedText(
-        split="all of the data that was given" if subject.split == "audit" else f"its {subject.split} split",
+        split="all of the given data" if subject.split == "audit" else f"its {subject.split} split",
         files=corpus.hashes,
         tokens=len(stream) - 1,
         words=corpus.words.get(subject.split),
@@ -134,7 +134,7 @@ def _text(subject: Subject, found: Forgetting | None, windows: Sequence[int]) ->
 
 
 def _write(report: AuditReport, folder: Path) -> list[Path]:
-    """Writes the report, and its plot where anything was measured; the plot of an audit before goes. What it wrote."""
+    """Writes the report and, if it has measurements, its plot; deletes an earlier plot. Returns the written files."""
     json, plot = folder / "audit.json", folder / "audit.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def _export(
     network: Network,
     console: Console,
 ) -> None:
-    """Writes the bundle `target`, whose own k is the recommended one, else the largest. Raises RunError."""
+    """Writes the bundle `target` with the recommended k as its window, or the largest if none. Raises RunError."""
     recommended = report.recommended.p99
     window = min(recommended or options.max_window, options.max_window)
     with writing(target):
@@ -168,7 +168,7 @@ def _export(
             tokenizer_json=subject.corpus.tokenizer_json,
             name=target.name,
             version=options.version,
-            description=f"Imported from {report.model.file}; quality is of the text that it was audited on.",
+            description=f"Imported from {report.model.file}; its quality was measured on the audited text.",
             window=window,
             max_window=options.max_window,
             quality=quality({"audit": found.losses}, judged="audit"),
@@ -177,22 +177,24 @@ def _export(
             torch_network=network,
             replace=options.replace,
         )
-    _tell(manifest, target, recommended, report, console)
+    _print_bundle(manifest, target, recommended, report, console)
 
 
-def _tell(manifest: Manifest, target: Path, recommended: int | None, report: AuditReport, console: Console) -> None:
+def _print_bundle(
+    manifest: Manifest, target: Path, recommended: int | None, report: AuditReport, console: Console
+) -> None:
     size = sum(file.stat().st_size for file in target.iterdir())
     certified = "certified" if manifest.certificate.certified else "not certified"
     console.print(f"{target}: {size:,} bytes, k = {manifest.window}, {certified}", highlight=False, soft_wrap=True)
     if recommended is None:
         console.print(
-            f"no evaluated window is within {report.recommended.tolerance:g}: the bundle's own k is its largest",
+            f"no evaluated window is within {report.recommended.tolerance:g}: the bundle's default k is its largest",
             highlight=False,
         )
 
 
 def _provenance(options: AuditOptions, report: AuditReport) -> Provenance:
-    """An import is not a training: what the file says of none is 0, and `config` says what was imported."""
+    """Returns the provenance of an import: training figures are 0, and `config` describes the imported file."""
     origin = describe_origin(options.command, torch.device("cpu"))
     imported = report.model.model_dump(mode="json", include={"file", "sha256", "tensors", "notes"})
     return Provenance(

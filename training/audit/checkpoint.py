@@ -1,4 +1,4 @@
-"""A checkpoint from elsewhere as named tensors: what `torch.save` or safetensors wrote, without running any of it.
+"""Reads a foreign checkpoint, written by `torch.save` or safetensors, as named tensors, without running its code.
 
 A file may hold the tensors themselves or dictionaries of them, as training scripts write: `{"state_dict": ...}`,
 `{"model": ..., "optimizer": ...}`, `{"encoder": ..., "rnn": ..., "decoder": ...}`. Names are joined with dots.
@@ -27,7 +27,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of a file. `inside`: the dotted key that they stood under, "" for the whole file."""
+    """The tensors of a file. `inside`: the dotted key that holds them, "" for the whole file."""
 
     path: Path
     sha256: str
@@ -36,9 +36,9 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path, inside: str | None = None) -> Checkpoint:
-    """Reads a file. `inside`: the key of the tensors, where the file holds more than one model.
+    """Reads a file. `inside`: the key of the tensors if the file holds several models.
 
-    Raises ForeignError: it cannot be read, holds more than data, or no recurrent model, or several.
+    Raises ForeignError if the file cannot be read, holds code, or does not hold exactly one recurrent model.
     """
     try:
         data = path.read_bytes()
@@ -65,27 +65,27 @@ def _safetensors(path: Path, data: bytes) -> object:
 
 
 def _torch(path: Path) -> object:
-    """With weights_only: a pickle that asks for anything but tensors and plain containers is refused, not run."""
+    """Loads with weights_only, which refuses any pickle of more than tensors and plain containers."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged archive raises nearly anything
+    except Exception as error:  # a damaged archive can raise nearly any exception
         if isinstance(error, pickle.UnpicklingError) and (asked := re.search(r"GLOBAL (\S+)", str(error))):
             raise ForeignError(
-                f"{path}: holds {asked.group(1)}, which would have to be run to be read; nothing of a checkpoint is "
-                "run here. Where it was made, save the tensors alone: torch.save(model.state_dict(), ...)"
+                f"{path}: holds {asked.group(1)}, which only running code can read; Wane never runs code from a "
+                "checkpoint. Save the tensors alone in the program that wrote it: torch.save(model.state_dict(), ...)"
             ) from error
         if "TorchScript" in str(error):
             raise ForeignError(
                 f"{path}: a TorchScript archive, which is a program; save its tensors alone: "
                 "torch.save(torch.jit.load(...).state_dict(), ...)"
             ) from error
-        told = re.search(r"WeightsUnpickler error: (.+)", str(error))
-        line = told.group(1) if told else f"{type(error).__name__} {error}".partition("\n")[0]
+        reason = re.search(r"WeightsUnpickler error: (.+)", str(error))
+        line = reason.group(1) if reason else f"{type(error).__name__} {error}".partition("\n")[0]
         raise ForeignError(f"{path}: neither a torch checkpoint nor a safetensors file: {line.strip()}") from error
 
 
 def _flat(tree: Mapping[object, object], prefix: str = "") -> Tensors:
-    """Every tensor of a tree of dictionaries by its dotted name; what is no tensor is left out."""
+    """Returns every tensor of a tree of dictionaries by its dotted name; skips other values."""
     found: Tensors = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -97,13 +97,13 @@ def _flat(tree: Mapping[object, object], prefix: str = "") -> Tensors:
 
 
 def _is_model(tensors: Tensors) -> bool:
-    """Whether there is a recurrent layer and, beside it, another matrix."""
+    """Whether the tensors include a recurrent layer and another matrix."""
     recurrent = [name for name in tensors if PART.match(name)]
     return bool(recurrent) and any(tensor.dim() == 2 for name, tensor in tensors.items() if name not in recurrent)
 
 
 def _model(path: Path, tree: Mapping[object, object], prefix: str = "") -> str:
-    """The dotted key of the smallest dictionary that holds a whole model, "" for the file itself."""
+    """Returns the dotted key of the smallest dictionary that holds a whole model, "" for the file itself."""
     inner = [key for key, value in tree.items() if isinstance(value, Mapping) and _is_model(_flat(value))]
     if len(inner) > 1:
         keys = ", ".join(f"{prefix}{key}" for key in inner)
@@ -114,11 +114,11 @@ def _model(path: Path, tree: Mapping[object, object], prefix: str = "") -> str:
 
 
 def _at(path: Path, tree: Mapping[object, object], inside: str) -> Mapping[object, object]:
-    """The dictionary under a dotted key."""
+    """Returns the dictionary under a dotted key."""
     for key in inside.split(".") if inside else ():
         branch = tree.get(key)
         if not isinstance(branch, Mapping):
             known = ", ".join(str(name) for name, value in tree.items() if isinstance(value, Mapping)) or "none"
-            raise ForeignError(f"{path}: --state-dict {inside}: there is no dictionary {key!r}; there are: {known}")
+            raise ForeignError(f"{path}: --state-dict {inside}: there is no dictionary {key!r}; known: {known}")
         tree = branch
     return tree

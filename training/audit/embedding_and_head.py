@@ -1,4 +1,4 @@
-"""What stands below and above the recurrent layers of a checkpoint: the embedding and the head."""
+"""Finds the embedding and the head of a checkpoint, below and above its recurrent layers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from wane.training.audit.tensor_map import TensorMap
 from wane.training.audit.tensor_names import EMBEDDINGS, HEADS, kind
 
 LARGEST_ONE_HOT = 4096
-"""Tokens up to which a model without an embedding is given the identity for one."""
+"""The largest vocabulary for which a missing embedding is replaced by the identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingAndHead:
-    """Names of tensors. No embedding: the inputs are one-hot; no head: it is the embedding; no bias: zeros."""
+    """Names of tensors. No embedding: inputs are one-hot. No head: tied to the embedding. No bias: zeros."""
 
     embedding: str | None
     head: str | None
@@ -24,7 +24,7 @@ class EmbeddingAndHead:
 
 
 def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndHead:
-    """Embedding and head by --map, by the usual names, or by their shapes. Raises ForeignError."""
+    """Finds embedding and head by --map, by the usual names, or by their shapes. Raises ForeignError."""
     inputs, top = layers.inputs, layers.sizes[-1]
     embedding, head, bias = (tensors.mapped(name) for name in ("embedding", "head", "head.bias"))
     embedding = embedding or _find(tensors, "embedding", EMBEDDINGS, lambda width: width == inputs)
@@ -36,24 +36,24 @@ def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndH
     elif head is None:
         if inputs != top:
             raise tensors.error(
-                f"no head: expected a matrix of shape [{vocabulary}, {top}] beside the embedding "
+                f"no head: expected a matrix of shape [{vocabulary}, {top}] for the embedding "
                 f"{tensors.describe([embedding])}; name it with --map head=NAME"
             )
-        tensors.notes.append("there is no head: it is taken to be tied to the embedding")
+        tensors.notes.append("there is no head: assumed to be tied to the embedding")
     if embedding is not None:
         tensors.expect(embedding, (vocabulary, inputs))
     if head is not None:
         tensors.expect(head, (vocabulary, top))
     bias = bias or _bias(tensors, head or embedding or "", vocabulary)
     if bias is None:
-        tensors.notes.append("the head has no bias: zeros")
+        tensors.notes.append("the head has no bias: assumed to be zeros")
     else:
         tensors.expect(bias, (vocabulary,))
     return EmbeddingAndHead(embedding, head, bias)
 
 
 def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[int], bool]) -> str | None:
-    """The matrix that is called as usual, of several the one that fits; or else the only one that fits."""
+    """Returns the matrix with a usual name, preferring one whose shape fits, or else the only matrix that fits."""
     matrices = [name for name in sorted(tensors.unassigned) if len(tensors.shape(name)) == 2]
     fitting = [name for name in matrices if fits(tensors.shape(name)[1])]
     called = [name for name in matrices if kind(name) is usual]
@@ -61,36 +61,36 @@ def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[
     if not candidates:
         candidates = [name for name in fitting if kind(name) is None]
         if len(candidates) == 1:
-            tensors.notes.append(f"{candidates[0]} is taken to be the {what}, by its shape")
+            tensors.notes.append(f"{candidates[0]} is assumed to be the {what}, by its shape")
     if len(candidates) > 1:
         raise tensors.error(
-            f"more than one matrix may be the {what}: {tensors.describe(candidates)}; choose with --map {what}=NAME"
+            f"several matrices may be the {what}: {tensors.describe(candidates)}; choose one with --map {what}=NAME"
         )
     tensors.unassigned -= set(candidates)
     return candidates[0] if candidates else None
 
 
 def _without_embedding(tensors: TensorMap, head: str | None, inputs: int, top: int) -> tuple[str | None, str | None]:
-    """Embedding and head of a file with a head alone: tied, and saved once under its name; or inputs are one-hot."""
+    """Returns embedding and head for a file without an embedding: tied and saved as the head, or one-hot inputs."""
     if head is None:
-        raise tensors.error(f"neither an embedding, [V, {inputs}], nor a head, [V, {top}]; name them with --map")
+        raise tensors.error(f"no embedding [V, {inputs}] and no head [V, {top}]; name them with --map")
     vocabulary = tensors.matrix(head)[0]
     if inputs == top:
-        tensors.notes.append(f"there is no embedding: it is taken to be tied to {head}")
+        tensors.notes.append(f"there is no embedding: assumed to be tied to {head}")
         return head, None
     if inputs == vocabulary <= LARGEST_ONE_HOT:
         tensors.notes.append(
-            f"there is no embedding, and {inputs} inputs: taken to be one-hot, the embedding the identity"
+            f"there is no embedding: the {inputs} inputs are assumed to be one-hot, and the embedding the identity"
         )
         return None, head
     raise tensors.error(
-        f"no embedding: expected a matrix of shape [{vocabulary}, {inputs}] beside the head "
+        f"no embedding: expected a matrix of shape [{vocabulary}, {inputs}] for the head "
         f"{tensors.describe([head])}; name it with --map embedding=NAME"
     )
 
 
 def _bias(tensors: TensorMap, matrix: str, vocabulary: int) -> str | None:
-    """The vector beside the output matrix, or the only one called as a head is."""
+    """Returns the bias that belongs to the output matrix by its name, or the only vector with a head's name."""
     name: str | None = re.sub(r"weight$", "bias", matrix)
     if name not in tensors.unassigned:
         vectors = [name for name in tensors.unassigned if tensors.shape(name) == (vocabulary,) and kind(name) is HEADS]

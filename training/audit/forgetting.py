@@ -1,11 +1,11 @@
-"""How fast a model forgets, measured: the window of the last k tokens against the never-interrupted run, by k.
+"""Measures how fast a model forgets: compares windows of the last k tokens with the never-interrupted run.
 
-Two trajectories of the same weights read the same last k tokens, one from the state that the whole past has left,
-one from zero. Compared after them: `hidden`, the output layer's input, by its 2-norm distance; the predicted
-distributions by total variation and top-1; the tokens that came next by perplexity. And by how much the probability of
-the token that came next moves with the input of i steps before it: the norm of the gradient.
+Two trajectories of the same weights read the same last k tokens, one from the state after the whole past, one from
+zero. They are compared by the 2-norm distance of `hidden`, the output layer's input; by the total variation and top-1
+of the predicted distributions; and by the perplexity of the next tokens. Gradient norms measure how much the
+probability of the next token depends on the input i steps earlier.
 
-All of it is what was seen at so many positions of one text, in float32; nothing of it is a bound.
+These are float32 measurements at sampled positions of one text, not bounds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from wane.training.evaluate import ROWS, Advance, SplitLosses, recurrent_pieces,
 
 GRADIENT_ROWS = 32
 GRADIENT_POSITIONS = 256
-"""At most so many positions are run backwards."""
+"""The largest number of positions for which gradients are computed."""
 LARGEST_LOSS = 700.0
-"""Nats a token. The exponential of any difference of two losses up to here is a float64 above 0."""
+"""Nats per token. The exponential of any difference of two losses up to this limit is a float64 above 0."""
 
 
 class Unmeasurable(FloatingPointError):
-    """A model whose runs leave the range of their numbers; the message says which run does, and after which token."""
+    """A run of the model overflows; the message names the run and the token."""
 
 
 class Quantiles(Frozen):
@@ -46,9 +46,9 @@ class Quantiles(Frozen):
 
 
 class AtWindow(Frozen):
-    """The window of k tokens against the never-interrupted run, at the same positions.
+    """Compares the window of k tokens with the never-interrupted run, at the same positions.
 
-    `distance`: 2-norm, of the output layer's input. `perplexity_ratio`: the window's over the recurrent one.
+    `distance`: 2-norm, of the output layer's input. `perplexity_ratio`: the window's divided by the recurrent one.
     """
 
     k: Positive
@@ -60,7 +60,7 @@ class AtWindow(Frozen):
 
 
 class AtLag(Frozen):
-    """|d p_{t+i} / d x_t|: p the probability of the token that came after t+i, x_t the embedding of token t."""
+    """|d p_{t+i} / d x_t|: p is the probability of the token after t+i, x_t the embedding of token t."""
 
     i: int = Field(ge=0)
     gradient: Quantiles
@@ -68,7 +68,7 @@ class AtLag(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Forgetting:
-    """What was measured of one stream. `losses` has the same figures as an evaluation of a split."""
+    """The measurements of one stream. `losses`: the same figures as in the evaluation of a split."""
 
     windows: tuple[AtWindow, ...]
     lags: tuple[AtLag, ...]
@@ -77,20 +77,20 @@ class Forgetting:
 
 
 def window_grid(longest: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, ... up to `longest`."""
+    """Returns 1, 2, 3, 4, 6, 8, 12, ... up to `longest`."""
     powers = [2**n for n in range(longest.bit_length())]
     return sorted(k for k in {*powers, *(3 * power // 2 for power in powers[1:])} if k <= longest)
 
 
 def token_steps(tokens: int, windows: Sequence[int], count: int) -> int:
-    """About how many tokens a measurement runs: the total of its progress bar. A step backwards counts as two."""
+    """Estimates the token steps of a measurement, the total of its progress bar. A backward step counts as two."""
     return tokens - 1 + count * sum(windows) + 3 * min(count, GRADIENT_POSITIONS) * max(windows)
 
 
 def measure(
     network: Network, corpus: Corpus, split: str, windows: Sequence[int], count: int, advance: Advance | None = None
 ) -> Forgetting:
-    """Measures at `count` positions spread evenly over those with at least twice the largest window behind them.
+    """Measures at `count` positions, evenly spread over those after at least twice the largest window.
 
     Raises Unmeasurable.
     """
@@ -125,7 +125,7 @@ def measure(
 
 
 def smallest_window(windows: Sequence[AtWindow], tolerance: float, quantile: str) -> int | None:
-    """The smallest evaluated k from which on the total variation (its `p99` or `max`) is within the tolerance."""
+    """Returns the smallest evaluated k from which on the `p99` or `max` of the total variation is within tolerance."""
     within = None
     for at in sorted(windows, key=lambda at: at.k, reverse=True):
         if not getattr(at.total_variation, quantile) <= tolerance:
@@ -137,7 +137,7 @@ def smallest_window(windows: Sequence[AtWindow], tolerance: float, quantile: str
 def _recurrent(
     network: Network, stream: NDArray[np.int64], positions: NDArray[np.int64], starts: set[int], advance: Advance | None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The uninterrupted run: hidden at `positions`, every loss, and the states before the tokens at `starts`."""
+    """Runs without interruption. Returns hidden at `positions`, all losses, and the states before each of `starts`."""
     hidden, losses, states = [], [], []
     for piece in recurrent_pieces(network, stream, sorted(starts), advance):
         tokens = np.arange(piece.start, piece.start + len(piece.hidden))
@@ -152,7 +152,7 @@ def _recurrent(
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """One k at every position: float32 (positions,), `distance` float64, `top1` bool."""
+    """One k at every position: float32 (positions,) except `distance` (float64) and `top1` (bool)."""
 
     distance: Tensor
     total_variation: Tensor
@@ -204,14 +204,14 @@ def _gradients(
     states: list[Tensor],
     advance: Advance | None,
 ) -> Tensor:
-    """Norms (length, starts): of the gradient of the last prediction in each input, from the run's own state on."""
+    """Returns the norms (length, starts) of the last prediction's gradient in each input, starting from `states`."""
     embedding = network.embedding.weight.detach()
     norms = []
     for first in range(0, len(starts), GRADIENT_ROWS):
         begin = starts[first : first + GRADIENT_ROWS]
         tokens = torch.from_numpy(stream[np.arange(length)[:, None] + begin[None, :]]).to(embedding.device)
         target = torch.from_numpy(stream[begin + length])[:, None].to(embedding.device)
-        # each input is a row of its own in a table of them all, so that each has a gradient of its own
+        # each input has its own row in the embedding table, and therefore its own gradient
         table = embedding[tokens.flatten()].requires_grad_()
         rows = torch.arange(tokens.numel(), device=embedding.device).view_as(tokens)
         state = [tensor[first : first + GRADIENT_ROWS].clone() for tensor in states]
@@ -230,7 +230,7 @@ def _gradients(
 def _losses(
     recurrent: Tensor, positions: NDArray[np.int64], windows: dict[int, _Pairs], words: int | None
 ) -> SplitLosses:
-    """The mean losses. Words are left out where a perplexity a word is more than a float64 holds."""
+    """Returns the mean losses, without words if the perplexity per word would overflow a float64."""
     found = SplitLosses(
         tokens=len(recurrent),
         words=words,
@@ -241,14 +241,14 @@ def _losses(
     )
     worst = max(found.recurrent, found.recurrent_at_positions, *found.window.values())
     if worst > LARGEST_LOSS:
-        raise Unmeasurable(f"a mean loss of {worst:.4g} nats a token has no perplexity that a float64 holds")
+        raise Unmeasurable(f"the perplexity of a mean loss of {worst:.4g} nats per token overflows a float64")
     if words is not None and worst * found.tokens > LARGEST_LOSS * words:
         found = replace(found, words=None)
     return found
 
 
 def _check(what: str, ends: NDArray[np.int64], *found: Tensor) -> None:
-    """Raises Unmeasurable where not all of `found` (ends, ...) is finite; `ends`: the last tokens read, from 0."""
+    """Raises Unmeasurable unless all of `found` (ends, ...) is finite. `ends`: indices of the last tokens read."""
     finite = torch.stack([each.reshape(len(ends), -1).isfinite().all(-1) for each in found]).all(0).cpu().numpy()
     if not finite.all():
         raise Unmeasurable(f"{what} overflows float32 at token {ends[~finite][0] + 1}")

@@ -1,4 +1,4 @@
-"""The recurrent layers of a checkpoint: which tensors they are, in which order, of which cell."""
+"""Finds the recurrent layers of a checkpoint: their tensors, their order and their cell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wane.training.audit.tensor_names import PART, PARTS
 TORCH_CELLS: dict[int, Cell] = {
     info.gates: cell for cell, info in reversed(CELLS.items()) if "audit" not in info.missing
 }
-"""The cells that `torch.nn` has too, by blocks of rows in the recurrent matrix; of an RNN the first, with tanh."""
+"""The cells that `torch.nn` has too, by the row blocks of the recurrent matrix; of the RNNs, the first (tanh)."""
 
 Names = dict[str, str]
 """One layer's tensors, by part."""
@@ -22,7 +22,7 @@ Names = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Bottom to top. `sizes`: units of each; `inputs`: features that the first one reads."""
+    """Layers, bottom to top. `sizes`: units of each; `inputs`: input features of the first."""
 
     cell: Cell
     names: list[Names]
@@ -31,21 +31,21 @@ class Layers:
 
 
 def find_layers(tensors: TensorMap, nonlinearity: str | None) -> Layers:
-    """The recurrent layers of the tensors; they have their places then. Raises ForeignError."""
+    """Finds the recurrent layers and assigns their tensors. Raises ForeignError."""
     found: dict[tuple[str, int], Names] = {}
     for name in sorted(tensors.unassigned):
         if (match := PART.match(name)) is None:
             continue
         if match["reverse"]:
-            raise tensors.error(f"{name}: the layer is bidirectional; what reads the future cannot predict it")
+            raise tensors.error(f"{name}: the layer is bidirectional; a model that reads the future cannot predict it")
         if match["part"] == "weight_hr":
             raise tensors.error(f"{name}: the LSTM projects its output (proj_size); Wane's cells have no such matrix")
         found.setdefault((match["prefix"], int(match["layer"] or 0)), {})[match["part"]] = name
     names = _mapped(tensors, found) or _ordered(tensors, found)
     if not names:
         raise tensors.error(
-            "no recurrent layer: no tensor is named as those of torch.nn.RNN, GRU or LSTM are (weight_ih_l0, "
-            f"weight_hh_l0), and --map names none. There are: {tensors.listing()}"
+            "no recurrent layer: no tensor has a name like those of torch.nn.RNN, GRU or LSTM (weight_ih_l0, "
+            f"weight_hh_l0), and --map names none. Found: {tensors.listing()}"
         )
     for index, layer in enumerate(names):
         for part in ("weight_ih", "weight_hh"):
@@ -56,7 +56,7 @@ def find_layers(tensors: TensorMap, nonlinearity: str | None) -> Layers:
 
 
 def _mapped(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Names]:
-    """The layers that --map names, where it names any."""
+    """Returns the layers that --map names, if any."""
     layers: dict[int, Names] = {}
     modules = {prefix.rstrip("._"): parts for (prefix, layer), parts in found.items() if layer == 0}
     for ours, theirs in tensors.mapping.items():
@@ -70,20 +70,20 @@ def _mapped(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Nam
             layer |= modules[theirs]
         else:
             known = ", ".join(sorted(modules)) or "none"
-            raise tensors.error(f"--map {ours}={theirs}: no recurrent module has that name; there are: {known}")
+            raise tensors.error(f"--map {ours}={theirs}: no recurrent module has that name; known: {known}")
     if sorted(layers) != list(range(len(layers))):
-        raise tensors.error(f"--map names the layers {sorted(layers)}: they are counted from 0, bottom to top")
+        raise tensors.error(f"--map names the layers {sorted(layers)}; count them from 0, bottom to top")
     return [layers[index] for index in sorted(layers)]
 
 
 def _ordered(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Names]:
-    """Layers of one module by their number; modules whose names differ by a number (`cells.0`) by that."""
+    """Orders the layers by the numbers in their module's name (`cells.0`), then by their number in the module."""
     prefixes = {prefix for prefix, _ in found}
     if len({re.sub(r"\d+", "", prefix) for prefix in prefixes}) > 1:
         known = ", ".join(sorted(prefix.rstrip("._") for prefix in prefixes))
         raise tensors.error(
-            f"several recurrent modules ({known}), whose order is not to be told from their names; "
-            "tell it: --map layers.0=MODULE --map layers.1=MODULE"
+            f"several recurrent modules ({known}), whose names do not give their order; "
+            "set it: --map layers.0=MODULE --map layers.1=MODULE"
         )
 
     def place(key: tuple[str, int]) -> tuple[list[int], int]:
@@ -93,7 +93,7 @@ def _ordered(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Na
 
 
 def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -> Layers:
-    """The layers, once their shapes have been held against each other."""
+    """Checks that the layers' shapes fit together. Returns the layers."""
     cells: list[Cell] = []
     sizes: list[int] = []
     for layer in names:
@@ -101,14 +101,14 @@ def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -
         rows, hidden = tensors.matrix(name)
         if hidden == 0 or rows % hidden or rows // hidden not in TORCH_CELLS:
             known = ", ".join(f"{n * hidden} ({CELLS[cell].module.upper()})" for n, cell in sorted(TORCH_CELLS.items()))
-            raise tensors.error(f"{name} has shape [{rows}, {hidden}]: the rows of {hidden} units may be {known}")
+            raise tensors.error(f"{name} has shape [{rows}, {hidden}]: {hidden} units need {known} rows")
         fed = tensors.matrix(layer["weight_ih"])
         expected = (rows, sizes[-1] if sizes else fed[1])
         if fed != expected:
             below = f", over a layer of {sizes[-1]} units" if sizes else ""
             raise tensors.error(
                 f"{layer['weight_ih']} has shape {list(fed)}, expected {list(expected)} "
-                f"beside {name} [{rows}, {hidden}]{below}"
+                f"with {name} [{rows}, {hidden}]{below}"
             )
         for part in ("bias_ih", "bias_hh"):
             if part in layer:
@@ -116,32 +116,32 @@ def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -
         cells.append(TORCH_CELLS[rows // hidden])
         sizes.append(hidden)
     if len(set(cells)) > 1:
-        raise tensors.error(f"layers of different cells ({', '.join(cells)}); in Wane's stack all are of one")
+        raise tensors.error(f"layers of different cells ({', '.join(cells)}); Wane needs one cell in all layers")
     return Layers(_cell(tensors, cells[0], nonlinearity), names, sizes, tensors.matrix(names[0]["weight_ih"])[1])
 
 
 def _cell(tensors: TensorMap, cell: Cell, nonlinearity: str | None) -> Cell:
     if CELLS[cell].module != "rnn":
         if nonlinearity is not None:
-            raise tensors.error(f"--nonlinearity is for an RNN; by its rows this is a {cell.upper()}")
+            raise tensors.error(f"--nonlinearity is for an RNN; by its row count this is a {cell.upper()}")
         return cell
     if nonlinearity is None:
         tensors.notes.append(
-            "a file does not say an RNN's nonlinearity: taken to be tanh (or give --nonlinearity relu)"
+            "a file does not record an RNN's nonlinearity: assumed to be tanh (or give --nonlinearity relu)"
         )
     return "rnn_relu" if nonlinearity == "relu" else "rnn_tanh"
 
 
 def layer_weights(tensors: TensorMap, layers: Layers) -> dict[str, Array]:
-    """The layers' weights by Wane's names, all as wide as the widest.
+    """Returns the layers' weights by Wane's names, padded to the width of the widest layer.
 
-    A narrower layer is filled up with units whose every weight is 0: they start at 0, stay at 0 in every cell
-    (tanh(0) = 0) and feed 0 upward, so no output changes.
+    Padding units have only zero weights: they start at 0, stay at 0 in every cell (tanh(0) = 0) and pass on 0, so no
+    output changes.
     """
     hidden, gates = max(layers.sizes), CELLS[layers.cell].gates
     if len(set(layers.sizes)) > 1:
         tensors.notes.append(
-            f"layers of {', '.join(map(str, layers.sizes))} units: the narrower are filled up to {hidden} with units "
+            f"layers of {', '.join(map(str, layers.sizes))} units: the narrower are padded to {hidden} with units "
             "that stay at zero, which changes no output"
         )
     weights: dict[str, Array] = {}
@@ -159,5 +159,5 @@ def layer_weights(tensors: TensorMap, layers: Layers) -> dict[str, Array]:
                 missing.append(f"{part} of layer {index}")
                 weights[ours] = np.zeros(gates * hidden, np.float32)
     if missing:
-        tensors.notes.append(f"biases that are not in the file are zeros: {', '.join(missing)}")
+        tensors.notes.append(f"biases missing from the file are zeros: {', '.join(missing)}")
     return weights

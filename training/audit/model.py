@@ -1,8 +1,8 @@
-"""A language model from elsewhere, expressed in Wane: torch.nn.RNN, GRU or LSTM between an embedding and a head.
+"""Imports a foreign language model: torch.nn.RNN, GRU or LSTM between an embedding and a head.
 
-The recurrent tensors are known by torch's names, the cell by their rows (H, 3H, 4H), the embedding and the head by
-the usual names or, where only one matrix fits, by their shapes. Nothing is guessed silently: what was assumed or
-converted is in `notes`. A tensor without a place is an error, because what it changes would be another model.
+The recurrent tensors are recognised by torch's names, the cell by its row count (H, 3H, 4H), the embedding and the
+head by the usual names or, if only one matrix fits, by their shapes. `notes` lists every assumption and conversion.
+An unassigned tensor is an error, because the imported model would compute something else without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wane.training.audit.tensor_map import Array, TensorMap
 
 @dataclass(frozen=True, slots=True)
 class ForeignModel:
-    """Architecture and weights as `models/weights.py` names them; `tensors`: what each was called in the file."""
+    """Architecture and weights, named as in `models/weights.py`. `tensors`: each weight's name in the file."""
 
     architecture: Architecture
     weights: dict[str, Array]
@@ -36,10 +36,10 @@ def import_model(
     ignore: Sequence[str] = (),
     nonlinearity: str | None = None,
 ) -> ForeignModel:
-    """The model of a checkpoint.
+    """Imports the model of a checkpoint.
 
-    `mapping`: what `tensor_names.parse_mapping` returns. `ignore`: patterns of tensors that do not belong to the model.
-    `nonlinearity` of an RNN: "tanh" or "relu". Raises ForeignError naming the tensor, what was expected and found.
+    `mapping`: from `tensor_names.parse_mapping`. `ignore`: patterns of tensors that do not belong to the model.
+    `nonlinearity` of an RNN: "tanh" or "relu". Raises ForeignError, which names the tensor and what was expected.
     """
     tensors = TensorMap(checkpoint, mapping or {}, ignore)
     layers = find_layers(tensors, nonlinearity)
@@ -47,9 +47,9 @@ def import_model(
     if tensors.unassigned:
         left = tensors.describe(sorted(tensors.unassigned))
         raise tensors.error(
-            f"no place in embedding, recurrent layers and head for {left}. Where they do not "
-            "change what the model computes (an optimiser's, another head's), leave them out with "
-            "--ignore PATTERN; where they do, Wane cannot express this model"
+            f"tensors outside embedding, recurrent layers and head: {left}. If they do not "
+            "change what the model computes (an optimiser's, another head's), skip them with "
+            "--ignore PATTERN; if they do, Wane cannot express this model"
         )
     weights = layer_weights(tensors, layers)
     hidden = max(layers.sizes)
@@ -64,7 +64,7 @@ def import_model(
         assert name is not None, "this is a bug"
         matrix = np.pad(tensors.take("head.weight", name), ((0, 0), (0, hidden - layers.sizes[-1])))
         if layers.inputs == hidden and np.array_equal(matrix, weights["embedding.weight"]):
-            tensors.notes.append("the head's matrix is the embedding's: the two are tied")
+            tensors.notes.append("the head's matrix equals the embedding's: the two are tied")
             tied = True
         else:
             weights["head.weight"] = matrix
@@ -81,5 +81,5 @@ def import_model(
             tied=tied,
         )
     except ValidationError as error:
-        raise tensors.error(f"not a model that can be served: {error.errors()[0]['msg']}") from error
+        raise tensors.error(f"Wane cannot serve this model: {error.errors()[0]['msg']}") from error
     return ForeignModel(architecture, weights, tensors.names, tuple(tensors.notes))

@@ -1,6 +1,6 @@
-"""What an audit found: `audit.json`, and the same as tables.
+"""The report of an audit: `audit.json`, and its tables.
 
-The schema is stable: a field is never renamed or given another meaning without a higher `schema_version`.
+The schema is stable: renaming a field or changing its meaning raises `schema_version`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wane.training.audit.forgetting import AtLag, AtWindow, Quantiles
 
 
 class AuditedModel(Frozen):
-    """What was audited. `tensors`: where each of Wane's weights stood in the file. `notes`: assumed or converted."""
+    """The audited model. `tensors`: each weight's name in the file. `notes`: assumptions and conversions."""
 
     source: Literal["checkpoint", "bundle", "run"]
     file: str
@@ -30,9 +30,11 @@ class AuditedModel(Frozen):
 
 
 class AuditedText(Frozen):
-    """The sample. `unknown`: tokens that are `<unk>`; `positions`: where windows and the whole past were compared, each
-    with at least `behind` tokens before it; `gradient_positions`: those of them that were run backwards. Both are 0
-    where nothing could be measured.
+    """The sample of text.
+
+    `unknown`: the number of `<unk>` tokens. `positions`: the number of positions at which windows were compared with
+    the whole past, each after at least `behind` tokens. `gradient_positions`: the number of positions with gradients.
+    Both numbers of positions are 0 if nothing could be measured.
     """
 
     split: str
@@ -46,8 +48,10 @@ class AuditedText(Frozen):
 
 
 class Margin(Frozen):
-    """A sufficient condition for a layer to forget: it holds where `factor` < 1. `margin` is 1 - factor: negative, it
-    says by how much the condition fails. Null where the rule does not apply. `best`: the one that the layer goes by.
+    """A sufficient condition for a layer to forget, which holds if `factor` < 1.
+
+    `margin`: 1 - factor, negative if the condition fails. Both are null if the rule does not apply. `best`: whether
+    the certificate uses this condition for the layer.
     """
 
     layer: int
@@ -59,10 +63,10 @@ class Margin(Frozen):
 
 
 class Recommended(Frozen):
-    """Windows for a tolerance of total variation, each null where none of the evaluated ones is enough.
+    """Windows for a tolerance of total variation, each null if no evaluated window is long enough.
 
-    `p99`, `max`: the smallest evaluated k from which on that share of the positions was within it (measured).
-    `certified`: the smallest k from which on every token of every text is (proved).
+    `p99`, `max`: the smallest evaluated k from which on 99 % or all of the positions are within it (measured).
+    `certified`: the smallest k from which on every token of every text is within it (proved).
     `perplexity`: the smallest evaluated k from which on the perplexity is within 0.5 % of recurrent (measured).
     """
 
@@ -74,11 +78,12 @@ class Recommended(Frozen):
 
 
 class AuditReport(Frozen):
-    """The whole of `audit.json`. `perplexity`: recurrent, over all of the text. Distances: 2-norm of what the output
-    layer reads. The certificate is of the float32 weights in exact arithmetic; of a bundle, its term for rounding is
-    added. What was measured is of float32 runs, which at large k stay apart by their rounding alone.
+    """The content of `audit.json`.
 
-    `unmeasured`: why there is nothing measured, of a model whose runs overflow: no perplexity, window or gradient.
+    `perplexity`: recurrent, over all of the text. Distances: 2-norm of the output layer's input. The certificate holds
+    for the float32 weights in exact arithmetic; a bundle's certificate adds its rounding term. Measurements are of
+    float32 runs, which at large k differ only by rounding. `unmeasured`: why a model whose runs overflow has no
+    measurements (no perplexity, window or gradient).
     """
 
     schema_version: Literal[1] = 1
@@ -94,7 +99,7 @@ class AuditReport(Frozen):
 
 
 def margins(certificate: Certificate) -> tuple[Margin, ...]:
-    """Every condition that was tried on every layer, bottom to top."""
+    """Returns every condition that was tried on every layer, bottom to top."""
     found = []
     for layer in certificate.layers:
         tried = [(one.rule, one.norm, one.factor) for one in layer.conditions]
@@ -115,7 +120,7 @@ def margins(certificate: Certificate) -> tuple[Margin, ...]:
 
 
 def show(report: AuditReport, console: Console) -> None:
-    """The report for people."""
+    """Prints the report."""
     model, text = report.model, report.text
     architecture = model.architecture
     console.print(
@@ -140,15 +145,15 @@ def show(report: AuditReport, console: Console) -> None:
     if report.unmeasured is None:
         _show_measured(report, console)
     else:
-        console.print(f"[bold red]nothing is measured[/]: {escape(report.unmeasured)}", highlight=False)
+        console.print(f"[bold red]not measured[/]: {escape(report.unmeasured)}", highlight=False)
     console.print(_recommended(report.recommended))
 
 
 def _perplexity(found: Perplexity | None) -> str:
     if found is None:
         return ""
-    per_word = "" if found.per_word is None else f" ({found.per_word:.2f} a word)"
-    return f"; recurrent perplexity {found.per_token:.2f} a token{per_word}"
+    per_word = "" if found.per_word is None else f" ({found.per_word:.2f} per word)"
+    return f"; recurrent perplexity {found.per_token:.2f} per token{per_word}"
 
 
 def _show_measured(report: AuditReport, console: Console) -> None:
@@ -156,7 +161,7 @@ def _show_measured(report: AuditReport, console: Console) -> None:
     console.print(_forgetting(report))
     console.print(
         f"[dim]measured at {text.positions:,} positions spread evenly over the text ({text.split}), each with at least "
-        f"{text.behind} tokens behind it; gradients at {text.gradient_positions}[/]",
+        f"{text.behind} tokens before it; gradients at {text.gradient_positions}[/]",
         highlight=False,
     )
     if report.certificate.error_bound:
@@ -165,7 +170,7 @@ def _show_measured(report: AuditReport, console: Console) -> None:
 
 
 def _margins(report: AuditReport) -> Table:
-    table = Table(title="what would prove that a layer forgets: a factor below 1", box=box.SIMPLE_HEAD)
+    table = Table(title="conditions that prove that a layer forgets: a factor below 1", box=box.SIMPLE_HEAD)
     for heading in ("layer", "rule"):
         table.add_column(heading)
     for heading in ("factor", "margin: 1 - factor"):
@@ -180,7 +185,7 @@ def _margins(report: AuditReport) -> Table:
 
 
 def _forgetting(report: AuditReport) -> Table:
-    title = "the last k tokens against all of them: distance, total variation"
+    title = "the last k tokens compared with all: distance, total variation"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     headings = ["k", "dist.\nmedian", "\np99", "\nmax", "var.\nmedian", "\np99", "\nmax"]
     headings += ["top-1\nmatch", "perpl.\nratio"]
@@ -200,19 +205,19 @@ def _cells(spread: Quantiles) -> list[str]:
 
 
 def _short(value: float) -> str:
-    """As 3.2e-4."""
+    """Formats a value like 3.2e-4."""
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+") if value else "0"
 
 
 def _rounding(report: AuditReport) -> str:
-    """What the proved column holds of float32's rounding."""
+    """Returns how the proved column treats float32's rounding."""
     if report.certificate.rounding is None:
-        return "in exact arithmetic; float32 itself keeps two runs a little apart, which the exported bundle adds"
-    return "in exact arithmetic, with what was measured of float32's rounding added"
+        return "in exact arithmetic; the exported bundle adds a term for float32's rounding"
+    return "in exact arithmetic, plus the measured float32 rounding"
 
 
 def _gradient(report: AuditReport) -> str:
-    """In a sentence, from which i on the gradient's median stays below a hundredth of what it is at i = 0."""
+    """Returns a sentence: from which i on the gradient's median stays below a hundredth of its value at i = 0."""
     first = report.gradients[0].gradient.median
     said = "gradient |dp_t+i / dx_t| of the prediction in an input i tokens before it: median"
     if first == 0:

@@ -1,4 +1,4 @@
-"""What an audit is of: a checkpoint from elsewhere, a bundle or a run, with the text that it is to be read on."""
+"""The subject of an audit: a foreign checkpoint, a bundle or a run, and the text to read."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class AuditOptions:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model under audit, and the text for it. `split`: the stream of `corpus` that is read."""
+    """A model under audit and its text. `split`: the stream of `corpus` to read."""
 
     source: Literal["checkpoint", "bundle", "run"]
     architecture: Architecture
@@ -70,7 +70,7 @@ class Subject:
 
 
 def find_subject(options: AuditOptions) -> Subject:
-    """The model and its text. Raises TrainingError."""
+    """Reads the model and its text. Raises TrainingError."""
     if (options.file / "experiment.json").exists():
         run = open_run(options.file, options.data)
         weights = {name: tensor.numpy() for name, tensor in run.network.weights().items()}
@@ -95,7 +95,9 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
     model = import_model(checkpoint, parse_mapping(options.mapping), options.ignore, options.nonlinearity)
     kind = data_kind(data)
     if (options.tokenizer is None) == (options.vocabulary is None):
-        raise ForeignError("the vocabulary of a checkpoint: give --tokenizer tokenizer.json or --vocabulary NAMES")
+        raise ForeignError(
+            "a checkpoint needs a vocabulary: give either --tokenizer tokenizer.json or --vocabulary NAMES"
+        )
     if options.tokenizer is not None:
         path, read = options.tokenizer, read_tokenizer(options.tokenizer, kind, options.eos)
     else:
@@ -104,8 +106,8 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
     if read.vocabulary.size != model.architecture.vocabulary_size:
         source = model.tensors.get("embedding.weight") or model.tensors["head.weight"]
         raise ForeignError(
-            f"{path} has {read.vocabulary.size} tokens, {options.file}: {source} has "
-            f"{model.architecture.vocabulary_size} rows: not the vocabulary that the model was trained with"
+            f"{path} has {read.vocabulary.size} tokens, but {options.file}: {source} has "
+            f"{model.architecture.vocabulary_size} rows: the model was trained with another vocabulary"
         )
     corpus = load_whole(data, read.vocabulary, read.tokenizer_json, options.tokens)
     notes = (*model.notes, *read.notes)
@@ -115,7 +117,7 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
 
 
 def truncate_text(subject: Subject, tokens: int) -> NDArray[np.int64]:
-    """The first tokens of the subject's stream, in whose place they are put; how many words they are is not known."""
+    """Truncates the subject's stream to `tokens` tokens and returns it; drops the word count, which is then unknown."""
     corpus, split = subject.corpus, subject.split
     if len(corpus.streams[split]) > tokens + 1:
         corpus.streams[split] = corpus.streams[split][: tokens + 1]

@@ -1,4 +1,4 @@
-"""What the tensors of a language model are usually called, and how a user says that one is called otherwise."""
+"""The usual names of a language model's tensors, and the --map option for other names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from wane.training.errors import ForeignError
 
 PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-"""The tensors of a torch.nn.RNN, GRU or LSTM layer: `rnn.weight_ih_l0`; of one of their cells: `cell.weight_ih`."""
+"""The tensors of a torch.nn.RNN, GRU or LSTM layer: `rnn.weight_ih_l0`; of one of torch's cells: `cell.weight_ih`."""
 
 PART = re.compile(
     rf"^(?P<prefix>|.*[._])(?P<part>{'|'.join(PARTS)}|weight_hr)(?:_l(?P<layer>\d+))?(?P<reverse>_reverse)?$"
@@ -26,7 +26,7 @@ HEADS = frozenset(
 
 
 def parse_mapping(options: Sequence[str]) -> dict[str, str]:
-    """`["head=out.weight", ...]` as a dictionary from Wane's names to theirs. Raises ForeignError."""
+    """Parses `["head=out.weight", ...]` to a dictionary from Wane's names to the file's. Raises ForeignError."""
     mapping = {}
     for option in options:
         ours, equals, theirs = option.partition("=")
@@ -42,7 +42,7 @@ def parse_mapping(options: Sequence[str]) -> dict[str, str]:
 
 
 def kind(name: str) -> frozenset[str] | None:
-    """EMBEDDINGS, HEADS or neither, by the last word that is in one: `decoder.embedding.weight` is an embedding."""
+    """Returns the set with the name's last known word, or None: `decoder.embedding.weight` is an embedding."""
     for part in reversed(name.lower().split(".")):
         word = part.rstrip("0123456789").rstrip("_")
         for usual in (EMBEDDINGS, HEADS):

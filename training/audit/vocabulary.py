@@ -1,7 +1,7 @@
-"""A vocabulary from elsewhere as one that Wane serves: a Hugging Face tokenizer.json, or a list of names.
+"""Converts a foreign vocabulary, a Hugging Face tokenizer.json or a list of names, to one that Wane serves.
 
-Wane has three kinds (`models/vocabulary.py`), and in each `<eos>` begins a sequence and stands for a line break. So
-the token that did this where the model was trained is found by its usual names, or told, and renamed; its id stays.
+Wane has three kinds (`models/vocabulary.py`), and in each `<eos>` begins a sequence and encodes a line break. The
+token with this role in training is found by its usual names, or named with --eos, and renamed; its id stays.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from wane.models.vocabulary import EOS, UNK, Vocabulary
 from wane.training.errors import ForeignError
 
 LINE_BREAK = "\u010a"
-"""A line feed as byte-level BPE spells it."""
+"""A line feed in byte-level BPE."""
 
 EOS_NAMES = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<EOS>", "[EOS]", "<|eos|>", "<end>", "[SEP]")
 UNKNOWN_NAMES = (UNK, "<UNK>", "[UNK]", "<|unk|>", "<oov>", "<OOV>")
 SPECIAL_NAMES = ("<pad>", "<PAD>", "[PAD]", "<s>", "<bos>", "<BOS>", "<sos>", "<SOS>", "[CLS]", "[MASK]", "[SEP]")
-"""Names of tokens that are no text."""
+"""Names of tokens that do not occur in text."""
 
 DataKind = Literal["text", "events"]
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignVocabulary:
-    """A vocabulary in Wane's terms, and what was assumed of it."""
+    """A vocabulary that Wane serves. `notes`: assumptions and changes."""
 
     vocabulary: Vocabulary
     tokenizer_json: str
@@ -39,9 +39,9 @@ class ForeignVocabulary:
 
 
 def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
-    """A tokenizer.json: byte-level BPE, or one token a word or event (WordLevel). `eos`: what begins a sequence.
+    """Reads a tokenizer.json: byte-level BPE, or one token per word or event (WordLevel).
 
-    Raises ForeignError: of another kind, or no such token.
+    `eos`: the token that begins a sequence. Raises ForeignError if the kind is another or the token is missing.
     """
     record = _json(path, _text(path))
     model = record.get("model") if isinstance(record, dict) else None
@@ -59,7 +59,7 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
     else:
         raise ForeignError(f"{path}: {_not_served(f'{kind}, not byte-level' if kind == 'BPE' else str(kind))}")
     if own == "bpe" and data == "events":
-        raise ForeignError(f"{path}: a BPE splits text; events need one token each: give --vocabulary NAMES")
+        raise ForeignError(f"{path}: a BPE splits text; each event needs one token: give --vocabulary NAMES")
     renamed = _renaming(path, names, end, model.get("unk_token"))
     for old, new in renamed.items():
         model["vocab"] = {new if name == old else name: index for name, index in model["vocab"].items()}
@@ -67,17 +67,17 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
             token["content"] = new if token["content"] == old else token["content"]
         if model.get("unk_token") == old:
             model["unk_token"] = new
-        if "merges" in model:  # a line is encoded without its break, so no merge with it ever takes place
+        if "merges" in model:  # lines are encoded without their breaks, so merges with a break never apply
             merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
             model["merges"] = [pair for pair in merges if old not in pair and "".join(pair) != old]
     record |= {"truncation": None, "padding": None, "post_processor": None}
-    return _made(path, own, json.dumps(record, ensure_ascii=False), [*why, *_told(renamed)])
+    return _made(path, own, json.dumps(record, ensure_ascii=False), [*why, *_notes(renamed)])
 
 
 def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
-    """A list of names in the order of their ids: JSON (a list, or an object from name to id), or one name a line.
+    """Reads a list of names in id order: JSON (a list, or an object from name to id), or one name per line.
 
-    For text they are its words, or its characters where every name is one. Raises ForeignError.
+    For text the names are words, or characters if every name is one character. Raises ForeignError.
     """
     names = _names(path)
     ordinary = [name for name in names if name not in (*EOS_NAMES, *UNKNOWN_NAMES, *SPECIAL_NAMES, eos)]
@@ -88,18 +88,18 @@ def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary
     table = {renamed.get(name, name): index for name, index in table.items()}
     if characters:
         why = ["every name is one character: text is split into characters", *why]
-        return _made(path, "bpe", _characters(table), [*why, *_told(renamed)])
+        return _made(path, "bpe", _characters(table), [*why, *_notes(renamed)])
     tokenizer = Tokenizer(models.WordLevel(table, unk_token=UNK))
     if data == "text":
         if split := [name for name in names if name not in renamed and len(name.split()) != 1]:
-            raise ForeignError(f"{path}: {split[0]!r} is not one word, and text is split into words at its blanks")
+            raise ForeignError(f"{path}: {split[0]!r} is not one word, and text is split into words at blanks")
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     kind: VocabularyKind = "words" if data == "text" else "events"
-    return _made(path, kind, tokenizer.to_str(), [*why, *_told(renamed)])
+    return _made(path, kind, tokenizer.to_str(), [*why, *_notes(renamed)])
 
 
 def _characters(table: dict[str, int]) -> str:
-    """Characters as byte-level BPE spells their bytes, one token each."""
+    """Returns a tokenizer with one token per character, spelled in byte-level BPE."""
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     spelling = {name if len(name) > 1 else spelled.pre_tokenize_str(name)[0][0]: index for name, index in table.items()}
     tokenizer = Tokenizer(models.WordLevel(spelling, unk_token=UNK))
@@ -109,27 +109,27 @@ def _characters(table: dict[str, int]) -> str:
     return made
 
 
-def _end(path: Path, names: dict[str, int], told: str | None, usual: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The name of the token that begins a sequence, and a note where it was not told."""
-    if told is not None:
-        if told not in names:
-            raise ForeignError(f"{path}: --eos {told}: there is no such token")
-        return told, []
+def _end(path: Path, names: dict[str, int], eos: str | None, usual: tuple[str, ...]) -> tuple[str, list[str]]:
+    """Returns the name of the token that begins a sequence, and a note if it was guessed."""
+    if eos is not None:
+        if eos not in names:
+            raise ForeignError(f"{path}: --eos {eos}: there is no such token")
+        return eos, []
     for name in usual:
         if name in names:
-            return name, [] if name == EOS else [f"{name!r} is taken to begin a sequence and to be a line break"]
+            return name, [] if name == EOS else [f"{name!r} is assumed to begin a sequence and to encode a line break"]
     raise ForeignError(
-        f"{path}: none of the {len(names)} tokens is called as one that begins a sequence "
+        f"{path}: none of the {len(names)} tokens has a usual name of one that begins a sequence "
         f"({', '.join(map(repr, usual))}); name it with --eos TOKEN"
     )
 
 
 def _renaming(path: Path, names: dict[str, int], end: str, unknown: str | None) -> dict[str, str]:
-    """Old names to Wane's."""
+    """Returns a mapping from old names to Wane's."""
     renamed = {}
     if end != EOS:
         if EOS in names:
-            raise ForeignError(f"{path}: {end!r} is to begin a sequence, but another token is called {EOS}")
+            raise ForeignError(f"{path}: {end!r} should begin a sequence, but another token is called {EOS}")
         renamed[end] = EOS
     unknown = unknown or next((name for name in UNKNOWN_NAMES if name in names), None)
     if unknown in names and unknown not in (UNK, end) and UNK not in names:
@@ -137,14 +137,14 @@ def _renaming(path: Path, names: dict[str, int], end: str, unknown: str | None) 
     return renamed
 
 
-def _told(renamed: dict[str, str]) -> list[str]:
-    return [f"the token {old!r} is called {new} here" for old, new in renamed.items()]
+def _notes(renamed: dict[str, str]) -> list[str]:
+    return [f"the token {old!r} is renamed {new}" for old, new in renamed.items()]
 
 
 def _not_served(kind: str) -> str:
     return (
-        f"a tokenizer of the kind {kind}; Wane serves byte-level BPE and one token a word or event (WordLevel), "
-        "because it has to turn tokens back into the text's bytes"
+        f"a tokenizer of the kind {kind}; Wane serves byte-level BPE and one token per word or event (WordLevel), "
+        "because it must turn tokens back into the text's bytes"
     )
 
 
@@ -156,7 +156,7 @@ def _made(path: Path, kind: VocabularyKind, tokenizer_json: str, notes: list[str
     except Exception as error:  # tokenizers raises bare Exception
         raise ForeignError(f"{path}: {error}") from error
     if '"BPE"' not in tokenizer_json and all(vocabulary.token(index) != UNK for index in range(vocabulary.size)):
-        notes.append(f"there is no token for what is not known ({UNK}): it is refused")
+        notes.append(f"there is no token for unknown items ({UNK}): they are refused")
     return ForeignVocabulary(vocabulary, tokenizer_json, tuple(notes))
 
 
@@ -175,7 +175,7 @@ def _names(path: Path) -> list[str]:
         raise ForeignError(f"{path}: expected a list of names, or an object from name to id")
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ForeignError(f"{path}: the name {twice[0]!r} stands there more than once")
+        raise ForeignError(f"{path}: the name {twice[0]!r} occurs more than once")
     return names
 
 

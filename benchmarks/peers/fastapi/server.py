@@ -1,4 +1,4 @@
-"""A trivial FastAPI handler: reads the JSON and answers a constant. What the HTTP layer costs, and no more.
+"""A trivial FastAPI handler, which reads the JSON and answers a constant: the cost of the HTTP layer alone.
 
 A body as a pydantic model and a dictionary as the answer are the usual way, and a little slower.
 """

@@ -11,7 +11,7 @@ WORKERS = int(os.environ["BENCH_WORKERS"])
 
 
 class Window(litserve.LitAPI):
-    """`predict` is given what `batch` made of up to `max_batch_size` decoded requests; the default is a list."""
+    """`predict` gets the result of `batch` for up to `max_batch_size` decoded requests."""
 
     def setup(self, device: str) -> None:  # noqa: ARG002 LitServe names it
         self.model = WindowModel.served()

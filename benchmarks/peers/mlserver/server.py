@@ -10,7 +10,7 @@ from benchmarks.peers.window_model import WindowModel
 
 
 class Window(MLModel):
-    """A runtime of our own, as the documentation has it for what no runtime that ships serves."""
+    """A custom runtime, as the documentation recommends for models that no included runtime serves."""
 
     async def load(self) -> bool:
         self.model = WindowModel.served()

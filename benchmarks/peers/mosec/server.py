@@ -1,4 +1,4 @@
-"""mosec: a Rust front before Python workers, batched by the front."""
+"""mosec: a Rust front end before Python workers, which also batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKERS = int(os.environ["BENCH_WORKERS"])
 
 
 class Window(Worker):
-    """One process with the model in it; `forward` is given a batch."""
+    """One process with the model; `forward` gets a batch."""
 
     def __init__(self) -> None:
         self.model = WindowModel.served()

@@ -16,7 +16,7 @@ LONGEST_WAIT_MS = 1
 
 
 class Step(Worker):
-    """The process with the model and the sessions; `forward` is given a batch."""
+    """The process with the model and the sessions; `forward` gets a batch."""
 
     def __init__(self) -> None:
         self.model = StepModel.served()

@@ -5,7 +5,7 @@
 **One input.** Every unit's difference shrinks by f: the factor is the largest f over units and inputs, in the maximum
 norm, and never more than the cap.
 
-**Two inputs**, as another layer below is also off:
+**Two inputs**, because the layer below has an error too:
 
     s' - s~' = f (s - s~) + (1 - f) (z - z~) + (f - f~) (s~ - z~) = f~ (s - s~) + (1 - f~) (z - z~) + (f - f~) (s - z)
 
@@ -16,7 +16,7 @@ greatest slope from m on: where f is large, F is small (`gate_pieces.py`). |s - 
 
     sum_i r_i^2 prod_t f_i(x_t)^2 <= prod_t (sum_i r_i^2 f_i(x_t)^(2k))^(1/k) <= max_x sum_i r_i^2 f_i(x)^(2k),
 
-is largest for one token k times over: the maximum over the vocabulary is exact, given the box r (`gate_products.py`).
+is largest for one repeated token: the maximum over the vocabulary is exact, given the box r (`gate_products.py`).
 
 **One window** (`moved`), the window's values known and the run's, with a tilde, at most d away:
 `s~' - s' = f~ (s~ - s) + (f~ - f) (s - z) + (1 - f~) (z~ - z)`, and as this is linear in f~,
@@ -40,11 +40,11 @@ from wane.models.reference.functions import sigmoid
 from wane.models.weights import CellWeights
 
 JOINT_TABLE = 4_000_000
-"""Gates of all tokens and units, (V, H), that are followed one by one: 32 MB."""
+"""Largest table of gates of all tokens and units, (V, H), that is followed exactly: 32 MB."""
 
 
 class GatedLayer:
-    """weight: (2H, I), bias: (2H), gates first; cap: what multiplies the gates."""
+    """weight: (2H, I), bias: (2H), gates first; cap: the factor of the gates."""
 
     def __init__(self, weight: Matrix, bias: Vector, inputs: Inputs, cap: float) -> None:
         self.hidden = len(bias) // 2
@@ -110,12 +110,12 @@ class GatedLayer:
 
 
 def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
-    """What is proved of a layer for all admissible inputs."""
+    """Builds the proofs of a layer for all admissible inputs."""
     return GatedLayer(*cell.input, inputs, cell.gate_cap)
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """One step of a window, and how far the run may be from it."""
+    """Computes one step of a window and the bounds of its distance from the run."""
     gate, candidate = pre
     f, df = step.gate_cap * sigmoid(gate.value), step.gate_cap * sigmoid_rise(gate.value, gate.radius)
     z, dz = np.tanh(candidate.value), tanh_rise(candidate.value, candidate.radius)

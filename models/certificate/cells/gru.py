@@ -1,4 +1,4 @@
-"""The GRU's contraction, by comparison. The reset gate stands after the matrix, as torch has it:
+"""The GRU's contraction, by comparison. The reset gate acts after the matrix, as in torch:
 
     r = sigma(U_r x + W_r h + d_r),  z = sigma(U_z x + W_z h + d_z),  q = W_n h + d_n
     n = tanh(U_n x + b_n + r * q),   h' = (1 - z) * n + z * h
@@ -24,9 +24,9 @@ which shrinks a maximum norm that is weighted by unit (`models/certificate/perro
 
     factor = max z^ + |(1 - z_) N r^ W_n| + |(1 - z_) N q^ R W_r| + |Z (h^ + n^) W_z|
 
-Kin: Bonassi, Farina, Scattolini, "On the stability properties of gated recurrent units neural networks" (2021).
+Related: Bonassi, Farina, Scattolini, "On the stability properties of gated recurrent units neural networks" (2021).
 
-**One window** (`moved`): as the gated cell's, with z for f and n for z; n moves by what `r * q` moves,
+**One window** (`moved`): like the gated cell's, with z for f and n for z; n moves with `r * q`, which moves by
 `r~ dq + |q| dr`.
 """
 
@@ -82,12 +82,12 @@ class GruLayer:
         self.cap = Perturbation.within(2 * self.h)
 
     def _scaled(self, maps: tuple[LinearMap, ...], slope_n: Vector) -> tuple[LinearMap, ...]:
-        """What reaches dh' through r, z and n, the greatest 1 - z let in."""
+        """Returns the maps from r, z and n to dh', at the greatest 1 - z."""
         r, z, n = maps
         return (r.scaled(self.enter * self.slope_r), z.scaled(self.switch), n.scaled(self.enter * slope_n))
 
     def _comparison(self, bounds: Vector) -> Vector:
-        """One step of unit by unit bounds of dh, for equal inputs; homogeneous."""
+        """Maps unit by unit bounds of dh to those one step later, for equal inputs; homogeneous."""
         r, z, n = (each.magnitude @ bounds for each in self.maps)
         return self._combined(bounds, (self.slope_n[0] * n + self.slope_r * r) * UP, z)
 
@@ -125,7 +125,7 @@ class GruLayer:
 def _box(
     weight_ih: Matrix, weight_hh: Matrix, bias_ih: Vector, bias_hh: Vector, inputs: Inputs
 ) -> tuple[Reach, Reach, Reach, Reach, Vector]:
-    """How far the pre-activations of r and z, q, the pre-activation of n, and |h| reach from the zero state."""
+    """Returns the ranges, from the zero state, of the pre-activations of r, z and n, of q, and the greatest |h|."""
     hidden = weight_hh.shape[1]
     gates = slice(0, 2 * hidden)
     added = bias_ih.copy()
@@ -147,7 +147,7 @@ def _box(
 
 
 def _candidate(driven: Reach, r: Reach, q: Reach) -> Reach:
-    """How far `driven + r * q` reaches: r is positive, so the product is extreme at the corners."""
+    """Returns the range of `driven + r * q`: r is positive, so the product is extreme at the corners."""
     opens = sigmoid(r.low), sigmoid(r.high)
     low = np.minimum(opens[0] * q.low, opens[1] * q.low)
     high = np.maximum(opens[0] * q.high, opens[1] * q.high)
@@ -156,13 +156,13 @@ def _candidate(driven: Reach, r: Reach, q: Reach) -> Reach:
 
 
 def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
-    """What is proved of a layer for all admissible inputs."""
+    """Builds the proofs of a layer for all admissible inputs."""
     (w_ih, b_ih), (w_hh, b_hh) = cell.input, cell.recurrent
     return GruLayer(w_ih, w_hh, b_ih, b_hh, inputs)
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """One step of a window, and how far the run may be from it."""
+    """Computes one step of a window and the bounds of its distance from the run."""
     h = state[0]
     recalled = [Pre.of(linear, h, error[0]) for linear in step.recurrent]
     reset, keep, q = pre[0] + recalled[0], pre[1] + recalled[1], recalled[2]

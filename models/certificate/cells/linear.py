@@ -1,6 +1,6 @@
 """The linear cell: `h' = W h + U x + b`.
 
-Its difference is `W (h - h~)`, which shrinks in any norm weighted by a matrix in which W does (`scaling.py`).
+Its difference is `W (h - h~)`, which shrinks in any norm weighted by a matrix in which W shrinks (`scaling.py`).
 
 **One window** (`moved`): `dh' <= |W| dh + |U| dx`, or in the 2-norm `|W|_2 |dh|_2`.
 """
@@ -26,11 +26,11 @@ class LinearLayer(RecurrentLayer):
 
 
 def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
-    """What is proved of a layer for all admissible inputs."""
+    """Builds the proofs of a layer for all admissible inputs."""
     return LinearLayer(cell, inputs)
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """One step of a window, and how far the run may be from it."""
+    """Computes one step of a window and the bounds of its distance from the run."""
     after = pre[0] + Pre.of(step.recurrent[0], state[0], error[0])
     return (after.value,), (after.radius,), (after.ball(np.ones_like(after.value)),)

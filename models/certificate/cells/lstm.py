@@ -1,7 +1,7 @@
 """The LSTM's contraction, by comparison with non-negative matrices.
 
-**The box.** A unit's h is less than 1; hence its gates are at most so far open: f <= f^, i <= i^, o <= o^, |g| <= g^;
-hence |c| <= c^ = i^ g^ / (1 - f^) and |h| <= h^ = o^ tanh(c^); and again, which only ever shrinks the box. Every
+**The box.** A unit's h is less than 1, which bounds its gates: f <= f^, i <= i^, o <= o^, |g| <= g^;
+hence |c| <= c^ = i^ g^ / (1 - f^) and |h| <= h^ = o^ tanh(c^). Each repetition only shrinks the box. Every
 iterate bounds all states that are reached from zero, for all admissible inputs.
 
 **Two states** (c, h) and (c~, h~) in the box, inputs x and x~. Write `df = f - f~` and so on; then
@@ -29,12 +29,12 @@ max(|dc| / p_1, |dh| / p_2) shrinks by r at each step.
 **Miller and Hardt** ("Stable recurrent models", 2019): in the maximum norm, with f the largest forget gate, if
 |W_i|, |W_o| < 1 - f, |W_g| <= (1 - f) / 4, |W_f| < (1 - f)^2, then |dc'| <= f |dc| + b |dh| with
 b = |W_f| / (4 (1 - f)) + |W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|: max(|dc|, |dh|) shrinks by
-f + b + |W_o| / 4. For comparison: the rules above are never worse, but for `POSITIVE`.
+f + b + |W_o| / 4. For comparison: the rules above are never worse, except for `POSITIVE`.
 
-Where a forget gate may come within `SATURATED` of 1 (`LstmBox`), c has no bound worth the name, and no rule, theirs
-neither, is stated with a factor below 1.
+If a forget gate may come within `SATURATED` of 1 (`LstmBox`), c has no useful bound, and no rule, including Miller and
+Hardt's, is stated with a factor below 1.
 
-Kin: Bonassi, Terzi, Farina, Scattolini, "LSTM neural networks: input to state stability" (2020).
+Related: Bonassi, Terzi, Farina, Scattolini, "LSTM neural networks: input to state stability" (2020).
 
 **One window** (`moved`): `dc' <= f~ dc + |c| df + i~ dg + |g| di`,  `dh' <= o~ d(tanh c') + |tanh c'| do`.
 """
@@ -67,12 +67,12 @@ ITERATIONS = 100
 SETTLED = 1e-13
 
 SATURATED = 1e-9
-"""A forget gate that may come this close to 1 leaves c without a bound worth the name: the factor is then >= 1."""
+"""A forget gate that may come this close to 1 leaves c without a useful bound: the factor is then >= 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class LstmBox:
-    """What every unit stays within, from the zero state.
+    """The bounds of every unit from the zero state.
 
     reach: the pre-activations of i, f, g, o; c, h: the greatest |c| and |h|, (H) each.
     """
@@ -84,7 +84,7 @@ class LstmBox:
 
     @classmethod
     def settle(cls, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> LstmBox:
-        """The fixed point, from |h| < 1 inward."""
+        """Iterates the bounds from |h| < 1 inward to their fixed point."""
         hidden = weight_hh.shape[1]
         driven, magnitude = inputs.reach(weight_ih, bias), np.abs(weight_hh)
         h = np.ones(hidden)
@@ -102,7 +102,7 @@ class LstmBox:
         return box._token_by_token(weight_ih, weight_hh, bias, inputs) if isinstance(inputs, Rows) else box
 
     def _token_by_token(self, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Rows) -> LstmBox:
-        """A smaller box for c, the gates and the candidate at their greatest for one token, not each for its own.
+        """Returns a smaller box for c, from the gates and the candidate at the same token.
 
         `|c'| <= f(x) |c| + i(x) |g(x)|`, so |c| <= the greatest of `i |g| / (1 - f)` over x.
         """
@@ -118,7 +118,7 @@ class LstmBox:
 
 
 class LstmLayer:
-    """weight_ih: (4H, I), weight_hh: (4H, H), bias: (4H), both biases added; gates in the order i, f, g, o."""
+    """weight_ih: (4H, I), weight_hh: (4H, H), bias: (4H), the sum of both biases; gates in the order i, f, g, o."""
 
     def __init__(self, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> None:
         self.hidden = hidden = weight_hh.shape[1]
@@ -154,7 +154,7 @@ class LstmLayer:
         self.caps = Perturbation.within(2 * box.h), Perturbation.within(2 * self.bound.reach[1])
 
     def _scaled(self, maps: tuple[LinearMap, ...]) -> tuple[tuple[LinearMap, ...], LinearMap]:
-        """What reaches dc' through i, f, g, and dh' through o, by the spectral norm of rows already scaled."""
+        """Returns the maps from i, f and g to dc', and from o to dh', with scaled rows."""
         cell = tuple(each.scaled(slope) for each, slope in zip(maps[:3], self.cell_slopes, strict=True))
         return cell, maps[3].scaled(self.output_slope)
 
@@ -165,7 +165,7 @@ class LstmLayer:
         return float(np.hypot(moved, float(self.open_o.max()) * moved + self.into_output.norm)) * UP
 
     def _comparison(self, bounds: Vector) -> Vector:
-        """One step of unit by unit bounds of (dh, dc), for equal inputs; homogeneous."""
+        """Maps unit by unit bounds of (dh, dc) to those one step later, for equal inputs; homogeneous."""
         h, c = bounds[: self.hidden], bounds[self.hidden :]
         y = tuple(each.magnitude @ h for each in self.maps)
         cell = self._cell(c, y)
@@ -224,7 +224,7 @@ class LstmLayer:
 
 
 def _miller_hardt(weights: list[Matrix], forget_driven: Vector) -> Proof:
-    """Their condition, |h_i| up to 1; weights: |W_i|, |W_f|, |W_g|, |W_o|, forget_driven: greatest input to f (H)."""
+    """Miller and Hardt's rule, |h_i| <= 1; weights: |W_i|, |W_f|, |W_g|, |W_o|; forget_driven: greatest input to f."""
     hidden = len(weights[0])
     i, f, g, o = (float(weight.sum(axis=1).max()) * UP for weight in weights)
     forget = float(sigmoid(forget_driven[:hidden] + weights[1].sum(axis=1)).max()) * UP
@@ -235,13 +235,13 @@ def _miller_hardt(weights: list[Matrix], forget_driven: Vector) -> Proof:
 
 
 def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
-    """What is proved of a layer for all admissible inputs."""
+    """Builds the proofs of a layer for all admissible inputs."""
     (w_ih, b_ih), (w_hh, b_hh) = cell.input, cell.recurrent
     return LstmLayer(w_ih, w_hh, b_ih + b_hh, inputs)
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """One step of a window, and how far the run may be from it."""
+    """Computes one step of a window and the bounds of its distance from the run."""
     h, c = state
     i, f, g, o = (part + Pre.of(linear, h, error[0]) for part, linear in zip(pre, step.recurrent, strict=True))
     enter, keep, show = (sigmoid(gate.value) for gate in (i, f, o))

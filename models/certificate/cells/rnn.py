@@ -1,7 +1,7 @@
 """The RNN: `h' = rho(W h + U x + b)`, rho = tanh (`rnn_tanh`) or max(0, .) (`rnn_relu`).
 
-Its difference shrinks by `|N W|`, N the greatest slope of rho within reach (`models/certificate/recurrent.py`); |tanh|
-is at most 1, and what feeds back is then smaller still.
+Its difference shrinks by `|N W|`, N the greatest slope of rho within reach (`models/certificate/recurrent.py`). |tanh|
+is at most 1, and smaller still after each repetition with the bounded state.
 
 **One window** (`moved`): `dh' <= |slope| (|W| dh + |U| dx)`, or in the 2-norm `|diag(slope) W|_2 |dh|_2`, slopes at
 their greatest within reach.
@@ -32,17 +32,17 @@ class TanhLayer(RecurrentLayer):
         return np.minimum(within.tanh_slope() * UP, 1.0), reach
 
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
-        del unit  # there is nothing behind the function
+        del unit  # no arithmetic follows the function
         return (Perturbation.within(before_gates + function),)
 
 
 def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
-    """What is proved of a layer for all admissible inputs."""
+    """Builds the proofs of a layer for all admissible inputs."""
     return TanhLayer(cell, inputs) if cell.cell == "rnn_tanh" else RecurrentLayer(cell, inputs)
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """One step of a window, and how far the run may be from it."""
+    """Computes one step of a window and the bounds of its distance from the run."""
     both = pre[0] + Pre.of(step.recurrent[0], state[0], error[0])
     p, radius = both.value, both.radius
     if step.cell == "rnn_tanh":

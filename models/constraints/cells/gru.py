@@ -1,4 +1,4 @@
-"""The constraint of the GRU: `models/constraints/gated_memory.py` by the GRU's comparison."""
+"""The constraint of the GRU: `models/constraints/gated_memory.py` with the GRU's comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wane.models.constraints.layer import ConstrainedLayer
 
 
 class GruComparison:
-    """Gates in the order r, z, n; bounds are those of h, (H)."""
+    """Gates in the order r, z, n; bounds are of h, (H)."""
 
     def __init__(self, drive: Drive, matrix: Tensor) -> None:
         self.matrix, self.magnitude = matrix, matrix.abs()
@@ -43,7 +43,7 @@ class GruComparison:
         return torch.ones_like(self.h)
 
     def _cases(self, bounds: Tensor) -> tuple[Tensor, Tensor]:
-        """h's bounds by z's cases, with z at the least and at the greatest of each: (2, C, H); and those z, alike."""
+        """Returns h's bounds by z's cases, with z at the least and the greatest of each: (2, C, H); and these z."""
         y = (self.magnitude @ bounds).chunk(3)
         n = self.by_n * y[2] + self.by_r * y[0]
         keep = torch.stack([self.z.low, self.z.high])

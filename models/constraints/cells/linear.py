@@ -1,4 +1,4 @@
-"""The constraint of the linear cell is the RNN's, which bounds the recurrent matrix alone."""
+"""The constraint of the linear cell: the RNN's, which bounds the recurrent matrix alone."""
 
 from wane.models.constraints.cells.rnn import constrain
 

@@ -1,4 +1,4 @@
-"""The constraint of the LSTM: `models/constraints/gated_memory.py` by the LSTM's comparison."""
+"""The constraint of the LSTM: `models/constraints/gated_memory.py` with the LSTM's comparison."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from wane.models.constraints.l1_ball import project_rows
 from wane.models.constraints.layer import ConstrainedLayer
 
 HEARD = 1.2
-"""How much larger than an LSTM's c its h may be taken: room for the output gate's recurrent rows."""
+"""Ratio of the bound of an LSTM's h to that of its c, which leaves room for the output gate's recurrent rows."""
 
 OPEN = 1e-9
-"""A forget gate that may come this close to 1 leaves the cell without a bound worth the name."""
+"""A forget gate that may come this close to 1 leaves the cell without a useful bound."""
 
 
 class LstmComparison:
-    """Gates in the order i, f, g, o; bounds are those of h, then those of c, (2 H)."""
+    """Gates in the order i, f, g, o; bounds are of h, then of c, (2 H)."""
 
     def __init__(self, drive: Drive, matrix: Tensor) -> None:
         self.matrix, self.magnitude = matrix, matrix.abs()
@@ -47,7 +47,7 @@ class LstmComparison:
         return torch.cat([HEARD * ones, ones])
 
     def _cases(self, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """By f's cases what is kept of c and f's change; by o's what o's change adds to h; what i and g add to c."""
+        """Returns the kept c with f's change by f's cases, o's change of h by o's cases, i's and g's change of c."""
         v, w = bounds.chunk(2)
         y = (self.magnitude @ v).chunk(4)
         kept = self.forget.high * w + self.forget.slope * (self.c * y[1])

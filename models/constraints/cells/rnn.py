@@ -1,7 +1,7 @@
 """The constraint of the RNN: the Euclidean projection onto `|W|_2 <= contraction`.
 
-Singular values are clipped from above. A projection and no parametrisation, because it is the projected gradient
-descent of the theory, and because the recurrence stays torch's own fused kernel.
+Singular values are clipped from above. A projection, and not a parametrisation, gives the projected gradient descent
+of the theory and keeps torch's fused kernel for the recurrence.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from wane.models.manifest import Architecture
 
 
 class GatedWriter(InputGatedWriter):
-    """`s' = f s + (1 - f) z`; `step` is driven by f and (1 - f) z."""
+    """`s' = f s + (1 - f) z`; `drive` returns f and (1 - f) z."""
 
     def drive(self, x: str) -> list[str]:
         return self.enter(*self.gates_of(x))
@@ -33,5 +33,5 @@ class GatedWriter(InputGatedWriter):
 
 
 def build(graph: GraphWriter, architecture: Architecture, layer: int) -> GatedWriter:
-    """The writer of one layer's cell."""
+    """Builds the writer of one layer's cell."""
     return GatedWriter(graph, architecture, layer)

@@ -9,7 +9,7 @@ from wane.models.manifest import Architecture
 
 
 class GruWriter(CellWriter):
-    """`h' = n + z (h - n)`: the gates r and z are driven apart from the candidate n."""
+    """`h' = n + z (h - n)`; `drive` returns the gates r and z apart from the candidate n."""
 
     def drive(self, x: str) -> list[str]:
         graph = self._graph
@@ -34,5 +34,5 @@ class GruWriter(CellWriter):
 
 
 def build(graph: GraphWriter, architecture: Architecture, layer: int) -> GruWriter:
-    """The writer of one layer's cell."""
+    """Builds the writer of one layer's cell."""
     return GruWriter(graph, architecture, layer)

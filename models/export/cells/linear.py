@@ -15,5 +15,5 @@ class LinearWriter(CellWriter):
 
 
 def build(graph: GraphWriter, architecture: Architecture, layer: int) -> LinearWriter:
-    """The writer of one layer's cell."""
+    """Builds the writer of one layer's cell."""
     return LinearWriter(graph, architecture, layer)

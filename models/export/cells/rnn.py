@@ -16,5 +16,5 @@ class RnnWriter(CellWriter):
 
 
 def build(graph: GraphWriter, architecture: Architecture, layer: int) -> RnnWriter:
-    """The writer of one layer's cell."""
+    """Builds the writer of one layer's cell."""
     return RnnWriter(graph, architecture, layer)

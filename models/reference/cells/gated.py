@@ -9,7 +9,7 @@ from wane.models.weights import CellWeights
 
 
 def step(cell: CellWeights, x: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The state after one token."""
+    """Returns the state after one token."""
     gate, candidate = np.split(affine(x, *cell.input), 2, axis=-1)
     f = cell.gate_cap * sigmoid(gate)
     return (f * state[0] + (1 - f) * np.tanh(candidate),)

@@ -1,4 +1,4 @@
-"""The GRU, Cho et al. 2014 as torch has it, the reset gate after the matrix:
+"""The GRU, Cho et al. 2014, in torch's form with the reset gate after the matrix:
 
 r = sigma(U_r x + b_r + W_r h + d_r),  z = sigma(U_z x + b_z + W_z h + d_z)
 n = tanh(U_n x + b_n + r * (W_n h + d_n)),  h' = (1 - z) * n + z * h
@@ -13,7 +13,7 @@ from wane.models.weights import CellWeights
 
 
 def step(cell: CellWeights, x: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The state after one token."""
+    """Returns the state after one token."""
     h = state[0]
     u_r, u_z, u_n = np.split(affine(x, *cell.input), 3, axis=-1)
     w_r, w_z, w_n = np.split(affine(h, *cell.recurrent), 3, axis=-1)

@@ -7,5 +7,5 @@ from wane.models.weights import CellWeights
 
 
 def step(cell: CellWeights, x: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The state after one token."""
+    """Returns the state after one token."""
     return (affine(x, *cell.input) + affine(state[0], *cell.recurrent),)

@@ -13,7 +13,7 @@ from wane.models.weights import CellWeights
 
 
 def step(cell: CellWeights, x: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The state after one token."""
+    """Returns the state after one token."""
     h, c = state
     i, f, g, o = np.split(affine(x, *cell.input) + affine(h, *cell.recurrent), 4, axis=-1)
     c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)

@@ -9,6 +9,6 @@ from wane.models.weights import CellWeights
 
 
 def step(cell: CellWeights, x: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The state after one token."""
+    """Returns the state after one token."""
     pre = affine(x, *cell.input) + affine(state[0], *cell.recurrent)
     return (np.tanh(pre) if cell.cell == "rnn_tanh" else np.maximum(pre, 0),)

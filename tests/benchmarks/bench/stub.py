@@ -1,4 +1,4 @@
-"""A server that answers by rule: enough HTTP and WebSocket for the loads, on a thread of its own."""
+"""A stub server with enough HTTP and WebSocket for the loads, on its own thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 Answer = Callable[[int, bytes], bytes]
-"""From the number of a request and its body to the bytes of the answer, head and all."""
+"""Maps the number of a request and its body to the bytes of the complete answer."""
 
 
 def ok(body: bytes) -> bytes:
@@ -18,7 +18,7 @@ def ok(body: bytes) -> bytes:
 
 
 class Stub:
-    """Every connection has a thread. asked: bodies, in the order in which they came."""
+    """A server with a thread per connection. asked: the bodies in order of arrival."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -62,7 +62,7 @@ class Stub:
         connection.sendall(self._answer(number, body))
 
     def _talk(self, connection: socket.socket, read: Callable[[int], bytes]) -> None:
-        """Messages of a client: masked frames of at most 125 bytes."""
+        """Yields a client's messages, masked frames of at most 125 bytes."""
         while len(head := read(2)) == 2:
             mask = read(4)
             payload = bytes(byte ^ mask[index % 4] for index, byte in enumerate(read(head[1] & 0x7F)))
@@ -75,7 +75,7 @@ class Stub:
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[Stub]:
-    """A stub that listens until the context ends; its clients have to have hung up by then."""
+    """Runs a stub until the context ends; its clients must have hung up by then."""
     stub = Stub(answer)
     thread = threading.Thread(target=stub.accept)
     thread.start()
@@ -87,7 +87,7 @@ def serving(answer: Answer) -> Iterator[Stub]:
 
 
 def message(payload: bytes, kind: int = 0x1) -> bytes:
-    """A server's frame."""
+    """Returns a server's frame."""
     if len(payload) < 126:
         return bytes([0x80 | kind, len(payload)]) + payload
     return bytes([0x80 | kind, 126]) + len(payload).to_bytes(2, "big") + payload

@@ -1,4 +1,4 @@
-"""The load generators, against a stub: who is asked what, what is counted, and what is refused."""
+"""Tests the load generators against a stub: their requests, counts and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.benchmarks.bench.stub import message, ok, serving
 ANSWER = b'{"predictions":[]}'
 
 
-def test_an_open_loop_sends_every_request_once_and_in_order_on_one_connection() -> None:
+def test_an_open_loop_sends_every_request_once_and_in_order() -> None:
     with serving(lambda number, body: ok(ANSWER)) as stub:
         made = (http_request("/step", f'{{"tokens":[{number}]}}') for number in itertools.count())
         timed = open_loop.drive(stub.port, made, np.linspace(0, 0.02, 40), connections=1)
@@ -23,7 +23,7 @@ def test_an_open_loop_sends_every_request_once_and_in_order_on_one_connection() 
     assert timed.lag_p99_ms is not None
 
 
-def test_a_request_is_charged_from_when_it_was_due_though_it_could_not_be_sent_then() -> None:
+def test_a_latency_starts_when_the_request_is_due() -> None:
     with serving(lambda number, body: ok(ANSWER)) as stub:
         made = (http_request("/step", "{}") for _ in itertools.count())
         timed = open_loop.drive(stub.port, made, np.full(20, -0.5), connections=2)
@@ -31,7 +31,7 @@ def test_a_request_is_charged_from_when_it_was_due_though_it_could_not_be_sent_t
     assert timed.lag_p99_ms is not None and timed.lag_p99_ms >= 500
 
 
-def test_arrivals_are_as_many_as_the_rate_says_and_the_same_for_the_same_seed() -> None:
+def test_arrivals_match_the_rate_and_repeat_with_the_seed() -> None:
     due = open_loop.poisson(1000, 5, seed=3)
     assert due.size == 5000
     assert (np.diff(due) > 0).all()
@@ -39,14 +39,14 @@ def test_arrivals_are_as_many_as_the_rate_says_and_the_same_for_the_same_seed() 
     np.testing.assert_array_equal(due, open_loop.poisson(1000, 5, seed=3))
 
 
-def test_a_refusal_ends_an_open_loop_by_what_it_said() -> None:
+def test_a_refusal_ends_an_open_loop_with_its_message() -> None:
     refusal = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 4\r\n\r\nfull"
     with serving(lambda number, body: refusal) as stub, pytest.raises(BadAnswer, match=r"429.*full"):
         open_loop.drive(stub.port, (http_request("/", "{}") for _ in itertools.count()), np.zeros(3))
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_an_answer_is_whole_however_it_is_cut(size: int) -> None:
+def test_an_answer_in_pieces_is_reassembled(size: int) -> None:
     data, answers = ok(b"x" * 300), HttpAnswers()
     pieces = [data[start : start + size] for start in range(0, len(data), size)]
     given = [answers.receive(piece) for piece in pieces]
@@ -56,14 +56,14 @@ def test_an_answer_is_whole_however_it_is_cut(size: int) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"], ids=["end", "chunked"]
 )
-def test_an_answer_that_cannot_be_measured_is_refused(data: bytes) -> None:
+def test_an_invalid_answer_is_refused(data: bytes) -> None:
     with pytest.raises(BadAnswer):
         HttpAnswers().receive(data)
 
 
 @pytest.mark.parametrize("padding", [0, 500, 60_000])
-def test_every_socket_asks_again_when_it_was_answered(padding: int) -> None:
-    """Pings in between are answered, and are no message."""
+def test_every_socket_sends_again_after_an_answer(padding: int) -> None:
+    """Checks also that pings are answered and not counted as messages."""
     answer = ANSWER + b" " * padding
     with serving(lambda number, body: message(b"?", kind=0x9) + message(answer)) as stub:
         frames = itertools.cycle([text_frame('{"tokens":[7]}')])
@@ -72,7 +72,7 @@ def test_every_socket_asks_again_when_it_was_answered(padding: int) -> None:
     assert set(stub.asked) == {b'{"tokens":[7]}'}
 
 
-def test_a_message_that_is_no_prediction_ends_a_socket_loop() -> None:
+def test_a_message_without_predictions_ends_a_socket_loop() -> None:
     with serving(lambda number, body: message(b'{"code":"gone"}')) as stub, pytest.raises(BadAnswer, match="gone"):
         socket_loop.drive(stub.port, ["/a"], itertools.cycle([text_frame("{}")]), b'"predictions"', 0.05)
 
@@ -82,7 +82,7 @@ def test_a_closed_socket_ends_a_socket_loop() -> None:
         socket_loop.drive(stub.port, ["/a"], itertools.cycle([text_frame("{}")]), b'"predictions"', 0.05)
 
 
-def test_what_wrk_counted_is_read() -> None:
+def test_the_counts_of_wrk_are_parsed() -> None:
     printed = 'Running\n{"requests":9,"seconds":1.5,"failed":0,"p50_ms":1,"p90_ms":2,"p99_ms":3,"longest_ms":4}\n'
     timed = wrk.parse(printed)
     assert (timed.requests, timed.seconds, timed.p99_ms, timed.lag_p99_ms) == (9, 1.5, 3, None)
@@ -97,6 +97,6 @@ def test_what_wrk_counted_is_read() -> None:
     ],
     ids=["no count", "failures", "nothing"],
 )
-def test_a_load_that_was_not_answered_is_no_figure(printed: str, told: str) -> None:
+def test_a_failed_load_gives_no_figures(printed: str, told: str) -> None:
     with pytest.raises(wrk.LoadFailed, match=told):
         wrk.parse(printed)

@@ -1,4 +1,4 @@
-"""Who is measured: every folder of a peer is whole and known, and what is sent and answered is understood."""
+"""Tests the contenders: their files, requests and answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FOLDERS = sorted(path.name for path in PEERS.iterdir() if path.is_dir() and path
 SERVERS = [name for name, contender in contenders().items() if contender.peer]
 
 
-def test_the_peers_are_those_that_were_asked_for() -> None:
+def test_all_required_peers_exist() -> None:
     assert peer_names() == ["bentoml", "litserve", "mlserver", "mosec", "ray"]
     assert peer_names("sessions") == ["fastapi-sessions", "mosec-sessions"]
     assert peer_names("handler") == [HANDLER]
@@ -59,28 +59,28 @@ def test_a_peer_has_a_server_and_requirements(name: str) -> None:
     assert peer.programs.parts[-3:] == ("peers", peer.peer, "bin")
 
 
-def test_a_peer_s_batches_may_be_as_large_as_wane_s() -> None:
-    """MLServer's are set in a file, the others' in code by the shared constant."""
+def test_a_peer_s_largest_batch_equals_wane_s() -> None:
+    """Checks MLServer's setting in its file; the others use the shared constant in code."""
     settings = tomllib.loads(
         "settings = " + (PEERS / "mlserver" / "model-settings.json").read_text().replace("\n", " ").replace('":', '" =')
     )["settings"]
     assert settings["max_batch_size"] == 64
 
 
-def test_a_long_sequence_has_a_native_baseline_where_the_cell_is_an_operator() -> None:
+def test_a_long_sequence_of_an_lstm_has_a_native_baseline() -> None:
     lstm, gated = ({load.name for load in loads_of(contenders()[SCAN], model)} for model in (LSTM, SHIPPED))
     assert lstm - gated == {"state-native", "score-native"}
     assert {"state-parallel", "score-parallel"} <= gated
 
 
 @pytest.mark.parametrize("name", [WANE, BARE, *SERVERS])
-def test_everyone_is_put_under_a_load_at_64_and_at_1(name: str) -> None:
+def test_every_contender_has_loads_at_64_and_1_connections(name: str) -> None:
     names = [load.name for load in loads_of(contenders()[name], LSTM)]
     assert len(names) == len(set(names))
     assert any(load.endswith("-64") for load in names) and any(load.endswith("-1") for load in names)
 
 
-def test_a_command_has_its_bundle_its_port_and_nothing_of_this_process_s_settings(
+def test_a_command_has_its_bundle_and_port_but_none_of_this_process_s_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANE_THREADS", "2")
@@ -93,7 +93,7 @@ def test_a_command_has_its_bundle_its_port_and_nothing_of_this_process_s_setting
     assert "WANE_THREADS" not in variables
 
 
-def test_a_server_has_the_address_of_each_service_that_its_settings_name() -> None:
+def test_a_server_gets_the_addresses_of_its_services() -> None:
     plain, redis, traced = wanes()
     assert (plain.services, redis.services, traced.services) == ([], ["redis"], ["collector"])
     variables = redis.variables(Path("b"), [1, 2, 3], {"redis": "redis://here"})
@@ -103,7 +103,7 @@ def test_a_server_has_the_address_of_each_service_that_its_settings_name() -> No
     assert variables["OTEL_TRACES_SAMPLER_ARG"] == "0.01"
 
 
-def test_a_baseline_is_another_checkout_with_the_same_settings_and_the_same_interpreter(tmp_path: Path) -> None:
+def test_a_baseline_has_the_same_settings_and_interpreter(tmp_path: Path) -> None:
     baseline = Baseline(tmp_path, "service")
     for ours in wanes():
         theirs = baseline.of(ours)
@@ -115,7 +115,7 @@ def test_a_baseline_is_another_checkout_with_the_same_settings_and_the_same_inte
 
 
 @pytest.mark.parametrize("name", [WANE, HANDLER, *peer_names()])
-def test_what_is_sent_is_the_window(name: str) -> None:
+def test_a_request_contains_the_window(name: str) -> None:
     assert "4,5,6]" in window_body(contenders()[name].wire, [4, 5, 6])
 
 
@@ -124,7 +124,7 @@ def test_a_step_names_its_session_in_its_path_or_in_its_body() -> None:
     assert step_request("/inference", "a", {"tokens": [7]}) == ("/inference", '{"session":"a","tokens":[7]}')
 
 
-def test_bulk_calls_that_a_server_does_not_know_are_not_understood(tmp_path: Path) -> None:
+def test_an_unsupported_bulk_call_raises_not_understood(tmp_path: Path) -> None:
     said = b'{"detail":"format: there is no such field"}'
     refusal = b"HTTP/1.1 422 No\r\nContent-Length: %d\r\n\r\n%s" % (len(said), said)
     with serving(lambda number, body: refusal if b'"format"' in body else ok(b"{}")) as stub:
@@ -137,8 +137,8 @@ def test_bulk_calls_that_a_server_does_not_know_are_not_understood(tmp_path: Pat
                 loads["columns-64"].prepare(stage)
 
 
-def test_a_peer_s_sessions_go_on_from_their_own_states() -> None:
-    """A sequence fed token by token, in batches with another, ends as a window of the same tokens does."""
+def test_a_peer_s_sessions_keep_their_states() -> None:
+    """Compares a sequence fed token by token, in batches with another, with a window of the same tokens."""
     bundle = MODELS[SHIPPED]
     model, tokens = StepModel(bundle), [0, 9, 11, 4]
     for token in tokens:
@@ -156,12 +156,12 @@ def test_a_peer_s_sessions_go_on_from_their_own_states() -> None:
         ("oip", b'{"outputs": [{"name": "token_id", "data": [3]}, {"name": "probability", "data": [0.5]}]}'),
     ],
 )
-def test_an_answer_is_understood_in_every_form(wire: str, answer: bytes) -> None:
+def test_an_answer_is_parsed_in_every_format(wire: str, answer: bytes) -> None:
     assert window_answer(wire, answer) == [(3, 0.5)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"predictions": [{}]}', b'{"predictions": 3}'])
-def test_what_is_no_answer_is_told(answer: bytes) -> None:
+def test_an_invalid_answer_is_reported(answer: bytes) -> None:
     with pytest.raises(WrongAnswer, match="no predictions"):
         window_answer("tokens", answer)
 
@@ -186,13 +186,13 @@ signal.pause()
 """
 
 
-def test_a_server_that_ends_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_server_that_stops_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     ends = Contender("ends", "Ends", "windows", (sys.executable, "-c", "raise SystemExit('no such model')"))
     with ServerProcess(ends, tmp_path, tmp_path / "log") as server, pytest.raises(ServerFailed, match="no such model"):
         server.wait_ready("/", "{}")
 
 
-def test_all_that_a_server_started_is_stopped_even_what_ignores_it(
+def test_all_processes_of_a_server_are_stopped_even_if_they_ignore_signals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.bench.process.STOPPED_WITHIN_S", 0.1)
@@ -202,14 +202,14 @@ def test_all_that_a_server_started_is_stopped_even_what_ignores_it(
     with ServerProcess(Contender("s", "S", "windows", command), tmp_path, log) as server:
         while len(pids := log.read_text().split()) < 2:
             assert server.cpu_seconds() >= 0
-    guard = time.monotonic() + HUNG_S  # a process that was killed takes a moment to end
+    guard = time.monotonic() + HUNG_S  # a killed process takes a moment to end
     while left := [pid for pid in pids if _runs(pid)]:
         assert time.monotonic() < guard, left
         time.sleep(0.01)
 
 
 def _runs(pid: str) -> bool:
-    """Whether it is there and no mere zombie."""
+    """Whether the process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

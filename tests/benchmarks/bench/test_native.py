@@ -1,4 +1,4 @@
-"""The LSTM operator's graph is the bundle's function, or it would be no baseline."""
+"""Tests that the LSTM operator's graph computes the bundle's function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.train
 
 
-def test_the_operator_s_states_and_log_probabilities_are_the_oracle_s(tmp_path: Path) -> None:
+def test_the_operator_s_states_and_log_probabilities_match_the_oracle(tmp_path: Path) -> None:
     from benchmarks import lstm256
     from benchmarks.bench.native import NativeLstm
     from wane.models.bundle import Bundle

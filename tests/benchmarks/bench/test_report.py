@@ -1,4 +1,4 @@
-"""A run's figures: what is kept, what the tables say, and which targets are met."""
+"""Tests a run's figures: their JSON, tables and targets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EMPTY = Results(
 
 
 def measured(requests: int, items: int = 1, p50: float = 1.0, p99: float = 2.0) -> Measured:
-    """`requests` in one second."""
+    """Returns the figures of `requests` in one second."""
     return Measured(
         requests=requests,
         seconds=1,
@@ -43,7 +43,7 @@ def measured(requests: int, items: int = 1, p50: float = 1.0, p99: float = 2.0) 
 
 
 def three_rounds(loads: dict[str, dict[str, list[Measured]]], model: str = "lstm256") -> Rounds:
-    """From contender and load to its rounds."""
+    """Returns the rounds by contender and load."""
     visits = [
         Visit(
             model=model,
@@ -96,13 +96,13 @@ def test_figures_are_medians_over_the_rounds_in_the_rounds_order(rounds: Rounds,
     assert results.summary("lstm256", WANE, "absent") is None
 
 
-def test_the_best_peer_is_so_by_the_median_and_the_ceilings_are_no_peers(rounds: Rounds) -> None:
+def test_the_best_peer_has_the_best_median_and_ceilings_are_not_peers(rounds: Rounds) -> None:
     assert best_peer(rounds, "lstm256", "window-64", rate, largest=True) == "mosec"
     assert best_peer(rounds, "lstm256", "window-1", p50, largest=False) == "litserve"
     assert best_peer(rounds, "lstm256", "absent", rate, largest=True) is None
 
 
-def test_targets_are_ratios_of_medians_with_the_rounds_own_ratios_beside_them(rounds: Rounds) -> None:
+def test_targets_have_the_ratio_of_medians_and_the_ratios_by_round(rounds: Rounds) -> None:
     found = targets(rounds)
     figures: list[tuple[str, object, bool | None]] = [(one.against, pytest.approx(one.value), one.met) for one in found]
     assert figures == [
@@ -117,12 +117,12 @@ def test_targets_are_ratios_of_medians_with_the_rounds_own_ratios_beside_them(ro
     assert (found[0].spread.least, found[0].spread.most) == (4, 5)
 
 
-def test_a_target_whose_figures_are_missing_is_not_told() -> None:
+def test_a_target_without_figures_is_left_out() -> None:
     found = targets(three_rounds({WANE: {"session-64": three(1, 1, 1), "websocket-64": three(2, 2, 2)}}))
     assert [target.what for target in found] == ["one WebSocket per session, 64 of them, tokens/s"]
 
 
-def test_the_engine_is_held_against_the_bare_loop_of_the_same_visits_on_the_shipped_model() -> None:
+def test_the_engine_is_compared_with_the_bare_loop_of_the_same_visits() -> None:
     loop = {"step-64": three(2000, 2000, 2000, items=64), "engine-64": three(96_000, 112_000, 104_000)}
     (found,) = targets(three_rounds({BARE: loop}, SHIPPED))
     assert (found.against, found.value, found.met) == ("bare onnxruntime loop", 0.8125, True)
@@ -130,7 +130,7 @@ def test_the_engine_is_held_against_the_bare_loop_of_the_same_visits_on_the_ship
     assert targets(three_rounds({BARE: loop})) == []
 
 
-def test_the_parallel_scan_is_held_against_the_quickest_way_in_order() -> None:
+def test_the_parallel_scan_is_compared_with_the_fastest_sequential_way() -> None:
     ways = {"one call": (20, 22, 21), "in pieces": (30, 25, 28), "parallel": (140, 160, 150)}
     found = targets(three_rounds({SCAN: {f"score-{way}": three(*rounds) for way, rounds in ways.items()}}, SHIPPED))
     assert [(target.against, target.value, target.met) for target in found] == [
@@ -141,7 +141,7 @@ def test_the_parallel_scan_is_held_against_the_quickest_way_in_order() -> None:
     assert (target.against, target.value, target.met) == ("one native LSTM call, 2 threads", 1.7, False)
 
 
-def test_a_lone_window_of_the_shipped_model_is_held_against_mosec_s_without_a_target() -> None:
+def test_a_lone_window_is_compared_with_mosec_s_without_a_target() -> None:
     found = {WANE: {"window-1": three(150, 160, 170)}, "mosec": {"window-1": three(250, 256, 260)}}
     (target,) = targets(three_rounds(found, SHIPPED))
     assert (target.what, target.against) == ("lone window, p50, `gated-stable`", "mosec")
@@ -151,7 +151,7 @@ def test_a_lone_window_of_the_shipped_model_is_held_against_mosec_s_without_a_ta
     assert (wanted, met) == ("", "")
 
 
-def test_steps_are_held_against_the_peers_with_their_own_state_and_other_settings_against_the_default_ones() -> None:
+def test_steps_are_compared_with_stateful_peers_and_other_settings_with_the_default() -> None:
     steps = {"session-64": three(4000, 4000, 4000), "session-1": three(2000, 2000, 2000)}
     found = targets(
         three_rounds(
@@ -169,7 +169,7 @@ def test_steps_are_held_against_the_peers_with_their_own_state_and_other_setting
     ]
 
 
-def test_a_baseline_is_compared_round_by_round_by_each_load_s_figure_and_its_cpu_time() -> None:
+def test_a_baseline_is_compared_by_round_with_figure_and_cpu_time() -> None:
     rounds = three_rounds(
         {
             WANE: {"session-64": three(4000, 6000, 4400), "session-1": three(2000, 2000, 1000)},
@@ -193,7 +193,7 @@ def test_a_baseline_is_compared_round_by_round_by_each_load_s_figure_and_its_cpu
     ]
 
 
-def test_a_load_that_a_server_refused_says_so_in_its_row() -> None:
+def test_a_refused_load_has_the_server_s_answer_in_its_row() -> None:
     refusal = {"columns-64": "answered 422: format: there is no such field"}
     visits = [
         Visit(model="lstm256", contender=WANE, round=0, version="1", loads={"columns-64": measured(9, 64)}),
@@ -208,7 +208,7 @@ def test_a_load_that_a_server_refused_says_so_in_its_row() -> None:
     assert (contender, said) == ("Wane", refusal["columns-64"])
 
 
-def test_the_tables_have_everyone_with_its_unit_and_every_target_with_its_verdict(results: Results) -> None:
+def test_the_tables_have_all_contenders_and_all_targets(results: Results) -> None:
     rows = {(row[0], row[1]): row for row in figure_rows(results, "lstm256")}
     assert rows["Wane", "session step, 64 a call, 4 connections"][2] == "21,760 (19,200 to 25,600) tokens/s"
     assert rows["mosec", "window of 64, 1 connection"][2:] == [
@@ -223,7 +223,7 @@ def test_the_tables_have_everyone_with_its_unit_and_every_target_with_its_verdic
     assert [row[3] for row in target_rows(results)][-1] == "4 ms (3 ms to 9 ms)"
 
 
-def test_the_page_keeps_its_words_and_takes_the_tables_again(results: Results, tmp_path: Path) -> None:
+def test_the_page_keeps_its_text_and_replaces_its_tables(results: Results, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     put_all(page, page_tables(results))
@@ -234,7 +234,7 @@ def test_the_page_keeps_its_words_and_takes_the_tables_again(results: Results, t
     assert page.read_text() == once
 
 
-def test_the_page_shows_the_figures_that_are_kept_and_without_them_none() -> None:
+def test_the_page_shows_exactly_the_stored_figures() -> None:
     text = PUBLISHED.read_text(encoding="utf-8")
     if KEPT.exists():
         assert with_tables(text, page_tables(Results.read(KEPT)), "benchmarks.md") == text
@@ -242,12 +242,12 @@ def test_the_page_shows_the_figures_that_are_kept_and_without_them_none() -> Non
         assert "<!-- targets -->\n<!-- /targets -->\n" in text and "<!-- bench -->\n<!-- /bench -->\n" in text
 
 
-def test_results_are_written_and_read_again_as_they_were(results: Results, tmp_path: Path) -> None:
+def test_results_round_trip(results: Results, tmp_path: Path) -> None:
     results.write(tmp_path / "a" / "bench.json")
     assert Results.read(tmp_path / "a" / "bench.json") == results
 
 
-def test_the_figure_has_a_dot_for_each_that_was_measured(results: Results, tmp_path: Path) -> None:
+def test_the_figure_has_a_dot_for_each_measured_load(results: Results, tmp_path: Path) -> None:
     labels = [label for label, _, _ in plot.throughput(results, "lstm256")]
     assert labels[0] == "Wane, session, 64 steps a call"
     assert "mosec, window of 64" in labels and "BentoML, window of 64" not in labels

@@ -1,4 +1,4 @@
-"""A run: who is visited when, what is kept, and what is done again."""
+"""Tests a run: its order of visits, its stored results, and its resumption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.bench.baseline import Baseline
 from benchmarks.bench.results import Visit
 from benchmarks.bench.run import Run, visit_path
 
-# Stands in for the visit that it is put around: writes an empty one, or fails where it is told to.
+# Replaces the visit's command: writes an empty visit, or fails on request.
 AROUND = """
 import sys
 from pathlib import Path
@@ -31,14 +31,14 @@ for one in (name, "baseline") if "--baseline" in sys.argv and name == "wane" els
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Two rounds of three on one model, kept in a folder of the test's."""
+    """A run of two rounds of three contenders with one model, in a temporary folder."""
     monkeypatch.setattr(Run, "folder", lambda _: tmp_path)
     monkeypatch.setattr(run_module, "ROOT", tmp_path)
     return Run(["wane", "mosec", "fastapi"], ["lstm256"], rounds=2, seconds=1)
 
 
 def go(run: Run, folder: Path, fails: str = "") -> tuple[list[str], list[str]]:
-    """Who failed, and who was visited, of one more go."""
+    """Runs once more; returns the failed and the visited contenders."""
     told = folder / "told"
     told.write_text("")
     program = AROUND.format(told=told, fails=fails)
@@ -46,14 +46,14 @@ def go(run: Run, folder: Path, fails: str = "") -> tuple[list[str], list[str]]:
     return failed, told.read_text().splitlines()
 
 
-def test_every_round_has_everyone_on_every_model_and_another_one_first() -> None:
+def test_every_round_has_all_contenders_and_models_in_another_order() -> None:
     plan = Run(["a", "b", "c"], ["m", "n"], rounds=3, seconds=1).plan()
     assert len(plan) == len(set(plan)) == 18
     orders = [[name for round_, model, name in plan if (round_, model) == (number, "n")] for number in range(3)]
     assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
 
 
-def test_a_run_goes_on_where_it_was_and_tries_again_what_failed(run: Run, tmp_path: Path) -> None:
+def test_a_run_resumes_and_retries_failed_visits(run: Run, tmp_path: Path) -> None:
     failed, visited = go(run, tmp_path, fails="mosec")
     assert failed == ["lstm256-mosec-0", "lstm256-mosec-1"]
     assert len(visited) == 6
@@ -70,7 +70,7 @@ def test_a_run_goes_on_where_it_was_and_tries_again_what_failed(run: Run, tmp_pa
     ]
 
 
-def test_a_baseline_is_in_the_visits_of_wane_and_is_missed_there(run: Run, tmp_path: Path) -> None:
+def test_a_visit_of_wane_without_its_baseline_is_repeated(run: Run, tmp_path: Path) -> None:
     beside = replace(run, names=["wane", "fastapi"], rounds=1, baseline=Baseline(tmp_path, "wane"))
     assert [one.name for one in beside.together("wane-redis")] == ["wane-redis", "baseline-redis"]
     for _ in range(2):
@@ -80,8 +80,8 @@ def test_a_baseline_is_in_the_visits_of_wane_and_is_missed_there(run: Run, tmp_p
             visit_path(tmp_path, 0, "lstm256", name).unlink()
 
 
-def test_a_run_with_another_baseline_is_another_run(tmp_path: Path) -> None:
-    """By its code, wherever it lies."""
+def test_a_run_with_another_baseline_has_another_folder(tmp_path: Path) -> None:
+    """Checks that the baseline's code decides, not its path."""
     folders = []
     for name, text in (("one", ""), ("two", ""), ("three", "changed = True")):
         (tmp_path / name / "service").mkdir(parents=True)
@@ -92,7 +92,7 @@ def test_a_run_with_another_baseline_is_another_run(tmp_path: Path) -> None:
     assert alone not in folders
 
 
-def test_a_visit_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_visit_round_trips(tmp_path: Path) -> None:
     visit = Visit(model="m", contender="wane", round=3, version="1", loads={})
     path = visit_path(tmp_path, 3, "m", "wane")
     visit.write(path)

@@ -1,4 +1,4 @@
-"""A visit: real servers with their services, checked, put under a load in turn, and stopped."""
+"""Tests a visit with real servers and services."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUESTS = 20
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The servers that were put under a load, in order: by a few requests in the place of wrk's."""
+    """Replaces wrk by a few requests; returns the loaded servers in order."""
     urls: list[str] = []
 
     def drive(url: str, requests: Requests, connections: int, seconds: float) -> Timed:
@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["wane-redis", "wane-traced"])
-def test_a_server_and_its_baseline_take_turns_each_with_services_of_its_own(
+def test_a_server_and_its_baseline_take_turns_with_their_own_services(
     name: str, asked: list[str], tmp_path: Path
 ) -> None:
     ours = contenders()[name]

@@ -13,15 +13,15 @@ WEIGHT = GENERATOR.normal(size=(5, 4))
 BIAS = GENERATOR.normal(size=5)
 
 
-def test_over_rows_the_reach_is_the_exact_extreme() -> None:
-    rows = GENERATOR.normal(size=(9000, 4))  # more than are multiplied at once
+def test_the_reach_over_rows_is_exact() -> None:
+    rows = GENERATOR.normal(size=(9000, 4))  # more than one batch of rows
     reached = rows @ WEIGHT.T + BIAS
     reach = Rows(rows).reach(WEIGHT, BIAS)
     np.testing.assert_allclose(reach.low, reached.min(axis=0))
     np.testing.assert_allclose(reach.high, reached.max(axis=0))
 
 
-def test_over_a_box_the_reach_is_attained_at_a_corner() -> None:
+def test_the_reach_over_a_box_is_attained_at_a_corner() -> None:
     bound = np.array([0.5, 1.0, 2.0, 0.0])
     reach = Box(bound).reach(WEIGHT, BIAS)
     corners = np.sign(WEIGHT) * bound
@@ -29,7 +29,7 @@ def test_over_a_box_the_reach_is_attained_at_a_corner() -> None:
     np.testing.assert_allclose(reach.low, -np.sum(WEIGHT * corners, axis=1) + BIAS)
 
 
-def test_behind_a_layer_norm_the_reach_holds_and_is_nearly_attained() -> None:
+def test_the_reach_after_a_layer_norm_holds_and_is_nearly_attained() -> None:
     gain, shift = GENERATOR.normal(size=4), GENERATOR.normal(size=4)
     reach = Normalised(gain, shift).reach(WEIGHT, BIAS)
     reached = layer_norm(GENERATOR.normal(size=(20_000, 4)) * 10, gain, shift, 1e-5) @ WEIGHT.T + BIAS
@@ -55,12 +55,12 @@ def exactly(weight: np.ndarray, x: np.ndarray, bias: np.ndarray) -> list[Fractio
     ]
 
 
-def test_over_rows_the_reach_holds_where_terms_cancel() -> None:
+def test_the_reach_over_rows_holds_for_cancelling_terms() -> None:
     x, bias = np.array([1e10, 30.0, 1e10]), np.array([0.1, -(2.0**60)])
     within(Rows(x[None]).reach(CANCELLING, bias), exactly(CANCELLING, x, bias))
 
 
-def test_over_a_box_and_behind_a_layer_norm_the_reach_holds_where_terms_cancel() -> None:
+def test_the_reach_over_a_box_and_after_a_layer_norm_holds_for_cancelling_terms() -> None:
     bound, bias = np.array([0.1, 0.7, 0.3]), np.array([-4e9, -(2.0**60)])
     for sign in (-1, 1):
         corners = sign * np.sign(CANCELLING) * bound
@@ -70,13 +70,13 @@ def test_over_a_box_and_behind_a_layer_norm_the_reach_holds_where_terms_cancel()
     within(Normalised(np.zeros(3), shift).reach(CANCELLING, bias), exactly(CANCELLING, shift, bias))
 
 
-def test_behind_a_layer_norm_rows_that_hardly_vary_are_known_as_far_as_float64_knows_them() -> None:
-    """A row of equal entries normalises to 0, in float64 to the rounding of its mean over sqrt(1e-5)."""
+def test_normalised_rows_of_equal_entries_include_their_rounding() -> None:
+    """Uses a row of equal entries, which normalises to 0, and in float64 to its mean's rounding over sqrt(1e-5)."""
     rough = Rows.normalised(np.full((1, 23), 1e12 / 3), np.ones(23), np.zeros(23), 1e-5)
     within(rough.reach(np.eye(23), np.zeros(23)), [Fraction(0)] * 23)
 
 
-def test_a_tanh_s_slope_far_out_is_not_rounded_to_nothing() -> None:
+def test_the_slope_of_a_saturated_tanh_does_not_underflow() -> None:
     slope = Reach(np.array([25.0]), np.array([30.0])).tanh_slope()[0]
     assert slope == pytest.approx(4 * np.exp(-50), rel=1e-9, abs=0)
 

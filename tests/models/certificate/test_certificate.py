@@ -1,4 +1,4 @@
-"""The theorem: two states come closer by the factor, whatever the token and wherever in the box they are."""
+"""Tests the theorem: for every token, any two states in the box come closer by the factor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def contraction(model: Architecture, weights: dict[str, np.ndarray]) -> Certific
 
 
 class TopLayer:
-    """The top layer's state map of a random model, with the layers below in states that a history led them to."""
+    """The top layer's state map of a random model, with the layers below in states reached by a history."""
 
     def __init__(self, model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> None:
         self._reference = Reference(model, weights)
@@ -52,7 +52,7 @@ class TopLayer:
         return self._generator.integers(self._vocabulary, size=PAIRS)
 
     def states(self) -> list[np.ndarray]:
-        """States anywhere in the box, half of them at its corners; where there is no box, anywhere."""
+        """Returns states in the box, half of them at its corners; without a box, any states."""
         states = []
         for reach in self.bound.reach:
             values = self._generator.uniform(-1, 1, (PAIRS, len(reach)))
@@ -66,7 +66,7 @@ class TopLayer:
     def ratio(
         self, first: list[np.ndarray], second: list[np.ndarray], tokens: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Distance after, less float64's rounding, over distance before, (PAIRS); 0 where the two were nearly one."""
+        """Returns the distance after, less float64's rounding, over that before, (PAIRS); 0 for nearly equal pairs."""
         ends = self._step(first, tokens), self._step(second, tokens)
         before, after = (
             self.proof.norm.distance(*(a - b for a, b in zip(one, other, strict=True)))
@@ -82,7 +82,7 @@ class TopLayer:
 
 
 def worst_ratio(layer: TopLayer, generator: np.random.Generator) -> float:
-    """The largest expansion found by sampling pairs, far apart and close by, and then climbing from each."""
+    """Returns the largest expansion found by sampling pairs, far apart and close, and climbing from each."""
     worst = 0.0
     for spread in (1.0, 1e-3):
         first, tokens = layer.states(), layer.tokens()
@@ -119,7 +119,7 @@ def worst_ratio(layer: TopLayer, generator: np.random.Generator) -> float:
 )
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_no_pair_of_states_parts_faster_than_the_factor(
+def test_every_pair_of_states_comes_closer_by_the_factor(
     cell: Cell, block: str, seed: int, recurrent: float, driven: float, recalled: float, layers: int, hidden: int
 ) -> None:
     caps = (0.9,) * layers if cell == "gated" and seed % 2 else ()
@@ -139,7 +139,7 @@ def test_no_pair_of_states_parts_faster_than_the_factor(
 def one_unit(
     cell: Cell, driven: list[float], recurrent: list[float], bias: list[float], recalled: list[float] | None = None
 ) -> TopLayer:
-    """A layer of one unit by gates, whose tokens are the inputs -1 and 1; `recalled`: the recurrent part's bias."""
+    """Returns a one-unit layer with the tokens -1 and 1 as inputs; `recalled`: the bias of the recurrent part."""
     model = architecture(cell, hidden=1, embedding=1, vocabulary_size=2)
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:, 0] = (-1, 1)
@@ -151,14 +151,14 @@ def one_unit(
 
 
 def largest_ratio(layer: TopLayer, first: list[float], second: list[float]) -> float:
-    """The worst token's ratio for one pair of states of one unit."""
+    """Returns the worst token's ratio for one pair of states of one unit."""
     tokens = np.arange(PAIRS) % 2
     one, other = ([np.full((PAIRS, 1), value) for value in state] for state in (first, second))
     return float(layer.ratio(one, other, tokens).max())
 
 
 def test_the_output_gate_alone_can_attain_an_lstm_s_factor() -> None:
-    """The others hardly see h, so |dh'| = tanh(c') W_o / 4 |dh| about h = 0, with c at the box's edge."""
+    """Uses other gates that hardly see h, so |dh'| = tanh(c') W_o / 4 |dh| about h = 0, with c at the box's edge."""
     layer = one_unit("lstm", [0, 0, 0, 0], [0, 1e-3, 0, 8], [40, 0, 40, 0])
     edge = float(layer.bound.reach[1][0])
     assert edge == pytest.approx(2, rel=1e-3)  # i g / (1 - f) with i = g = 1, f = 1/2
@@ -167,8 +167,8 @@ def test_the_output_gate_alone_can_attain_an_lstm_s_factor() -> None:
 
 
 @pytest.mark.parametrize("recalled", [0.5, 3.0], ids=["the candidate contracts", "the candidate expands"])
-def test_the_update_gate_s_worse_end_attains_a_gru_s_factor(recalled: float) -> None:
-    """h' = (1 - z) tanh(r W_n h) + z h about h = 0, r = 1: the slope (1 - z) W_n + z is worst at one end of z."""
+def test_the_worse_end_of_the_update_gate_attains_a_gru_s_factor(recalled: float) -> None:
+    """Uses h' = (1 - z) tanh(r W_n h) + z h about h = 0, r = 1: the slope (1 - z) W_n + z is worst at one end of z."""
     layer = one_unit("gru", [0, 1, 0], [0, 0, recalled], [40, 0, 0])
     ratio = largest_ratio(layer, [0.001], [-0.001])
     ends = (1 / (1 + np.exp(-token)) for token in (-1.0, 1.0))
@@ -177,7 +177,7 @@ def test_the_update_gate_s_worse_end_attains_a_gru_s_factor(recalled: float) -> 
 
 
 def test_the_reset_gate_alone_can_attain_a_gru_s_factor() -> None:
-    """Only r sees h, and the candidate is tanh(8 r - 4): about h = 0 its slope is 8 r (1 - r) = 2, let in whole."""
+    """Uses an r that alone sees h, and the candidate tanh(8 r - 4): about h = 0 its slope is 8 r (1 - r) = 2."""
     layer = one_unit("gru", [0, 0, 0], [1, 0, 0], [0, -6, -4], recalled=[0, 0, 8])
     ratio = largest_ratio(layer, [0.001], [-0.001])
     z = 1 / (1 + np.exp(6))
@@ -186,7 +186,7 @@ def test_the_reset_gate_alone_can_attain_a_gru_s_factor() -> None:
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_state_never_leaves_its_box(cell: Cell) -> None:
+def test_states_stay_in_their_box(cell: Cell) -> None:
     model = architecture(cell, "plain", layers=2)
     weights = random_weights(model, seed=5, recurrent=0.4)
     reference, generator = Reference(model, weights), np.random.default_rng(5)
@@ -210,7 +210,7 @@ def test_the_factor_of_a_linear_layer_is_its_largest_singular_value() -> None:
     assert certificate.contractive
 
 
-def test_an_unstable_model_is_not_called_contractive() -> None:
+def test_an_unstable_model_is_not_contractive() -> None:
     model = architecture("rnn_relu", layers=2)
     weights = random_weights(model, seed=2, recurrent=0.3)
     assert contraction(model, weights).contractive
@@ -230,14 +230,14 @@ def test_an_unstable_model_is_not_called_contractive() -> None:
     assert parted.min() > 2, "the two states, once 1 apart, did part"
 
 
-def test_a_gate_cap_is_a_proof_by_itself() -> None:
+def test_a_gate_cap_is_a_sufficient_proof() -> None:
     model = architecture("gated", "residual", layers=2, gate_caps=(0.875, 0.75))
     certificate = contraction(model, random_weights(model, seed=3, driven=1e4))
     assert [(layer.factor, layer.rule) for layer in certificate.layers] == [(0.875, "gate_cap"), (0.75, "gate_cap")]
     assert certificate.contractive
 
 
-def test_a_cap_that_float32_rounds_to_one_is_no_proof() -> None:
+def test_a_cap_that_float32_rounds_to_one_is_not_a_proof() -> None:
     model = architecture("gated", gate_caps=(1 - 1e-9,))
     weights = random_weights(model, seed=3)
     weights["layers.0.cell.bias"][:] = 60
@@ -247,7 +247,7 @@ def test_a_cap_that_float32_rounds_to_one_is_no_proof() -> None:
 
 
 @pytest.mark.parametrize("cap", [0.8, 0.9, 0.98])
-def test_a_cap_is_what_float32_makes_of_it_whether_that_is_more_or_less(cap: float) -> None:
+def test_a_cap_is_rounded_to_float32(cap: float) -> None:
     multiplies = float(np.float32(cap))
     assert multiplies != cap
     model = architecture("gated", gate_caps=(cap,))
@@ -260,8 +260,8 @@ def test_a_cap_is_what_float32_makes_of_it_whether_that_is_more_or_less(cap: flo
     assert np.all(after["layers.0.s"] == multiplies)
 
 
-def test_terms_that_cancel_in_float64_do_not_hide_an_open_gate() -> None:
-    """1e20 + 30 - 1e20 is 30 and no 0: the gate is all but open."""
+def test_cancelling_terms_do_not_hide_an_open_gate() -> None:
+    """Uses 1e20 + 30 - 1e20, which is 30 and not 0: the gate is nearly open."""
     model = architecture("gated", hidden=3, embedding=3, vocabulary_size=2)
     weights = {name: np.zeros_like(tensor) for name, tensor in random_weights(model, seed=0).items()}
     weights["embedding.weight"][1] = (1e10, 30, 1e10)
@@ -269,15 +269,15 @@ def test_terms_that_cancel_in_float64_do_not_hide_an_open_gate() -> None:
     assert contraction(model, weights).layers[0].factor >= sigmoid(np.array(30.0))
 
 
-def test_gates_that_may_stay_open_are_not_called_contractive() -> None:
+def test_a_model_with_gates_that_may_stay_open_is_not_contractive() -> None:
     model = architecture("gated")
     weights = random_weights(model, seed=3)
     weights["layers.0.cell.bias"][:] = 60
     assert not contraction(model, weights).contractive
 
 
-def test_an_lstm_s_certificate_names_the_weights_of_its_norm() -> None:
-    """The factor holds in the norm as the manifest states it: a reader needs nothing else."""
+def test_an_lstm_s_certificate_contains_the_weights_of_its_norm() -> None:
+    """Checks the factor in the norm that the manifest states."""
     model = architecture("lstm", hidden=48, embedding=48)
     weights = random_weights(model, seed=4, recurrent=0.2)
     (stated,), (bound,) = contraction(model, weights).layers, layer_bounds(model, weights)
@@ -297,7 +297,7 @@ def test_the_norm_of_a_single_state_tensor_has_no_weights(cell: Cell) -> None:
     assert contraction(model, random_weights(model, seed=4)).layers[0].weights == ()
 
 
-def test_a_saturated_lstm_gets_a_finite_factor_that_is_not_contractive() -> None:
+def test_a_saturated_lstm_has_a_finite_factor_that_is_not_contractive() -> None:
     model = architecture("lstm", layers=2)
     weights = random_weights(model, seed=4, recurrent=0.0)
     weights["layers.0.cell.bias_ih_l0"][:] = 80
@@ -319,7 +319,7 @@ def test_an_lstm_without_recurrence_forgets_at_its_forget_gate() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), forget=st.floats(0.1, 0.9))
-def test_lstms_that_miller_and_hardt_call_stable_are_contractive(seed: int, forget: float) -> None:
+def test_lstms_that_meet_miller_and_hardt_s_condition_are_contractive(seed: int, forget: float) -> None:
     """|W_i|, |W_o| < 1 - f, |W_g| <= (1 - f) / 4, |W_f| < (1 - f)^2 in the maximum norm, f the largest forget gate."""
     model = architecture("lstm")
     weights = random_weights(model, seed, driven=0.0)
@@ -330,7 +330,7 @@ def test_lstms_that_miller_and_hardt_call_stable_are_contractive(seed: int, forg
     weights["layers.0.cell.bias_hh_l0"][:] = 0
     bias = weights["layers.0.cell.bias_ih_l0"]
     recalled = np.abs(matrix[model.hidden : 2 * model.hidden]).sum(axis=1)
-    bias[model.hidden : 2 * model.hidden] = np.log(forget / room) - recalled  # so that no forget gate passes `forget`
+    bias[model.hidden : 2 * model.hidden] = np.log(forget / room) - recalled  # so that no forget gate exceeds `forget`
     (bound,) = layer_bounds(model, weights)
     factors = {proof.rule: proof.factor for proof in bound.proofs}
     theirs, ours = factors["miller_hardt_inf"], factors["lstm_comparison_inf"]
@@ -339,7 +339,7 @@ def test_lstms_that_miller_and_hardt_call_stable_are_contractive(seed: int, forg
     assert bound.factor <= ours
 
 
-def test_no_rule_vouches_for_an_lstm_whose_forget_gate_is_all_but_open() -> None:
+def test_no_rule_certifies_an_lstm_with_a_nearly_open_forget_gate() -> None:
     model = architecture("lstm")
     weights = random_weights(model, seed=0, recurrent=0.0, driven=0.0)
     weights["layers.0.cell.bias_hh_l0"][:] = 0

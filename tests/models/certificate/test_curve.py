@@ -1,4 +1,4 @@
-"""The k-step theorem: no past, however chosen, moves an answer further than the curve says."""
+"""Tests the k-step theorem: no past changes a prediction by more than the curve's bound."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FRONT = {"blocks": 2, "kernel_size": 3, "feed_forward": 5}
 
 
 def bad_histories(model: Architecture, weights: Weights, seed: int, past: int = PAST, last: int = LAST) -> np.ndarray:
-    """Random ones, greedy ones, some that climb, and some that climb the gradient."""
+    """Returns histories: random, greedy, climbing, and climbing along the gradient."""
     generator, reference, adversary = np.random.default_rng(seed), Reference(model, weights), Adversary(model, weights)
     random = random_histories(generator, model.vocabulary_size, 8, past, last)
     greedy = greedy_histories(reference, model.vocabulary_size, past, last)
@@ -46,8 +46,10 @@ def bad_histories(model: Architecture, weights: Weights, seed: int, past: int = 
 def bad_states(
     model: Architecture, weights: Weights, layers: list[Layer], histories: np.ndarray
 ) -> tuple[State, np.ndarray]:
-    """Initial states within reach that climb the gradient, and what is read from there: (N, LAST). None where states
-    within reach do not stay there."""
+    """Returns initial states within reach that climb the gradient, and the tokens from there: (N, LAST).
+
+    None if states within reach do not stay there.
+    """
     last = histories[-STATES:, PAST:]
     reach = reachable(model, layers)
     if reach is None:
@@ -67,7 +69,7 @@ def bad_states(
 )
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_no_history_passes_the_curve_with_its_rounding(
+def test_every_history_stays_below_the_curve_with_rounding(
     cell: Cell,
     block: str,
     seed: int,
@@ -102,7 +104,7 @@ def test_no_history_passes_the_curve_with_its_rounding(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_in_float32_no_history_passes_a_curve_beside_which_its_rounding_is_small(
+def test_every_float32_history_stays_below_the_curve_with_the_worst_case_rounding(
     cell: Cell, block: str, seed: int
 ) -> None:
     fields: dict[str, Any] = {"norm_epsilon": 0.25, "feed_forward": 5} if block == "residual" else {}
@@ -121,11 +123,11 @@ def test_in_float32_no_history_passes_a_curve_beside_which_its_rounding_is_small
         hidden, states[0] = exact.advance(column, states[0])
         found, states[1] = rounded.advance(column, states[1])
         worst = max(worst, float(np.linalg.norm(found - hidden, axis=1).max()))
-    assert rounding / 2 / 10_000 < worst <= rounding / 2, "the worst case is of two runs"
+    assert rounding / 2 / 10_000 < worst <= rounding / 2, "the worst case covers two runs"
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_over_a_front_no_history_passes_the_curve(cell: Cell) -> None:
+def test_every_history_over_a_front_stays_below_the_curve(cell: Cell) -> None:
     model = architecture(cell, "residual", layers=2, front=FRONT, units=4, feed_forward=5, norm_epsilon=0.25)
     weights = random_weights(model, seed=1, recurrent=0.1, driven=0.2)
     certificate, exact = certify(model, weights, LAST, None), Reference(model, weights)
@@ -139,7 +141,7 @@ def test_over_a_front_no_history_passes_the_curve(cell: Cell) -> None:
         assert np.all(distances_from(exact, states, last) <= np.array(certificate.state_error) + 1e-9)
 
 
-def test_without_its_rounding_a_tanh_rnn_passes_its_curve_in_float64() -> None:
+def test_without_rounding_a_tanh_rnn_in_float64_exceeds_its_curve() -> None:
     model = architecture("rnn_tanh", hidden=16, embedding=16)
     weights = random_weights(model, seed=0, recurrent=0.3)
     last, exact = 80, Reference(model, weights)
@@ -151,8 +153,8 @@ def test_without_its_rounding_a_tanh_rnn_passes_its_curve_in_float64() -> None:
     assert rounding is not None and np.all(apart <= curve + rounding)
 
 
-def test_the_first_gated_layer_s_curve_is_attained_by_one_token_again_and_again() -> None:
-    """A unit that one token drives to its edge and another lets fade the slowest: the bound is what happens."""
+def test_a_repeated_token_attains_the_first_gated_layer_s_curve() -> None:
+    """Uses a unit that one token drives to its edge and another lets fade most slowly, which attains the bound."""
     model = architecture("gated", hidden=1, embedding=1, vocabulary_size=2)
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:, 0] = (-1, 1)
@@ -165,8 +167,8 @@ def test_the_first_gated_layer_s_curve_is_attained_by_one_token_again_and_again(
     np.testing.assert_allclose(apart, curve, rtol=1e-8)
 
 
-def test_the_gates_of_one_token_at_a_time_bound_the_first_layer() -> None:
-    """Units whose gates open for different tokens never all stay open: the bound is below the largest gates'."""
+def test_the_first_layer_is_bounded_by_the_gates_of_single_tokens() -> None:
+    """Uses units whose gates open for different tokens, so that the bound is below that of the largest gates."""
     model = architecture("gated", hidden=2, embedding=2, vocabulary_size=2)
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:] = ((-1, 1), (1, -1))
@@ -181,7 +183,7 @@ def test_the_gates_of_one_token_at_a_time_bound_the_first_layer() -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_curve_never_rises_and_answers_for_every_longer_window(cell: Cell, block: str) -> None:
+def test_a_curve_never_rises_and_covers_every_longer_window(cell: Cell, block: str) -> None:
     model = architecture(cell, block, layers=2)
     weights = random_weights(model, seed=3, recurrent=0.05, driven=0.1)
     short, long = (certify(model, weights, window, None) for window in (8, 300))
@@ -196,7 +198,7 @@ def test_a_curve_never_rises_and_answers_for_every_longer_window(cell: Cell, blo
         long.state_error_at(0)
 
 
-def test_a_stable_model_is_certified_and_its_rounding_is_in_the_bound() -> None:
+def test_a_stable_model_is_certified_with_its_rounding_in_the_bound() -> None:
     model = architecture("rnn_tanh")
     weights = random_weights(model, seed=2, recurrent=0.1)
     certificate = certify(model, weights, 64, None)
@@ -209,7 +211,7 @@ def test_a_stable_model_is_certified_and_its_rounding_is_in_the_bound() -> None:
     assert rounded.error_bound[9] == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_model_that_may_not_forget_is_not_certified_and_the_layer_is_named() -> None:
+def test_the_layer_that_may_not_forget_is_named() -> None:
     model = architecture("rnn_tanh", layers=2)
     weights = random_weights(model, seed=2, recurrent=0.1)
     weights["layers.1.cell.weight_hh_l0"] = 1.5 * np.eye(model.hidden, dtype=np.float32)
@@ -218,18 +220,18 @@ def test_a_model_that_may_not_forget_is_not_certified_and_the_layer_is_named() -
     assert certificate.reason is not None and certificate.reason.startswith("layer 1 is not proved to forget")
     assert "1.5 (spectral_norm)" in certificate.reason
     assert certificate.state_error == () and certificate.state_error_at(3) is None
-    assert certify(model, weights, 64, rounding(1e-6)).rounding is None, "nothing bounds what becomes of it"
+    assert certify(model, weights, 64, rounding(1e-6)).rounding is None, "the rounding has no bound"
     assert certificate.smallest_window(0.5) is None
 
 
-def test_a_model_that_forgets_too_slowly_for_its_window_is_not_certified_and_the_bound_is_named() -> None:
+def test_a_model_that_forgets_too_slowly_is_not_certified_and_its_bound_is_named() -> None:
     model = architecture("rnn_tanh")
     certificate = certify(model, random_weights(model, seed=2, recurrent=0.3), 4, None)
     assert certificate.contractive and not certificate.certified
     assert certificate.reason is not None and "at k = 4, the largest window" in certificate.reason
 
 
-def test_a_linear_layer_whose_matrix_is_far_from_normal_is_proved_by_the_lyapunov_equation() -> None:
+def test_the_lyapunov_equation_proves_a_highly_non_normal_linear_layer() -> None:
     model = architecture("linear", hidden=4, embedding=4)
     weights = random_weights(model, seed=0)
     matrix = np.diag(np.full(4, 0.5)) + np.diag(np.full(3, 2.0), 1)
@@ -254,10 +256,10 @@ def test_d_is_the_largest_distance_of_two_rows() -> None:
     exact_outlier = float(np.linalg.norm(rows - outlier[-1], axis=1).max())
     assert exact_outlier <= head_diameter(outlier) <= exact_outlier * (1 + 1e-6), "one block of pairs is enough"
     many = np.tile(rows, (6, 1))
-    assert exact <= head_diameter(many) <= 2 * exact, "a large vocabulary has a bound of its own"
+    assert exact <= head_diameter(many) <= 2 * exact, "a large vocabulary has another bound"
 
 
-def test_total_variation_is_attained_by_two_tokens_and_never_passed() -> None:
+def test_two_tokens_attain_the_bound_of_total_variation() -> None:
     generator = np.random.default_rng(0)
     logits = generator.normal(size=(2000, 6)) * 4
     moves = generator.normal(size=(2000, 6)) * 2
@@ -275,7 +277,7 @@ def test_total_variation_is_attained_by_two_tokens_and_never_passed() -> None:
     apart=st.floats(1e-4, 1e3),
     epsilon=st.sampled_from([1e-5, 0.25]),
 )
-def test_layer_norms_outputs_are_no_further_apart_than_said(
+def test_the_distance_of_layer_norm_outputs_is_within_its_bound(
     seed: int, size: float, apart: float, epsilon: float
 ) -> None:
     generator = np.random.default_rng(seed)
@@ -293,18 +295,18 @@ def test_layer_norms_outputs_are_no_further_apart_than_said(
         assert found[row] <= normalised_apart(distance, 6, epsilon, least) + 1e-9
 
 
-def test_a_layer_norm_s_bound_is_attained_across_the_centre() -> None:
+def test_the_bound_of_a_layer_norm_is_attained_across_the_centre() -> None:
     vector = np.array([[1.0, -1.0, 0.0, 0.0]])
     found = 2 * np.linalg.norm(layer_norm(vector, np.ones(4), np.zeros(4), 0.25))
     assert normalised_apart(2 * np.sqrt(2), 4, 0.25) == pytest.approx(found, rel=1e-9)
 
 
-def test_the_certificate_of_an_architecture_holds_its_units_and_front() -> None:
+def test_the_certificate_covers_units_and_front() -> None:
     model = Architecture.model_validate(
         {"cell": "gated", "vocabulary_size": 7, "embedding": 6, "hidden": 6, "layers": 1, "block": "residual"}
         | {"front": FRONT, "units": 9, "gate_caps": (0.5,)}
     )
     certificate = certify(model, random_weights(model, seed=0), 12, None)
     reach = FRONT["blocks"] * (FRONT["kernel_size"] - 1)
-    assert len(set(certificate.state_error[:reach])) == 1, "while the front sees the cut nothing is claimed"
+    assert len(set(certificate.state_error[:reach])) == 1, "the curve is flat while the front sees the cut"
     assert certificate.state_error[-1] < certificate.state_error[0]

@@ -1,4 +1,4 @@
-"""The theorem: where its input moves so far, a feed-forward moves no further, and is no less linear, than is said."""
+"""Tests the theorem: a feed-forward's change and its non-linearity are within their bounds."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FLOAT64 = 1e-12
     batch=st.sampled_from((1, 3)),
     by_unit=st.booleans(),
 )
-def test_nothing_it_puts_out_is_further_or_less_linear_than_is_said(
+def test_the_output_and_its_non_linearity_are_within_the_bounds(
     seed: int, hidden: int, wide: int, size: float, batch: int, by_unit: bool
 ) -> None:
-    """All inputs of a box; how far the wide layer's units move is told, or only how far the input does."""
+    """Samples inputs of a box, with bounds of the wide layer's units or only of the input."""
     generator = np.random.default_rng(seed)
     inner = Linear(generator.normal(size=(wide, hidden)), generator.normal(size=wide))
     layer = FeedForward(inner, Linear(generator.normal(size=(hidden, wide)), generator.normal(size=hidden)))
@@ -49,7 +49,7 @@ def test_nothing_it_puts_out_is_further_or_less_linear_than_is_said(
         assert np.abs(beside).max() <= left[row] + scale * np.linalg.norm(g[row])
 
 
-def test_a_unit_that_turns_attains_what_is_said_of_it() -> None:
+def test_a_unit_that_switches_attains_its_bound() -> None:
     layer = FeedForward(Linear(np.ones((1, 1))), Linear(np.ones((1, 1))))
     fed = layer(np.array([[0.5]]), np.array([2.0]))
     slope, left = fed.pull(np.ones((1, 1)), np.zeros(1, np.intp))

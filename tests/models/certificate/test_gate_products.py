@@ -1,4 +1,4 @@
-"""The longest of many products, not all of which are followed, beside all of them."""
+"""Compares the longest product with that of a full search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wane.models.reference.functions import sigmoid
     cap=st.sampled_from([0.9, 1.0]),
     closed=st.booleans(),
 )
-def test_the_longest_product_is_found_though_few_are_followed(
+def test_the_longest_product_is_found(
     seed: int, rows: int, units: int, spread: float, level: float, cap: float, closed: bool
 ) -> None:
     generator = np.random.default_rng(seed)

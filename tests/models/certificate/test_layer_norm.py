@@ -1,4 +1,4 @@
-"""The theorem: within what a LayerNorm's input may move, nothing that reads its output moves further than is said."""
+"""Tests the theorem: functions of a LayerNorm's output stay within their bounds if its input does."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ALL_BUT = 1 - 1e-6
 
 
 def normalised(x: Matrix, epsilon: float) -> Matrix:
-    """What it says, without any bound: (..., H)."""
+    """Returns the LayerNorm of x: (..., H)."""
     centred = x - x.mean(axis=-1, keepdims=True)
     result: Matrix = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon)
     return result
 
 
 def corners(box: Matrix) -> Matrix:
-    """(I) -> (2^I, I)."""
+    """Returns the corners of a box: (I) -> (2^I, I)."""
     return np.array(list(itertools.product((-1.0, 1.0), repeat=len(box)))) * box
 
 
 def within(box: Matrix, generator: np.random.Generator) -> Matrix:
-    """All corners of the box, as many points on its edges and faces, and as many anywhere in it."""
+    """Returns all corners of the box, as many points on its edges and faces, and as many inside."""
     edges = corners(box)
     inner = generator.uniform(-1, 1, edges.shape)
     faces = np.where(generator.random(edges.shape) < 0.5, inner * box, edges)
@@ -41,7 +41,7 @@ def within(box: Matrix, generator: np.random.Generator) -> Matrix:
 
 
 def unit(vector: Matrix) -> Matrix:
-    """Without its mean, of length 1."""
+    """Returns the vector without its mean, scaled to length 1."""
     centred = vector - vector.mean(axis=-1, keepdims=True)
     result: Matrix = centred / np.linalg.norm(centred, axis=-1, keepdims=True)
     return result
@@ -59,10 +59,10 @@ SIZES = {
 
 @settings(max_examples=200, deadline=None)
 @given(**SIZES, besides=st.sampled_from((0.0, 0.1, 1.0)))
-def test_no_reader_behind_it_sees_more_than_is_said(
+def test_the_inputs_of_a_reader_are_within_their_bounds(
     seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float, besides: float
 ) -> None:
-    """Perturbations `source d + e`, from tiny ones to such as turn x around, for each of a batch's rows."""
+    """Samples perturbations `source d + e`, from tiny ones to ones that reverse x, for each of a batch's rows."""
     generator = np.random.default_rng(seed)
     source, inner = Linear(generator.normal(size=(hidden, units))), generator.normal(size=(3, hidden))
     reader = Linear.behind_norm(inner, np.zeros(3), generator.normal(size=hidden), generator.normal(size=hidden))
@@ -82,10 +82,10 @@ def test_no_reader_behind_it_sees_more_than_is_said(
 
 @settings(max_examples=200, deadline=None)
 @given(**SIZES)
-def test_no_function_of_it_moves_further_than_its_gradient_and_its_second_order(
+def test_a_function_s_change_is_within_its_gradient_and_second_order(
     seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float
 ) -> None:
-    """Both ways to count the second order, with the gradient's part and what goes along x known exactly."""
+    """Checks both bounds of the second order, with the exact gradient's part and the exact change along x."""
     generator = np.random.default_rng(seed)
     source = Linear(generator.normal(size=(hidden, units)))
     x = generator.normal(size=(1, hidden)) + offset
@@ -104,8 +104,8 @@ def test_no_function_of_it_moves_further_than_its_gradient_and_its_second_order(
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 1.0, 5.0])
-def test_n_made_shorter_is_all_that_a_move_across_does_to_its_own_length(share: float) -> None:
-    """No first order at all: the bound is attained."""
+def test_a_move_across_x_only_shortens_n(share: float) -> None:
+    """Has no first order, so that the bound is attained."""
     generator = np.random.default_rng(0)
     lead, across = unit(generator.normal(size=(2, 8)))
     across = unit(across - lead * (lead @ across))
@@ -119,7 +119,7 @@ def test_n_made_shorter_is_all_that_a_move_across_does_to_its_own_length(share: 
 
 @pytest.mark.parametrize("closer", [0.1, 0.5, 0.9])
 def test_a_move_toward_the_origin_magnifies_the_first_order(closer: float) -> None:
-    """Along x by `closer` of its length, and a thousandth across: the bound is all but attained."""
+    """Moves x by `closer` of its length along itself and a thousandth across, which nearly attains the bound."""
     generator = np.random.default_rng(1)
     back, across = unit(generator.normal(size=(2, 8)))
     across = unit(across - back * (back @ across))
@@ -133,17 +133,17 @@ def test_a_move_toward_the_origin_magnifies_the_first_order(closer: float) -> No
     assert seen > first[0] / (1 - closer) * 0.999
 
 
-def test_nothing_is_said_of_a_direction_where_x_may_get_to_the_origin() -> None:
+def test_a_direction_is_unbounded_if_x_may_reach_the_origin() -> None:
     generator = np.random.default_rng(2)
     x, g = generator.normal(size=(1, 4)), generator.normal(size=(1, 4))
     norm = Normalised(x, 1e-5, np.array([1e3]))
     assert norm.turned(g, ONE, np.array([1.0]), np.array([1e3]))[0] == np.inf
     _, left = norm.pull(g, ONE)
-    assert np.isfinite(left[0]), "how long n can be bounds it all the same"
+    assert np.isfinite(left[0]), "the length of n still bounds it"
 
 
-def test_a_large_mean_costs_no_more_than_its_rounding() -> None:
-    """What is left of it after centring once is centred away."""
+def test_a_large_mean_adds_only_its_rounding() -> None:
+    """Checks that the second centring removes the rest of the mean."""
     x = np.random.default_rng(3).normal(size=(1, 6))
     near, far = (Normalised(x + offset, 1e-5, np.full(1, 1e-3)) for offset in (0.0, 2.0**30))
     assert far.remainder[0] == pytest.approx(near.remainder[0], rel=1e-3)
@@ -152,9 +152,7 @@ def test_a_large_mean_costs_no_more_than_its_rounding() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 8), units=st.integers(1, 8))
-def test_no_corner_of_a_box_is_sent_further_by_a_matrix_than_its_columns_allow(
-    seed: int, rows: int, units: int
-) -> None:
+def test_furthest_bounds_every_corner_of_a_box(seed: int, rows: int, units: int) -> None:
     generator = np.random.default_rng(seed)
     matrix, box = Linear(generator.normal(size=(rows, units))), generator.exponential(size=(3, units))
     said = matrix.furthest(box)
@@ -164,6 +162,6 @@ def test_no_corner_of_a_box_is_sent_further_by_a_matrix_than_its_columns_allow(
 
 
 @pytest.mark.parametrize("matrix", [np.diag([1.0, -2, 3]), np.array([[1.0, 2, 3], [4, 5, 6]])], ids=["right", "sharp"])
-def test_columns_at_right_angles_and_such_as_add_up_attain_it(matrix: Matrix) -> None:
+def test_orthogonal_and_parallel_columns_attain_furthest(matrix: Matrix) -> None:
     box = np.array([0.5, 1, 2])
     assert Linear(matrix).furthest(box[None])[0] == pytest.approx(np.linalg.norm(matrix @ box), rel=1e-14)

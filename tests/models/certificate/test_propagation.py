@@ -20,13 +20,13 @@ NOTHING = 1e-12
 
 
 def rounded(of: Architecture, error: float) -> Rounding:
-    """Of runs whose every state is `error` from exact arithmetic."""
+    """Returns the rounding of runs whose every state is `error` from exact arithmetic."""
     names = [tensor.name for tensor in of.state_tensors() if tensor.name.startswith("layers.")]
     return rounding(0.0, states=names, state=error)
 
 
 def contractive(cell: Cell, block: str, seed: int, layers: int = 1, **fields: object) -> tuple[Reference, Propagation]:
-    """A random model whose every layer contracts."""
+    """Returns a random model whose layers all contract."""
     of = architecture(cell, block, layers, **fields)
     scale = 0.6
     while True:
@@ -49,21 +49,19 @@ def moved(state: State, by: Mapping[str, np.ndarray]) -> State:
     block=st.sampled_from(["plain", "residual"]),
     same=st.booleans(),
 )
-def test_no_run_with_joints_is_further_off_than_what_is_proved(
-    cell: Cell, seed: int, size: float, block: str, same: bool
-) -> None:
+def test_every_run_with_joints_is_within_the_bound(cell: Cell, seed: int, size: float, block: str, same: bool) -> None:
     reference, propagation = contractive(cell, block, seed)
     random = np.random.default_rng(seed)
     width = {tensor.name: tensor.shape for tensor in reference.architecture.state_tensors()}
     joint = {name: size * random.uniform(0.1, 1, shape) for name, shape in width.items()}
     bound = propagation.apart(joint, LENGTH)
-    assume(bound is not None)  # else it does not settle in so few tokens, and nothing is claimed
+    assume(bound is not None)  # otherwise it does not settle in time and has no bound
     assert bound is not None
     tokens = np.full(5 * LENGTH, random.integers(11)) if same else random.integers(11, size=5 * LENGTH)
     whole, parts = reference.zero_state(1), reference.zero_state(1)
     for position, token in enumerate(tokens):
         if position and position % LENGTH == 0:
-            # The worst corner is not known: signs that hold on to what is off already, or any.
+            # The worst corner is unknown: use signs that keep the current error, or random ones.
             signs = {
                 name: np.where(parts[name] >= whole[name], 1, -1) if same else random.choice([-1, 1], shape)
                 for name, shape in width.items()
@@ -74,7 +72,7 @@ def test_no_run_with_joints_is_further_off_than_what_is_proved(
         assert np.linalg.norm(one - other) <= bound
 
 
-def test_what_is_proved_grows_with_the_joints_and_is_within_a_few_times_of_what_is_seen() -> None:
+def test_the_bound_grows_with_the_joints_and_is_a_few_times_the_measured_distance() -> None:
     _, propagation = contractive("rnn_tanh", "plain", 1)
     bounds = [propagation.apart({"layers.0.h": np.full(6, size)}, 1024) for size in (1e-6, 1e-5, 1e-4)]
     found = [bound for bound in bounds if bound is not None]
@@ -83,14 +81,14 @@ def test_what_is_proved_grows_with_the_joints_and_is_within_a_few_times_of_what_
     assert found[0] < 10 * np.sqrt(6) * 1e-6
 
 
-def test_joints_that_are_too_close_together_are_not_bounded() -> None:
+def test_joints_too_close_together_have_no_bound() -> None:
     _, propagation = contractive("lstm", "plain", 2)
     joint = {name: np.full(6, 1e-4) for name in ("layers.0.h", "layers.0.c")}
     assert propagation.apart(joint, 1024) is not None
     assert propagation.apart(joint, 1) is None
 
 
-def test_what_a_front_saw_is_not_counted() -> None:
+def test_the_front_s_state_is_not_counted() -> None:
     front = {"blocks": 1, "kernel_size": 3, "feed_forward": 5}
     reference, propagation = contractive("gated", "residual", 3, feed_forward=5, front=front)
     (before,) = (tensor for tensor in reference.architecture.state_tensors() if tensor.name.startswith("front."))

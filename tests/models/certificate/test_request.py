@@ -1,4 +1,4 @@
-"""The theorem: whatever came before a window, the run that read it ends within the radius of the window's own end."""
+"""Tests the theorem: for any past, the run ends within the radius of the window's end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PUSHED, FLIPS = 6, 2
 
 
 def run(reference: Reference, tokens: NDArray[np.int64]) -> Array:
-    """Hidden after tokens (B, T), from the zero state: (B, H)."""
+    """Returns hidden after tokens (B, T), from the zero state: (B, H)."""
     state = reference.zero_state(len(tokens))
     for column in tokens.T:
         hidden, state = reference.advance(column, state)
@@ -30,12 +30,12 @@ def run(reference: Reference, tokens: NDArray[np.int64]) -> Array:
 
 
 def after(pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each past (B, P) and then the window (k)."""
+    """Returns each past (B, P) followed by the window (k)."""
     return np.concatenate([pasts, np.broadcast_to(window, (len(pasts), len(window)))], axis=1)
 
 
 def distances(reference: Reference, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> Array:
-    """How far from the window's own end each past leads, (B)."""
+    """Returns the distance of each past's end from the window's, (B)."""
     apart: Array = np.linalg.norm(run(reference, after(pasts, window)) - run(reference, window[None]), axis=1)
     return apart
 
@@ -43,7 +43,7 @@ def distances(reference: Reference, pasts: NDArray[np.int64], window: NDArray[np
 def worst_pasts(
     reference: Reference, window: NDArray[np.int64], generator: np.random.Generator
 ) -> tuple[NDArray[np.int64], Array]:
-    """Pasts and how far they lead: random ones, one token repeated, and then changed wherever that is for the worse."""
+    """Returns pasts and their distances: random ones, one repeated token, then changed to increase the distance."""
     vocabulary = reference.architecture.vocabulary_size
     pasts = generator.integers(vocabulary, size=(PASTS, LONGEST_PAST))
     pasts[:vocabulary] = np.arange(vocabulary)[:, None]
@@ -70,7 +70,7 @@ def worst_pasts(
 )
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_no_past_leads_further_from_the_window_s_end_than_the_radius(
+def test_every_past_ends_within_the_radius(
     cell: Cell,
     block: str,
     seed: int,
@@ -106,8 +106,8 @@ def test_no_past_leads_further_from_the_window_s_end_than_the_radius(
 
 
 @pytest.mark.parametrize("cap", [0.8, 0.98])
-def test_a_cap_that_float32_rounds_up_leaves_long_windows_within_their_radius(cap: float) -> None:
-    """The cut is then forgotten: what is left is any difference between the model that runs and the one bounded."""
+def test_long_windows_stay_within_their_radius_with_a_cap_that_float32_rounds_up(cap: float) -> None:
+    """Uses windows that forget the cut, so that only a difference between the run and the bounded model remains."""
     assert float(np.float32(cap)) > cap
     model = architecture("gated", "residual", gate_caps=(cap,), hidden=8, embedding=8, vocabulary_size=12)
     weights = random_weights(model, seed=0)
@@ -120,9 +120,11 @@ def test_a_cap_that_float32_rounds_up_leaves_long_windows_within_their_radius(ca
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", ["linear", "rnn_relu"])
-def test_of_states_that_may_grow_without_end_nothing_is_taken_to_be_known(cell: Cell, block: str) -> None:
-    """They outgrow any number that might stand for no bound, in the past and within the window. Behind a LayerNorm
-    there is still a bound, as no output of it is longer than it can be."""
+def test_states_that_may_grow_without_limit_are_unbounded(cell: Cell, block: str) -> None:
+    """Uses states that outgrow any number that represents no bound, in the past and within the window.
+
+    After a LayerNorm there is still a bound, because its output has a largest length.
+    """
     model = architecture(cell, block)
     weights = random_weights(model, seed=0, recurrent=3)
     if cell == "rnn_relu":

@@ -1,4 +1,4 @@
-"""The theorem by direction: whatever came before a window, no lead moves by more, and no proved first token loses."""
+"""Tests the theorem by direction: for any past, every lead is within its bound, and a proved top-1 token wins."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def ends(
     gaps: Array,
     generator: np.random.Generator,
 ) -> Array:
-    """Hidden after the window, (N, H), for pasts of all kinds: random ones, and such as climb along the gaps."""
+    """Returns hidden after the window, (N, H), for random pasts and for pasts that climb along the gaps."""
     pasts, _ = worst_pasts(reference, window, generator)
     pushed = [adversary.flipped(pasts[-PUSHED:], pasts.shape[1], FLIPS, window, gap) for gap in gaps[:2]]
     return run(reference, after(np.concatenate([pasts, *pushed]), window))
 
 
 def shares_of(logits: Array) -> Array:
-    """Probabilities, (..., V)."""
+    """Returns probabilities, (..., V)."""
     shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
     shares: Array = shifted / shifted.sum(axis=-1, keepdims=True)
     return shares
 
 
 def leads(model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> Array:
-    """Two leads of one token over another, two directions, (4, H)."""
+    """Returns two leads of one token over another and two directions, (4, H)."""
     head = Reference(model, weights).head
     random = generator.normal(size=(2, model.hidden)) * 10 ** generator.uniform(-2, 2, (2, 1))
     return np.concatenate([head[:2] - head[2:4], random])
@@ -66,7 +66,7 @@ def leads(model: Architecture, weights: dict[str, np.ndarray], generator: np.ran
     length=st.integers(1, 16),
 )
 @pytest.mark.parametrize("cell", CELLS)
-def test_no_past_moves_a_lead_by_more_than_by_direction(
+def test_every_past_moves_a_lead_within_its_bound_by_direction(
     cell: Cell,
     seed: int,
     recurrent: float,
@@ -79,7 +79,7 @@ def test_no_past_moves_a_lead_by_more_than_by_direction(
     front: dict[str, int] | None,
     length: int,
 ) -> None:
-    """Windows together and alone."""
+    """Checks windows together and alone."""
     fields = {"feed_forward": feed_forward, "norm_epsilon": epsilon, "front": front, "units": hidden + seed % 3}
     model = architecture(cell, "residual", layers, hidden=hidden, embedding=hidden, **fields)
     weights, generator = random_weights(model, seed, recurrent, driven), np.random.default_rng(seed)
@@ -105,9 +105,11 @@ def test_no_past_moves_a_lead_by_more_than_by_direction(
 
 
 @pytest.mark.parametrize("front", [None, FRONT], ids=["tokens", "front"])
-def test_it_comes_near_to_what_an_adversary_does(front: dict[str, int] | None) -> None:
-    """One gated layer whose block amplifies little: no lead is bounded at ten times what it was moved by, and each is
-    bounded well below what the radius allows."""
+def test_the_bound_is_near_the_adversary_s_result(front: dict[str, int] | None) -> None:
+    """Uses one gated layer whose block amplifies little.
+
+    Every lead's bound is below ten times its change, and well below the bound by the radius.
+    """
     model = architecture("gated", "residual", gate_caps=(0.9,), front=front, feed_forward=5, units=8, norm_epsilon=0.25)
     for seed in range(3):
         weights, generator = random_weights(model, seed), np.random.default_rng(seed)
@@ -125,7 +127,7 @@ def test_it_comes_near_to_what_an_adversary_does(front: dict[str, int] | None) -
         assert (said < 0.7 * np.linalg.norm(gaps, axis=1) * bound.radius[0]).all()
 
 
-def test_of_no_lead_at_all_nothing_is_said() -> None:
+def test_no_leads_give_an_empty_result() -> None:
     model = architecture("gated", "residual", layers=2, feed_forward=5)
     weights = random_weights(model, seed=0)
     request = RequestBound(model, weights)
@@ -134,9 +136,8 @@ def test_of_no_lead_at_all_nothing_is_said() -> None:
         assert Top1(model, weights, request).moved(bound, np.zeros((0, 6)), np.zeros(0, np.intp)).shape == (0,)
 
 
-def test_what_comes_from_below_counts_in_full_and_no_more() -> None:
-    """A stream that is `off` from the exact one, where the cut is long forgotten: along a lead's gradient, that is all
-    it takes to move the lead as far as it is said to move."""
+def test_an_error_of_the_stream_counts_exactly_once() -> None:
+    """Moves the stream by `off` along a lead's gradient after the cut is forgotten, which attains the lead's bound."""
     model = architecture("gated", "residual", gate_caps=(0.5,), norm_epsilon=0.25)
     weights, off = random_weights(model, seed=0), 1e-3
     request, gaps = RequestBound(model, weights), leads(model, weights, np.random.default_rng(0))
@@ -144,7 +145,7 @@ def test_what_comes_from_below_counts_in_full_and_no_more() -> None:
     states, errors = [step.state[0] for step in exact.steps], [step.error[0].box for step in exact.steps]
     for gap in gaps:
         aim = np.ones(model.hidden)
-        for _ in range(8):  # of all streams that far away, the one that moves the lead most
+        for _ in range(8):  # the stream at that distance that moves the lead most
             bound = request.resume(exact.stream + off * aim / np.linalg.norm(aim), np.array([80]), states, errors, off)
             assert bound.norm is not None
             aim = bound.norm.pull((gap * weights["norm.weight"])[None], np.zeros(1, np.intp))[0][0]
@@ -155,8 +156,8 @@ def test_what_comes_from_below_counts_in_full_and_no_more() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("front", [None, FRONT], ids=["tokens", "front"])
-def test_all_tokens_at_once_are_bounded_nearly_as_each_alone(front: dict[str, int] | None, layers: int) -> None:
-    """And never below what is seen, nor is the variation far above it."""
+def test_bounds_of_all_tokens_at_once_are_close_to_single_bounds(front: dict[str, int] | None, layers: int) -> None:
+    """Checks also that they are never below the measured changes, and that the variation is not far above."""
     fields = {"feed_forward": 5, "units": 8, "norm_epsilon": 0.25, "front": front}
     model = architecture("gated", "residual", layers, gate_caps=(0.9,) * layers, **fields)
     for seed in range(3):

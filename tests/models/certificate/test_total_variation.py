@@ -1,4 +1,4 @@
-"""The theorem: distributions whose logits move so far, token by token, are no further apart than is said."""
+"""Tests the theorem: the total variation of distributions is bounded by the changes of their logits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FLOAT64 = 1e-14
     loose=st.sampled_from((1.0, 1.5)),
     off=st.sampled_from((0.0, 1e-3, 0.3)),
 )
-def test_no_move_within_bounds_is_a_larger_variation(
+def test_every_move_within_its_bounds_is_within_the_variation(
     seed: int, tokens: int, spread: float, size: float, loose: float, off: float
 ) -> None:
-    """Moves that are as far as the bounds let them, up or down, but for their mean."""
+    """Uses the largest moves within their bounds, up or down, corrected by their mean."""
     generator = np.random.default_rng(seed)
     shares = np.exp(generator.normal(size=tokens) * spread)
     shares /= shares.sum()
@@ -39,7 +39,7 @@ def test_no_move_within_bounds_is_a_larger_variation(
         assert said <= 1 + 1e-8
 
 
-def test_two_tokens_that_change_places_attain_it() -> None:
+def test_two_tokens_that_swap_attain_the_bound() -> None:
     shares = np.array([0.5, 0.5])
     assert variation_by_token(shares, np.array([0.7, 0.7])) == pytest.approx(np.tanh(0.35), rel=1e-8)
 
@@ -50,8 +50,8 @@ def test_small_moves_count_by_half_their_mean() -> None:
     assert variation_by_token(shares, moved) == pytest.approx(shares @ moved / 2, rel=1e-5)
 
 
-def test_a_rare_token_that_may_do_anything_costs_what_it_may_come_to() -> None:
-    """A thousandth that may grow by e^2, beside tokens that hardly move."""
+def test_a_rare_token_with_a_large_move_costs_its_possible_share() -> None:
+    """Uses a token of probability 0.001 that may grow by e^2, and others that hardly move."""
     shares, moved = np.array([0.6, 0.399, 0.001]), np.array([1e-3, 1e-3, 2.0])
     said = variation_by_token(shares, moved)
     assert said < 0.001 * (np.exp(2) - 1)
@@ -59,9 +59,9 @@ def test_a_rare_token_that_may_do_anything_costs_what_it_may_come_to() -> None:
 
 
 @pytest.mark.parametrize("moved", [np.array([0.0, 800.0]), np.array([np.inf, 0.0])])
-def test_a_token_that_may_go_anywhere_leaves_nothing_to_say(moved: np.ndarray) -> None:
+def test_an_unbounded_move_gives_a_variation_of_one(moved: np.ndarray) -> None:
     assert variation_by_token(np.array([0.5, 0.5]), moved) == 1
 
 
-def test_what_does_not_move_does_not_vary() -> None:
+def test_without_moves_the_variation_is_zero() -> None:
     assert variation_by_token(np.array([0.25, 0.75]), np.zeros(2)) == 0

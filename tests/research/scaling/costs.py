@@ -1,4 +1,4 @@
-"""Round costs, for tests of how they are used."""
+"""Costs in round numbers, for the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What costs come to: parts, windows, fleets and their price."""
+"""Tests costs: their parts, windows, fleets and prices."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.research.scaling.costs import ROUND
 PLAN = Plan(steps_per_s=1000, loop_s=500e-6, runner_s=50e-6, trips=0.5, p99_ms=5.0)
 
 
-def test_two_loads_tell_a_batch_from_a_step() -> None:
+def test_two_loads_separate_the_costs_of_a_batch_and_a_step() -> None:
     alone, crowded = {"us": 700.0, "batches": 1.0}, {"us": 550.0, "batches": 0.25}
     batch, step = two_parts(alone, crowded, "us", "batches")
     assert (batch, step) == pytest.approx((200.0, 500.0))
 
 
-def test_a_window_s_run_is_linear_between_what_was_measured() -> None:
+def test_a_window_s_run_is_interpolated_linearly() -> None:
     assert ROUND.window_s(64) == pytest.approx(700e-6)
     assert ROUND.window_s(288) == pytest.approx((700e-6 + 6e-3) / 2)
     assert ROUND.window_s(1024) == pytest.approx(12e-3)
@@ -37,23 +37,23 @@ def test_a_million_sessions_cost_the_same_in_fleets_of_any_size() -> None:
     assert costs[0] == pytest.approx(costs[1], rel=0.02)
 
 
-def test_twice_the_price_of_both_is_twice_the_cost() -> None:
+def test_doubling_both_prices_doubles_the_cost() -> None:
     one = size(ROUND, PLAN, Limits(), 1e6, 20.0)
     assert one.cost(Prices(0.08, 0.01)) == pytest.approx(2 * one.cost(Prices(0.04, 0.005)))
 
 
-def test_the_loop_s_time_bounds_what_a_replica_carries() -> None:
+def test_the_loop_s_time_limits_a_replica_s_sessions() -> None:
     found = saturated_at(ROUND, PLAN, Limits(load=0.6), 10.0)
     assert found["replica's event loop"] == pytest.approx(0.6 / 500e-6 * 10)
 
 
-def test_a_state_that_costs_more_to_rebuild_is_worth_keeping_for_longer() -> None:
+def test_a_state_with_a_more_expensive_rebuild_is_worth_keeping_longer() -> None:
     prices, limits = Prices(), Limits()
     dearer = replace(ROUND, loop_rebuilt_s=2 * ROUND.loop_rebuilt_s + ROUND.window_s(64))
     assert worth_keeping_s(dearer, prices, limits) == pytest.approx(2 * worth_keeping_s(ROUND, prices, limits))
 
 
-def test_a_replica_is_planned_to_be_as_busy_as_is_asked_for() -> None:
+def test_a_replica_is_planned_with_the_given_load() -> None:
     trips_s = np.array([1e-3])
     planned = plan(ROUND, Limits(load=0.5), trips_s)
     assert planned.loop_s * planned.steps_per_s == pytest.approx(0.5, abs=0.02)
@@ -63,7 +63,7 @@ def test_a_replica_is_planned_to_be_as_busy_as_is_asked_for() -> None:
 def test_answers_of_one_round_wait_for_one_write() -> None:
     slow = replace(ROUND, write_s={**ROUND.write_s, "always": (5e-3,)})
     taken_s = response_times(slow, 2000.0, 1.0, 10_000, 0)
-    round_s = 5e-3 / (1 - 2000 * 70e-6)  # a write, and what comes meanwhile
-    assert np.median(taken_s) == pytest.approx(1.5 * round_s, rel=0.05)  # half a round, and its own
-    assert taken_s.max() < 3 * round_s  # though ten trips come in the time of one write
+    round_s = 5e-3 / (1 - 2000 * 70e-6)  # a write, and the commands that arrive meanwhile
+    assert np.median(taken_s) == pytest.approx(1.5 * round_s, rel=0.05)  # half a round of waiting, then its own round
+    assert taken_s.max() < 3 * round_s  # although ten trips arrive during one write
     assert response_times(slow, 2000.0, 1.0, 5000, 0, fsync="everysec").max() < 2e-3

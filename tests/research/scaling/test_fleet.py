@@ -1,4 +1,4 @@
-"""A fleet, session by session: nothing is lost or counted twice, and the same seed gives the same."""
+"""Tests that a simulated fleet loses nothing, counts nothing twice, and repeats with the same seed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ UNTIL_S = 20.0
 
 
 def with_kills(seed: int, shape: Shape = SHAPE) -> Fleet:
-    """A fleet of which each replica is killed once."""
+    """Runs a fleet in which each replica is killed once."""
     fleet = Fleet(ROUND, shape, seed)
     fleet.run(UNTIL_S, [(5.0 * number, lambda number=number: fleet.kill(number)) for number in (1, 2, 3)])  # type: ignore[misc]
     return fleet
 
 
-def test_every_step_is_answered_once_though_replicas_are_killed() -> None:
+def test_every_step_is_answered_once_despite_killed_replicas() -> None:
     fleet = with_kills(0)
     record = fleet.record
     assert record.asked > 0.9 * SHAPE.sessions * SHAPE.rate * UNTIL_S
@@ -30,7 +30,7 @@ def test_every_step_is_answered_once_though_replicas_are_killed() -> None:
     assert fleet.lost > 0
 
 
-def test_killed_replicas_sessions_are_rebuilt_elsewhere_and_nobody_else_s() -> None:
+def test_only_the_killed_replica_s_sessions_are_rebuilt_elsewhere() -> None:
     fleet = Fleet(ROUND, SHAPE, 3)
     own = int((fleet.owners == 1).sum())
     record = fleet.run(UNTIL_S, [(5.0, lambda: fleet.kill(1, back=False))])
@@ -40,35 +40,35 @@ def test_killed_replicas_sessions_are_rebuilt_elsewhere_and_nobody_else_s() -> N
     assert set(np.unique(fleet.owners)) == {2, 3}
 
 
-def test_sessions_that_come_back_are_rebuilt_once_more() -> None:
+def test_returning_sessions_are_rebuilt_again() -> None:
     fleet = Fleet(ROUND, SHAPE, 3)
     own = int((fleet.owners == 1).sum())
     record = fleet.run(40.0, [(5.0, lambda: fleet.kill(1))])
     assert 1.5 * own <= record.arrays()[2].sum() <= 2.1 * own
 
 
-def test_the_same_seed_gives_the_same_times_and_another_does_not() -> None:
+def test_times_depend_on_the_seed_alone() -> None:
     first, again, other = (with_kills(seed).record for seed in (7, 7, 8))
     assert first.due_s == again.due_s
     assert first.taken_s == again.taken_s
     assert first.taken_s != other.taken_s
 
 
-def test_a_closed_loop_has_as_many_steps_under_way_as_connections() -> None:
+def test_a_closed_loop_has_one_step_in_flight_per_connection() -> None:
     shape = Shape(sessions=64, closed=8, cores=2, client=True)
     record = Fleet(ROUND, shape, 0).run(5.0)
     _, taken, _ = record.arrays()
     assert record.answered / 5.0 * taken.mean() == pytest.approx(8, rel=0.02)  # Little's law
 
 
-def test_states_that_have_no_room_are_rebuilt_by_as_many_steps() -> None:
+def test_the_share_of_rebuilt_steps_is_that_of_evicted_states() -> None:
     shape = Shape(replicas=1, sessions=400, rate=1.0, capacity=100)
     record = Fleet(ROUND, shape, 0).run(60.0)
     found = record.between(20.0, 60.0)
     assert found["rebuilt"] / found["steps"] == pytest.approx(0.75, abs=0.02)
 
 
-def test_what_is_too_much_is_refused_and_has_no_state_afterwards() -> None:
+def test_excess_steps_are_refused_and_leave_no_state() -> None:
     few = replace(ROUND, max_queue=4, windows=((1.0, 50e-3), (64.0, 50e-3), (512.0, 50e-3)))
     shape = Shape(replicas=1, sessions=200, rate=2.0, warm=False)
     fleet = Fleet(few, shape, 0)

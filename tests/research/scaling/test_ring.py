@@ -1,4 +1,4 @@
-"""The ring: who owns what, and what moves."""
+"""Tests the ring's owners and moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_key_s_hash_is_sdbm() -> None:
 
 
 @pytest.mark.parametrize("replicas", [3, 10, 50])
-def test_one_replica_more_takes_its_part_of_the_sessions_and_moves_no_other(replicas: int) -> None:
+def test_an_added_replica_takes_its_share_and_moves_no_other_session(replicas: int) -> None:
     before = Ring(full(range(1, replicas + 1))).owners(KEYS)
     after = Ring(full(range(1, replicas + 2))).owners(KEYS)
     moved = before != after
@@ -26,13 +26,13 @@ def test_one_replica_more_takes_its_part_of_the_sessions_and_moves_no_other(repl
 
 
 @pytest.mark.parametrize("replicas", [3, 10, 50])
-def test_one_replica_fewer_moves_its_own_sessions_and_no_other(replicas: int) -> None:
+def test_a_removed_replica_moves_only_its_own_sessions(replicas: int) -> None:
     before = Ring(full(range(1, replicas + 1))).owners(KEYS)
     after = Ring(full(range(2, replicas + 1))).owners(KEYS)
     assert ((before != after) == (before == 1)).all()
 
 
-def test_every_replica_s_part_of_the_circle_is_counted_once() -> None:
+def test_the_replicas_shares_add_up_to_the_circle() -> None:
     shares = Ring(full(range(1, 8))).shares()
     assert sum(shares.values()) == pytest.approx(1.0)
     owners = Ring(full(range(1, 8))).owners(KEYS)
@@ -40,7 +40,7 @@ def test_every_replica_s_part_of_the_circle_is_counted_once() -> None:
         assert (owners == number).mean() == pytest.approx(share, abs=0.015)
 
 
-def test_a_replica_that_comes_back_is_given_its_sessions_by_and_by() -> None:
+def test_a_returning_replica_gets_its_sessions_gradually() -> None:
     points = [starting(age, 10.0) for age in range(12)]
     assert points == sorted(points)
     assert 0 < points[0] < points[5] < points[9] < points[10] == points[11] == full([1])[1]

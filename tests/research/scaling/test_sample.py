@@ -1,4 +1,4 @@
-"""One replica of many, thinned, against the whole fleet session by session: where both can be run, they agree."""
+"""Compares the simulation of one replica with that of the whole fleet, session by session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOST_S, UNTIL_S = 6.0, 16.0
 
 @pytest.fixture(scope="module")
 def whole() -> Fleet:
-    """Ten thousand sessions, each with events of its own; one replica of ten is lost."""
+    """Simulates ten thousand sessions by session; one replica of ten is lost."""
     shape = Shape(replicas=REPLICAS, sessions=SESSIONS, rate=RATE, tokens=HELD)
     fleet = Fleet(ROUND, shape, 0)
     fleet.run(UNTIL_S, [(LOST_S, lambda: fleet.kill(1, back=False))])
@@ -25,7 +25,7 @@ def whole() -> Fleet:
 
 @pytest.fixture(scope="module")
 def thinned(whole: Fleet) -> list[Sample]:
-    """One of the nine that are left, some times over; it knows of the others by the time of trips and by who moves."""
+    """Simulates one of the nine remaining replicas several times, with trip times and moved sessions as background."""
     shard = whole.shards[0]
     trips = sum(replica.trips for replica in whole.replicas.values()) / UNTIL_S
     trips_s = response_times(ROUND, trips, shard.commands / UNTIL_S / trips, 20_000, 0)
@@ -78,7 +78,7 @@ def test_nothing_is_lost_or_counted_twice(thinned: list[Sample]) -> None:
         assert states.away >= 0 and states.resident + states.away == states.sessions
 
 
-def test_the_same_seed_gives_the_same() -> None:
+def test_the_same_seed_gives_the_same_result() -> None:
     def one(seed: int) -> list[float]:
         trips_s = np.array([1e-3])
         sample = Sample(ROUND, sessions=100, away=50, rate=1.0, capacity=100, held=HELD, trips_s=trips_s, seed=seed)

@@ -1,4 +1,4 @@
-"""The queue, against theory; processors that are shared."""
+"""Compares the queue with theory, and tests shared processors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOBS = 200_000
 
 
 def mean_wait_s(load: float, service: Callable[[np.random.Generator], float]) -> float:
-    """Of jobs that come as a Poisson process to one worker."""
+    """Returns the waiting times of a Poisson process of jobs at one worker."""
     env, random = simpy.Environment(), np.random.default_rng(1)
     worker, waits = Worker(env), list[float]()
 
@@ -32,7 +32,7 @@ def mean_wait_s(load: float, service: Callable[[np.random.Generator], float]) ->
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
-def test_jobs_of_one_length_wait_as_long_as_the_formula_of_pollaczek_and_khinchine_says(load: float) -> None:
+def test_jobs_of_one_length_wait_by_the_pollaczek_khinchine_formula(load: float) -> None:
     theory_s = SERVICE_S * load / (2 * (1 - load))
     assert mean_wait_s(load, lambda _: SERVICE_S) == pytest.approx(theory_s, rel=0.05)
 
@@ -51,10 +51,10 @@ def test_two_threads_on_one_processor_take_as_long_as_both_together() -> None:
     second.do(0.01, lambda: ended.update(short=env.now))
     env.run()
     assert ended["long"] == pytest.approx(1.01)
-    assert ended["short"] < 0.05  # it was given its turns in between
+    assert ended["short"] < 0.05  # it got its turns in between
 
 
-def test_two_threads_on_two_processors_do_not_meet() -> None:
+def test_two_threads_on_two_processors_do_not_delay_each_other() -> None:
     env = simpy.Environment()
     cores, ended = Cores(env, 2), list[float]()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Language models as others write them: plain torch modules, without anything of Wane."""
+"""Foreign language models: plain torch modules that do not use Wane."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from wane.training.audit.checkpoint import read_checkpoint
 from wane.training.audit.model import ForeignModel, import_model
 
 TORCH_CELLS = {cell: getattr(nn, info.module.upper()) for cell, info in CELLS.items() if "audit" not in info.missing}
-"""By cell the class of torch.nn. A checkpoint does not say an RNN's nonlinearity."""
+"""The class of torch.nn by cell. A checkpoint does not record an RNN's nonlinearity."""
 
 VOCABULARY = 13
 
 
 class Plain(nn.Module):
-    """Embedding, recurrent layers, linear head, under whatever names."""
+    """Embedding, recurrent layers and linear head, with the given names."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Plain(nn.Module):
 
 
 class OfCells(nn.Module):
-    """A stack of torch.nn.LSTMCell, of any sizes."""
+    """A stack of torch.nn.LSTMCell of the given sizes."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
@@ -75,18 +75,18 @@ class OfCells(nn.Module):
 
 
 def saved(path: Path, tensors: object) -> Path:
-    """What torch.save writes, at `path`."""
+    """Saves tensors with torch.save; returns the path."""
     torch.save(tensors, path)
     return path
 
 
 def imported(path: Path, **options: Any) -> ForeignModel:
-    """A file, read and understood."""
+    """Reads a checkpoint and imports its model."""
     return import_model(read_checkpoint(path), **options)
 
 
 def logits_of(model: ForeignModel, tokens: Tensor) -> Tensor:
-    """What Wane's network computes with the imported weights."""
+    """Returns the logits of Wane's network with the imported weights."""
     network = Network(model.architecture).eval()
     network.load_weights({name: torch.from_numpy(tensor) for name, tensor in model.weights.items()})
     with torch.no_grad():
@@ -94,5 +94,5 @@ def logits_of(model: ForeignModel, tokens: Tensor) -> Tensor:
 
 
 def some_tokens() -> Tensor:
-    """(9, 4)"""
+    """Returns random tokens (9, 4)."""
     return torch.randint(VOCABULARY, (9, 4), generator=torch.Generator().manual_seed(1))

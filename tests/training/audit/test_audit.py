@@ -30,7 +30,7 @@ assert len(NAMES) == VOCABULARY
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with events, their names, and a text."""
+    """A working folder with events and their names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def calm(module: Plain, recurrent: float) -> Plain:
-    """The module with its recurrent matrix scaled: small enough, it is proved to forget."""
+    """Scales the module's recurrent matrix; with a small enough scale the module is proved to forget."""
     with torch.no_grad():
         module.get_parameter("rnn.weight_hh_l0").mul_(recurrent)
     return module
@@ -64,7 +64,7 @@ def audited(folder: Path, *options: str) -> AuditReport:
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
-def test_a_checkpoint_becomes_a_bundle_that_answers_as_torch_does(folder: Path, cell: Cell) -> None:
+def test_an_exported_bundle_predicts_like_the_torch_model(folder: Path, cell: Cell) -> None:
     module = Plain(cell, num_layers=2)
     saved(folder / "model.pt", {"state_dict": module.state_dict()})
     report = audited(folder, "--export", str(folder / "bundles"))
@@ -92,7 +92,7 @@ def test_a_checkpoint_becomes_a_bundle_that_answers_as_torch_does(folder: Path, 
     assert str(folder) not in report.model_dump_json()
 
 
-def test_the_certificate_is_the_weights_and_its_margins_say_by_how_much(folder: Path) -> None:
+def test_the_report_has_the_certificate_with_its_margins(folder: Path) -> None:
     saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="tanh"), 0.3).state_dict())
     report = audited(folder)
     assert report.certificate.contractive
@@ -104,13 +104,15 @@ def test_the_certificate_is_the_weights_and_its_margins_say_by_how_much(folder: 
     assert k is not None
     error = report.certificate.error_bound_at(k)
     assert error is not None and error <= 1e-2
-    for at in report.windows:  # what is proved is at least what was seen
+    for at in report.windows:  # the proved bound is at least the measured distance
         bound = report.certificate.state_error_at(at.k)
         assert bound is not None
         assert at.distance.max <= bound + 1e-5
 
 
-def test_what_is_not_certified_is_said_with_its_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_a_certificate_is_reported_with_the_reason(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved(folder / "model.pt", calm(Plain("rnn_tanh"), 9.0).state_dict())
     report = audited(folder)
     assert not report.certificate.certified
@@ -119,11 +121,11 @@ def test_what_is_not_certified_is_said_with_its_reason(folder: Path, capsys: pyt
     printed = capsys.readouterr().out
     assert "not certified: " in printed
     assert str(report.certificate.reason)[:40] in printed
-    assert "measured at 20 positions spread evenly over the text (all of the data that was given)" in printed
+    assert "measured at 20 positions spread evenly over the text (all of the given data)" in printed
     assert "proved, for every text              none" in printed
 
 
-def test_a_model_that_diverges_is_reported_as_one_without_measured_memory(
+def test_a_model_that_diverges_is_reported_without_measurements(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(folder / "model.pt", Plain("rnn_tanh").state_dict())
@@ -135,7 +137,7 @@ def test_a_model_that_diverges_is_reported_as_one_without_measured_memory(
     report = audited(folder, "--nonlinearity", "relu")
     printed = capsys.readouterr().out
     assert re.fullmatch(r"the never-interrupted run overflows float32 at token \d+", str(report.unmeasured))
-    assert f"nothing is measured: {report.unmeasured}" in printed
+    assert f"not measured: {report.unmeasured}" in printed
     assert "not certified: layer 0 is not proved to forget" in printed
     assert not report.certificate.certified
     assert len(report.margins) > 1
@@ -143,7 +145,7 @@ def test_a_model_that_diverges_is_reported_as_one_without_measured_memory(
     assert (report.text.tokens, report.text.positions, report.text.gradient_positions) == (390, 0, 0)
     recommended = report.recommended
     assert (recommended.p99, recommended.max, recommended.certified, recommended.perplexity) == (None,) * 4
-    assert not plot.exists()  # it was of another model
+    assert not plot.exists()  # the plot of the previous model is deleted
     assert "audit.png" not in printed
 
 
@@ -151,8 +153,8 @@ def test_a_model_that_diverges_is_not_exported(folder: Path, capsys: pytest.Capt
     saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
     command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--nonlinearity", "relu"]
     assert main([*command, "--max-window", "8", "--threads", "1", "--export", "bundles"]) == 2
-    told = capsys.readouterr().out
-    assert "bundles/model was not written: the never-interrupted run overflows float32 at token" in told
+    printed = capsys.readouterr().out
+    assert "bundles/model was not written: the never-interrupted run overflows float32 at token" in printed
     assert not (folder / "bundles").exists()
     assert (folder / "audits" / "model" / "audit.json").exists()
 
@@ -174,7 +176,7 @@ def test_a_model_of_zeros_is_reported_plotted_and_exported(
     assert Bundle.read(folder / "bundles" / "model").manifest.max_window == 16
 
 
-def test_the_report_holds_table_plot_and_sample(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_a_table_a_plot_and_the_sample(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(folder / "model.pt", Plain().state_dict())
     report = audited(folder, "--tolerance", "0.05", "--report", "audits/model")
     printed = capsys.readouterr().out
@@ -190,20 +192,20 @@ def test_the_report_holds_table_plot_and_sample(folder: Path, capsys: pytest.Cap
     assert plot.startswith(b"\x89PNG")
 
 
-def test_a_text_is_read_up_to_the_tokens_that_were_asked_for(folder: Path) -> None:
+def test_a_text_is_read_up_to_the_requested_number_of_tokens(folder: Path) -> None:
     saved(folder / "model.pt", Plain().state_dict())
     assert audited(folder, "--tokens", "100").text.tokens == 7 * 13
     assert audited(folder, "--tokens", "9999").text.tokens == 390
 
 
-def test_a_short_text_leaves_out_the_windows_that_it_cannot_show(folder: Path) -> None:
+def test_windows_too_long_for_the_text_are_skipped(folder: Path) -> None:
     saved(folder / "model.pt", Plain().state_dict())
     report = audited(folder, "--tokens", "52")
     assert report.text.tokens == 52
     assert max(at.k for at in report.windows) == 12
 
 
-def test_a_bundle_is_audited_too(folder: Path) -> None:
+def test_a_bundle_can_be_audited(folder: Path) -> None:
     saved(folder / "model.pt", Plain().state_dict())
     first = audited(folder, "--export", str(folder / "bundles"))
     command = ["audit", str(folder / "bundles" / "model"), "--data", str(folder / "events.jsonl")]
@@ -216,7 +218,7 @@ def test_a_bundle_is_audited_too(folder: Path) -> None:
     assert second.certificate == Bundle.read(folder / "bundles" / "model").manifest.certificate
 
 
-def test_a_text_model_with_a_tokenizer_is_audited_on_a_folder_of_text(folder: Path) -> None:
+def test_a_text_model_is_audited_on_a_folder_of_text(folder: Path) -> None:
     (folder / "texts" / "more").mkdir(parents=True)
     (folder / "texts" / "a.txt").write_text("the cat sat on the mat\n" * 20)
     (folder / "texts" / "more" / "b.txt").write_text("the dog sat on the log\n" * 20)
@@ -250,7 +252,7 @@ def test_a_text_model_with_a_tokenizer_is_audited_on_a_folder_of_text(folder: Pa
         (["--data", "none.jsonl", "--vocabulary", "names.json"], "none.jsonl: No such file or directory"),
         (
             ["--data", "events.jsonl", "--vocabulary", "short.json"],
-            "short.json has 3 tokens, model.pt: embedding.weight has 13 rows: not the vocabulary",
+            "short.json has 3 tokens, but model.pt: embedding.weight has 13 rows: the model was trained with another",
         ),
         (["--data", "short.jsonl", "--vocabulary", "names.json"], "the text has 6 tokens, too few for windows of 8"),
         (["--data", "events.jsonl", "--vocabulary", "names.json", "--map", "x=y"], "--map x=y: expected NAME=THEIRS"),
@@ -259,11 +261,11 @@ def test_a_text_model_with_a_tokenizer_is_audited_on_a_folder_of_text(folder: Pa
         (["--data", "events.jsonl", "--vocabulary", "names.json", "--report", "model.pt"], "model.pt: File exists"),
         (["--tolerance", "2"], "'2' is not a number between 0 and 1"),
         (["--name", "a b"], "'a b' is not a name"),
-        (["--max-window", "65537"], "argument --max-window: 65537 is more than 65536, the largest window there is"),
-        (["--max-window", "0"], "argument --max-window: '0' is not a whole number from 1"),
+        (["--max-window", "65537"], "argument --max-window: 65537 is more than 65536, the largest window"),
+        (["--max-window", "0"], "argument --max-window: '0' is not a positive integer"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(
+def test_invalid_input_is_reported_with_its_fault(
     folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     saved(folder / "model.pt", Plain().state_dict())
@@ -272,21 +274,21 @@ def test_what_is_wrong_is_said_in_a_line(
     (folder / "bad.jsonl").write_text('["a", "b"]\n[')
     try:
         status: object = main(["audit", "model.pt", "--max-window", "16", *options])
-    except SystemExit as ended:  # argparse's own way out
+    except SystemExit as ended:  # raised by argparse
         status = ended.code
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     assert status == 2
-    assert message in told.out + told.err
+    assert message in printed.out + printed.err
 
 
-def test_a_folder_is_not_exported_and_one_that_is_nothing_is_named(
+def test_a_folder_that_is_no_model_is_refused_and_no_folder_is_exported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["audit", str(folder), "--data", "events.jsonl"]
     assert main(command) == 2
     assert "is neither a checkpoint, a run nor a bundle" in capsys.readouterr().out
     assert main([*command, "--export", "bundles"]) == 2
-    assert "--export is for checkpoints" in capsys.readouterr().out
+    assert "--export needs a checkpoint" in capsys.readouterr().out
 
 
 def test_an_exported_bundle_is_replaced_only_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,16 +303,16 @@ def test_an_exported_bundle_is_replaced_only_on_request(folder: Path, capsys: py
     saved(folder / "model.pt", module.state_dict())
     command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--max-window", "16"]
     assert main([*command, "--export", "bundles"]) == 2
-    told = capsys.readouterr().out
-    assert "bundles/model was not written: a bundle is there already: version 1, perplexity " in told
-    assert "the new bundle: version 1, not evaluated; --replace replaces it" in told
-    assert not (folder / "audits" / "model" / "audit.json").exists()  # refused before anything was measured
+    printed = capsys.readouterr().out
+    assert "bundles/model was not written: a bundle already exists: version 1, perplexity " in printed
+    assert "the new bundle: version 1, not evaluated; use --replace" in printed
+    assert not (folder / "audits" / "model" / "audit.json").exists()  # refused before the measurement
     assert (folder / "bundles" / "model" / "weights.safetensors").read_bytes() == before
     audited(folder, "--export", "bundles", "--replace")
     assert (folder / "bundles" / "model" / "weights.safetensors").read_bytes() != before
 
 
-def test_a_bundle_that_cannot_be_written_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_that_cannot_be_written_names_the_bundle(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(folder / "model.pt", Plain().state_dict())
     (folder / "file").write_text("")
     command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--max-window", "8"]
@@ -318,7 +320,7 @@ def test_a_bundle_that_cannot_be_written_is_named(folder: Path, capsys: pytest.C
     assert "file/model was not written" in capsys.readouterr().out
 
 
-def test_whole_data_is_every_line_in_order_and_counts_its_words() -> None:
+def test_load_whole_reads_every_line_in_order_and_counts_the_words() -> None:
     corpus = text_corpus()
     whole = load_whole(REAL_TEXT, corpus.vocabulary, corpus.tokenizer_json, 10**6)
     parts = [corpus.streams[split] for split in ("train", "valid", "test")]
@@ -352,7 +354,7 @@ def test_a_single_window_of_one_token_is_enough(folder: Path) -> None:
     assert report.windows[0].distance.median == report.windows[0].distance.max
 
 
-def test_data_is_events_by_its_files_names(tmp_path: Path) -> None:
+def test_file_names_distinguish_events_from_text(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.ndjson"):
         (tmp_path / name).write_text('["x"]\n')
     assert data_kind(tmp_path) == "events"

@@ -31,7 +31,7 @@ COUNT = 11
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Matrices this small are slower on more."""
+    """Limits torch to one thread, which is faster for small matrices."""
     torch.set_num_threads(1)
 
 
@@ -40,7 +40,7 @@ def short_corpus(tokens: int = 90) -> Corpus:
 
 
 def model(cell: Cell = "lstm", **fields: object) -> tuple[Network, Reference]:
-    """A random network, and the oracle with the same weights."""
+    """Returns a random network and the oracle with the same weights."""
     sizes: dict[str, object] = {"vocabulary_size": CORPUS.vocabulary.size, "embedding": 6, "hidden": 6, "layers": 2}
     architecture = Architecture.model_validate({"cell": cell, **sizes, **fields})
     weights = random_weights(architecture, seed=4, recurrent=0.9)
@@ -50,7 +50,7 @@ def model(cell: Cell = "lstm", **fields: object) -> tuple[Network, Reference]:
 
 
 def run(oracle: Reference, tokens: np.ndarray) -> Array:
-    """hidden after the last of `tokens` from the zero state, float64 (H)."""
+    """Returns hidden after the last of `tokens`, from the zero state: float64 (H)."""
     state = oracle.zero_state(1)
     for token in tokens:
         hidden, state = oracle.advance(np.array([token]), state)
@@ -68,15 +68,13 @@ def quantiles(values: list[float]) -> list[float]:
     return [*np.quantile(values, [0.5, 0.99]), max(values)]
 
 
-def told(spread: Quantiles) -> list[float]:
+def summary(spread: Quantiles) -> list[float]:
     return [spread.median, spread.p99, spread.max]
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh", "gated"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_figure_is_that_of_single_steps_in_float64(
-    cell: Cell, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_figure_matches_single_steps_in_float64(cell: Cell, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wane.training.evaluate.PIECE", 7)
     monkeypatch.setattr("wane.training.audit.forgetting.ROWS", 4)
     network, oracle = model(cell, tied=tied)
@@ -92,8 +90,8 @@ def test_every_figure_is_that_of_single_steps_in_float64(
         cut = {t: run(oracle, stream[t - at.k + 1 : t + 1]) for t in positions}
         pairs = [(softmax(oracle.logits(cut[t])), softmax(oracle.logits(whole[t]))) for t in positions]
         distances = [float(np.linalg.norm(cut[t] - whole[t])) for t in positions]
-        assert told(at.distance) == pytest.approx(quantiles(distances), abs=1e-5)
-        assert told(at.total_variation) == pytest.approx(
+        assert summary(at.distance) == pytest.approx(quantiles(distances), abs=1e-5)
+        assert summary(at.total_variation) == pytest.approx(
             quantiles([float(np.abs(p - q).sum() / 2) for p, q in pairs]), abs=1e-5
         )
         assert at.top1_match == np.mean([p.argmax() == q.argmax() for p, q in pairs])
@@ -104,9 +102,7 @@ def test_every_figure_is_that_of_single_steps_in_float64(
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_gradient_is_what_a_small_change_of_one_input_makes(
-    cell: Cell, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_matches_finite_differences(cell: Cell, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wane.training.audit.forgetting.GRADIENT_ROWS", 2)
     monkeypatch.setattr("wane.training.audit.forgetting.GRADIENT_POSITIONS", 3)
     network, _ = model(cell, tied=tied)
@@ -125,7 +121,7 @@ def test_a_gradient_is_what_a_small_change_of_one_input_makes(
             for unit in range(embedding.shape[1]):
                 ends = []
                 for step in (1e-5, -1e-5):
-                    # the changed input is one token more in the embedding, which the head does not have
+                    # the changed input is an extra token of the embedding, but not of the head
                     changed = embedding[stream[t - at.i]].clone()
                     changed[unit] += step
                     tokens = stream[: t + 1].clone()
@@ -137,10 +133,10 @@ def test_a_gradient_is_what_a_small_change_of_one_input_makes(
                     ends.append(torch.softmax(network.logits(hidden[-1, 0]), -1)[stream[t + 1]].item())
                 gradient.append((ends[0] - ends[1]) / 2e-5)
             norms.append(float(np.linalg.norm(gradient)))
-        assert told(at.gradient) == pytest.approx(quantiles(norms), rel=1e-4)
+        assert summary(at.gradient) == pytest.approx(quantiles(norms), rel=1e-4)
 
 
-def test_a_model_without_memory_has_forgotten_everything_after_one_token() -> None:
+def test_a_model_without_memory_forgets_after_one_token() -> None:
     network, _ = model("rnn_tanh", layers=1)
     with torch.no_grad():
         network.get_parameter("layers.0.cell.weight_hh_l0").zero_()
@@ -152,7 +148,7 @@ def test_a_model_without_memory_has_forgotten_everything_after_one_token() -> No
 
 
 def filled(network: Network, **values: object) -> Network:
-    """A network of one layer with weights and biases of 0 but for these, such as weight_hh."""
+    """Sets the named weights and biases of a one-layer network, such as weight_hh, and all others to 0."""
     with torch.no_grad():
         for name, tensor in network.named_parameters():
             short = "head" if name == "head.weight" else name.split(".")[-1].removesuffix("_l0")
@@ -162,7 +158,7 @@ def filled(network: Network, **values: object) -> Network:
 
 
 @pytest.mark.parametrize("piece", [7, 1024])
-def test_a_run_that_overflows_is_named_with_its_token(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overflow_of_the_run_is_reported_with_its_token(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wane.training.evaluate.PIECE", piece)
     network, _ = model("rnn_relu", layers=1)
     with torch.no_grad():
@@ -176,12 +172,12 @@ def test_a_run_that_overflows_is_named_with_its_token(piece: int, monkeypatch: p
     assert 16 < read < len(stream) - 1
     with pytest.raises(Unmeasurable, match=f"^the never-interrupted run overflows float32 at token {read}$"):
         measure(network, short_corpus(), "audit", WINDOWS, COUNT)
-    with pytest.raises(Unmeasurable, match=r"^a mean loss of \S+ nats"):  # a token less, and all of it is finite
+    with pytest.raises(Unmeasurable, match=r"^the perplexity of a mean loss"):  # one token less: all values are finite
         measure(network, short_corpus(read), "audit", WINDOWS, COUNT)
 
 
-def test_a_window_that_overflows_where_the_whole_past_does_not_is_named() -> None:
-    # unit 0 grows by 1e20 a token, but not from `<eos>` on, the first token of all, which unit 1 keeps
+def test_an_overflow_of_a_window_alone_is_reported() -> None:
+    # unit 0 grows by 1e20 per token unless unit 1 remembers `<eos>`, the first token of the stream
     eos = CORPUS.vocabulary.eos_id
     embedding = torch.tensor([1.0, 0, 0, 0, 0, 0]).repeat(CORPUS.vocabulary.size, 1)
     embedding[eos] = torch.tensor([0.0, 1, 0, 0, 0, 0])
@@ -195,30 +191,30 @@ def test_a_window_that_overflows_where_the_whole_past_does_not_is_named() -> Non
         measure(network, corpus, "audit", WINDOWS, COUNT)
 
 
-def test_a_gradient_that_overflows_is_named() -> None:
+def test_an_overflow_of_a_gradient_is_reported() -> None:
     network, _ = model("rnn_tanh", layers=1, tied=False)
     filled(network, weight_ih=torch.eye(6), weight_hh=1e10 * torch.eye(6), head=torch.rand(CORPUS.vocabulary.size, 6))
     with pytest.raises(Unmeasurable, match=r"^the gradient over 8 token\(s\) overflows float32 at token 16$"):
         measure(network, short_corpus(), "audit", WINDOWS, COUNT)
 
 
-def test_a_loss_without_a_perplexity_is_said() -> None:
+def test_a_loss_without_a_finite_perplexity_is_reported() -> None:
     network, _ = model(tied=False)
     with torch.no_grad():
         network.head.weight.mul_(1e6)
-    with pytest.raises(Unmeasurable, match=r"^a mean loss of \S+ nats a token has no perplexity"):
+    with pytest.raises(Unmeasurable, match=r"^the perplexity of a mean loss of \S+ nats per token overflows"):
         measure(network, short_corpus(), "audit", WINDOWS, COUNT)
 
 
-def test_a_distance_of_states_whose_squares_overflow_is_measured() -> None:
+def test_a_distance_is_measured_even_if_its_square_overflows() -> None:
     network, _ = model("rnn_relu", layers=1, tied=False)
     filled(network, embedding=1.0, weight_ih=1e30 * torch.eye(6), weight_hh=torch.eye(6))
     found = measure(network, short_corpus(), "audit", (1, 2), 1)
-    # the only position read 4 tokens or more: 4e30 in each of six units against k of 1e30
+    # the only position has read at least 4 tokens: 4e30 in each of six units, against k * 1e30
     assert [at.distance.max for at in found.windows] == pytest.approx([3e30 * 6**0.5, 2e30 * 6**0.5])
 
 
-def test_words_too_few_for_a_perplexity_are_left_out() -> None:
+def test_an_overflowing_perplexity_per_word_is_left_out() -> None:
     corpus = short_corpus(300)
     corpus.words["audit"] = 1
     found = measure(model()[0], corpus, "audit", WINDOWS, COUNT)
@@ -228,7 +224,7 @@ def test_words_too_few_for_a_perplexity_are_left_out() -> None:
     assert measure(model()[0], corpus, "audit", WINDOWS, COUNT).windows[0].perplexity.per_word is not None
 
 
-def test_a_measurement_advances_its_bar_by_what_it_announced() -> None:
+def test_a_measurement_advances_its_bar_by_the_announced_total() -> None:
     network, _ = model()
     steps: list[int] = []
     corpus = short_corpus()
@@ -236,7 +232,7 @@ def test_a_measurement_advances_its_bar_by_what_it_announced() -> None:
     assert sum(steps) == token_steps(len(corpus.streams["audit"]), WINDOWS, COUNT)
 
 
-def test_the_grid_of_windows_doubles_with_a_step_between() -> None:
+def test_the_window_grid_has_powers_of_two_and_midpoints() -> None:
     assert window_grid(1) == [1]
     assert window_grid(17) == [1, 2, 3, 4, 6, 8, 12, 16]
     assert window_grid(256)[-3:] == [128, 192, 256]
@@ -251,7 +247,7 @@ def test_the_grid_of_windows_doubles_with_a_step_between() -> None:
         ({4: 0.001, 1: 0.001}, 1),
     ],
 )
-def test_a_recommended_window_is_good_from_there_on(p99: dict[int, float], smallest: int | None) -> None:
+def test_a_recommended_window_is_within_tolerance_from_there_on(p99: dict[int, float], smallest: int | None) -> None:
     windows = [
         AtWindow.model_validate(
             {

@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 
 
 def assert_same(path: Path, module: nn.Module, **options: Any) -> tuple[str, ...]:
-    """Wane computes with the file what the module does; what was noted on the way."""
+    """Asserts that the imported file computes the module's logits; returns the import's notes."""
     model, tokens = imported(path, **options), some_tokens()
     with torch.no_grad():
         assert torch.allclose(logits_of(model, tokens), module(tokens), atol=1e-6)
@@ -40,7 +40,7 @@ def assert_same(path: Path, module: nn.Module, **options: Any) -> tuple[str, ...
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_torch_computes_is_computed_with_its_checkpoint(
+def test_an_imported_checkpoint_computes_the_logits_of_torch(
     tmp_path: Path, cell: Cell, layers: int, bias: bool, tied: bool
 ) -> None:
     module = Plain(cell, num_layers=layers, bias=bias, tied=tied, head_bias=bias)
@@ -49,7 +49,7 @@ def test_what_torch_computes_is_computed_with_its_checkpoint(
     notes = " ".join(assert_same(path, module, **options))
     architecture = imported(path, **options).architecture
     assert (architecture.cell, architecture.layers, architecture.tied) == (cell, layers, tied)
-    assert ("biases that are not in the file are zeros" in notes) is not bias
+    assert ("biases missing from the file are zeros" in notes) is not bias
     assert ("the head has no bias" in notes) is not bias
     assert ("tied" in notes) is tied
     assert ("nonlinearity" in notes) is (cell == "rnn_tanh")
@@ -69,23 +69,23 @@ def test_what_torch_computes_is_computed_with_its_checkpoint(
     ids=" ".join,
 )
 @pytest.mark.parametrize("width", [6, 5])
-def test_the_usual_names_are_known(tmp_path: Path, names: tuple[str, str, str], width: int) -> None:
+def test_usual_names_are_recognised(tmp_path: Path, names: tuple[str, str, str], width: int) -> None:
     module = Plain(names=names, width=width)
     assert assert_same(saved(tmp_path / "model.pt", module.state_dict()), module) == ()
 
 
-def test_other_names_are_known_by_their_shapes_or_told(tmp_path: Path) -> None:
+def test_other_names_are_recognised_by_shape_or_mapped(tmp_path: Path) -> None:
     module = Plain(names=("first", "middle", "last"), width=5)
     notes = assert_same(saved(tmp_path / "shapes.pt", module.state_dict()), module)
-    assert "first.weight is taken to be the embedding, by its shape" in notes
-    assert "last.weight is taken to be the head, by its shape" in notes
+    assert "first.weight is assumed to be the embedding, by its shape" in notes
+    assert "last.weight is assumed to be the head, by its shape" in notes
 
     alike = Plain(names=("first", "middle", "last"))
     path = saved(tmp_path / "alike.pt", alike.state_dict())
-    with pytest.raises(ForeignError, match=r"more than one matrix may be the embedding: first.weight \[13, 6\]; last"):
+    with pytest.raises(ForeignError, match=r"several matrices may be the embedding: first.weight \[13, 6\]; last"):
         imported(path)
-    told = parse_mapping(["embedding=first.weight", "head=last.weight", "head.bias=last.bias"])
-    assert assert_same(path, alike, mapping=told) == ()
+    mapping = parse_mapping(["embedding=first.weight", "head=last.weight", "head.bias=last.bias"])
+    assert assert_same(path, alike, mapping=mapping) == ()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_other_names_are_known_by_their_shapes_or_told(tmp_path: Path) -> None:
     ],
     ids=["state_dict", "lightning", "data parallel", "compiled", "nested", "with arguments", "parameters", "by module"],
 )
-def test_the_usual_wrappers_are_unwrapped(tmp_path: Path, wrap: Callable[[Tensors], object]) -> None:
+def test_usual_wrappers_are_unwrapped(tmp_path: Path, wrap: Callable[[Tensors], object]) -> None:
     module = Plain()
     assert_same(saved(tmp_path / "model.ckpt", wrap(dict(module.state_dict()))), module)
 
@@ -117,7 +117,7 @@ def test_the_old_format_of_torch_save_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_safetensors_are_read_with_tied_tensors_saved_once(tmp_path: Path, tied: bool) -> None:
+def test_safetensors_with_tied_tensors_are_read(tmp_path: Path, tied: bool) -> None:
     module = Plain(tied=tied)
     save_model(module, str(tmp_path / "model.safetensors"))
     assert_same(tmp_path / "model.safetensors", module)
@@ -132,18 +132,18 @@ def test_tied_weights_may_be_saved_under_either_name(tmp_path: Path, kept: str) 
     assert any("tied" in note for note in assert_same(tmp_path / "model.safetensors", module))
 
 
-def test_a_stack_of_cells_is_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_a_stack_of_cells_is_read_in_numeric_order(tmp_path: Path) -> None:
     module = OfCells((6,) * 11)  # cells.10 comes after cells.9, not after cells.1
     assert_same(saved(tmp_path / "model.pt", module.state_dict()), module)
 
 
 @pytest.mark.parametrize("sizes", [(6, 9, 6), (7, 5), (4, 4, 8)], ids=repr)
-def test_layers_of_different_sizes_are_filled_up_with_units_that_change_nothing(
+def test_layers_of_different_sizes_are_padded_without_changing_the_output(
     tmp_path: Path, sizes: tuple[int, ...]
 ) -> None:
     module = OfCells(sizes)
     notes = assert_same(saved(tmp_path / "model.pt", module.state_dict()), module)
-    assert any(f"filled up to {max(sizes)}" in note for note in notes)
+    assert any(f"padded to {max(sizes)}" in note for note in notes)
 
 
 def test_inputs_without_an_embedding_are_one_hot(tmp_path: Path) -> None:
@@ -158,20 +158,20 @@ def test_inputs_without_an_embedding_are_one_hot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "told"),
+    ("dtype", "note"),
     [
         (torch.float16, "float16 tensors were converted, exactly, to float32"),
         (torch.bfloat16, "bfloat16 tensors were converted, exactly, to float32"),
         (torch.float64, "float64 tensors were rounded to float32"),
     ],
 )
-def test_other_floats_become_float32_and_that_is_said(tmp_path: Path, dtype: torch.dtype, told: str) -> None:
+def test_other_floats_become_float32_with_a_note(tmp_path: Path, dtype: torch.dtype, note: str) -> None:
     module = Plain().to(dtype)
     path = saved(tmp_path / "model.pt", module.state_dict())
-    assert told in assert_same(path, module.float())
+    assert note in assert_same(path, module.float())
 
 
-def test_modules_whose_order_no_number_tells_are_told(tmp_path: Path) -> None:
+def test_modules_without_numbers_are_mapped(tmp_path: Path) -> None:
     lower, upper = Plain(names=("embed", "lower", "x")), Plain(names=("y", "upper", "out"))
     kept = {name: tensor for name, tensor in lower.state_dict().items() if not name.startswith("x.")}
     kept |= {name: tensor for name, tensor in upper.state_dict().items() if not name.startswith("y.")}
@@ -191,29 +191,29 @@ def test_modules_whose_order_no_number_tells_are_told(tmp_path: Path) -> None:
     assert torch.allclose(logits_of(imported(path, mapping=by_part), tokens), expected, atol=1e-6)
 
 
-def test_of_several_models_one_is_chosen(tmp_path: Path) -> None:
+def test_one_of_several_models_can_be_chosen(tmp_path: Path) -> None:
     module, average = Plain("gru"), Plain("gru", width=5)
     path = saved(tmp_path / "model.pt", {"run": {"model": module.state_dict(), "ema": average.state_dict()}})
     with pytest.raises(ForeignError, match=r"several models: run.model, run.ema; choose one with --state-dict KEY"):
         read_checkpoint(path)
     assert set(read_checkpoint(path, "run.ema").tensors) == set(average.state_dict())
-    with pytest.raises(ForeignError, match="there is no dictionary 'none'; there are: model, ema"):
+    with pytest.raises(ForeignError, match="there is no dictionary 'none'; known: model, ema"):
         read_checkpoint(path, "run.none")
 
 
-def test_what_is_no_part_of_the_model_has_to_be_named(tmp_path: Path) -> None:
+def test_tensors_outside_the_model_must_be_ignored_explicitly(tmp_path: Path) -> None:
     module = Plain()
     path = saved(
         tmp_path / "model.pt", {**module.state_dict(), "value.weight": torch.ones(1, 6), "step": torch.ones(())}
     )
-    with pytest.raises(ForeignError, match=r"no place .* for step \[\]; value.weight \[1, 6\].*--ignore"):
+    with pytest.raises(ForeignError, match=r"tensors outside .*: step \[\]; value.weight \[1, 6\].*--ignore"):
         imported(path)
     notes = assert_same(path, module, ignore=["step", "value.*"])
-    assert notes == ("ignored as asked: step, value.weight",)
+    assert notes == ("ignored on request: step, value.weight",)
 
 
 def changed(**changes: Tensor | None) -> Tensors:
-    """A checkpoint with tensors of its own, or without some; `__` stands for the dot."""
+    """Returns a checkpoint's tensors with some replaced, or removed if None; `__` stands for the dot."""
     tensors = dict(Plain(num_layers=2).state_dict())
     for name, tensor in changes.items():
         if tensor is None:
@@ -228,11 +228,11 @@ def changed(**changes: Tensor | None) -> Tensors:
     [
         (Plain(bidirectional=True).state_dict(), r"rnn.bias_hh_l0_reverse: the layer is bidirectional"),
         (Plain(proj_size=3).state_dict(), r"rnn.weight_hr_l0: the LSTM projects its output \(proj_size\)"),
-        (nn.Linear(3, 3).state_dict(), r"no recurrent layer: .* There are: bias, weight"),
+        (nn.Linear(3, 3).state_dict(), r"no recurrent layer: .* Found: bias, weight"),
         (changed(rnn__weight_ih_l1=None), r"layer 1 \(.*\) has no weight_ih"),
         (
             changed(rnn__weight_hh_l0=torch.ones(12, 6)),
-            r"rnn.weight_hh_l0 has shape \[12, 6\]: the rows of 6 units may be 6 \(RNN\), 18 \(GRU\), 24 \(LSTM\)",
+            r"rnn.weight_hh_l0 has shape \[12, 6\]: 6 units need 6 \(RNN\), 18 \(GRU\), 24 \(LSTM\) rows",
         ),
         (
             changed(rnn__weight_ih_l1=torch.ones(24, 5)),
@@ -252,24 +252,24 @@ def changed(**changes: Tensor | None) -> Tensors:
             r"rnn.weight_hh_l0 holds a value that is not finite",
         ),
         (changed(fc__weight=torch.ones(13, 6, dtype=torch.int8)), r"fc.weight is int8"),
-        (changed(embedding__weight=None, fc__weight=None), r"neither an embedding, \[V, 6\], nor a head, \[V, 6\]"),
+        (changed(embedding__weight=None, fc__weight=None), r"no embedding \[V, 6\] and no head \[V, 6\]"),
         (
             {name: tensor for name, tensor in Plain(width=5).state_dict().items() if not name.startswith("fc")},
-            r"no head: expected a matrix of shape \[13, 6\] beside the embedding embedding.weight \[13, 5\]",
+            r"no head: expected a matrix of shape \[13, 6\] for the embedding embedding.weight \[13, 5\]",
         ),
         (
             {name: tensor for name, tensor in Plain(width=5).state_dict().items() if not name.startswith("emb")},
-            r"no embedding: expected a matrix of shape \[13, 5\] beside the head fc.weight \[13, 6\]",
+            r"no embedding: expected a matrix of shape \[13, 5\] for the head fc.weight \[13, 6\]",
         ),
     ],
 )
-def test_what_cannot_be_expressed_is_refused_by_its_tensor(tmp_path: Path, tensors: Tensors, message: str) -> None:
+def test_an_inexpressible_model_is_refused_with_its_tensor(tmp_path: Path, tensors: Tensors, message: str) -> None:
     with pytest.raises(ForeignError, match=message):
         imported(saved(tmp_path / "model.pt", tensors))
 
 
 def test_a_nonlinearity_is_for_an_rnn(tmp_path: Path) -> None:
-    with pytest.raises(ForeignError, match="--nonlinearity is for an RNN; by its rows this is a LSTM"):
+    with pytest.raises(ForeignError, match="--nonlinearity is for an RNN; by its row count this is a LSTM"):
         imported(saved(tmp_path / "model.pt", Plain().state_dict()), nonlinearity="relu")
 
 
@@ -282,7 +282,7 @@ def test_a_nonlinearity_is_for_an_rnn(tmp_path: Path) -> None:
         ("layers.0.weight=x", "a layer has no weight, only weight_ih"),
     ],
 )
-def test_a_mapping_is_of_known_names(option: str, message: str) -> None:
+def test_a_mapping_of_an_unknown_name_is_refused(option: str, message: str) -> None:
     with pytest.raises(ForeignError, match=message):
         parse_mapping([option])
 
@@ -290,18 +290,18 @@ def test_a_mapping_is_of_known_names(option: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("head=none.weight", "there is no tensor none.weight; there are: embedding.weight, fc.bias"),
-        ("layers.0=lstm", "no recurrent module has that name; there are: rnn"),
-        ("layers.1=rnn", r"--map names the layers \[1\]: they are counted from 0"),
+        ("head=none.weight", "there is no tensor none.weight; known: embedding.weight, fc.bias"),
+        ("layers.0=lstm", "no recurrent module has that name; known: rnn"),
+        ("layers.1=rnn", r"--map names the layers \[1\]; count them from 0"),
     ],
 )
-def test_a_mapping_names_what_there_is(tmp_path: Path, option: str, message: str) -> None:
+def test_a_mapping_to_a_missing_name_lists_the_known_ones(tmp_path: Path, option: str, message: str) -> None:
     with pytest.raises(ForeignError, match=message):
         imported(saved(tmp_path / "model.pt", Plain().state_dict()), mapping=parse_mapping([option]))
 
 
 class Trap:
-    """Runs when it is unpickled."""
+    """Runs code during unpickling."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return Path.touch, (Path("trapped"),)  # type: ignore[return-value]
@@ -310,19 +310,19 @@ class Trap:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (Plain(), r"holds tests.training.audit.foreign_models.Plain, which would have to be run.*model.state_dict\(\)"),
+        (Plain(), r"holds tests.training.audit.foreign_models.Plain, which only running code .*model.state_dict\(\)"),
         (
             {"state_dict": {}, "hyper": argparse.Namespace(lr=1)},
-            r"holds argparse.Namespace, which would have to be run",
+            r"holds argparse.Namespace, which only running code can read",
         ),
-        ({"state_dict": {}, "trap": Trap()}, r"which would have to be run"),
+        ({"state_dict": {}, "trap": Trap()}, r"which only running code can read"),
         (torch.ones(3), r"holds a Tensor, expected named tensors"),
         ({}, r"holds no tensors"),
         ({"epoch": 3}, r"holds no tensors"),
     ],
     ids=["module", "namespace", "trap", "tensor", "empty", "no tensors"],
 )
-def test_what_is_more_or_less_than_tensors_is_refused_and_not_run(
+def test_a_file_of_anything_but_tensors_is_refused_and_not_run(
     tmp_path: Path, content: object, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -331,7 +331,7 @@ def test_what_is_more_or_less_than_tensors_is_refused_and_not_run(
     assert not Path("trapped").exists()
 
 
-def test_a_program_is_refused(tmp_path: Path) -> None:
+def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning):
         torch.jit.save(torch.jit.script(nn.Linear(2, 2)), str(tmp_path / "script.pt"))
     with pytest.raises(ForeignError, match="a TorchScript archive, which is a program"):
@@ -341,13 +341,13 @@ def test_a_program_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"hello, this is no checkpoint", b"PK\x03\x04abc", b"\x10\0\0\0\0\0\0\0{ not a header", b"\x80\x02."]
 )
-def test_bytes_that_are_no_checkpoint_are_named(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(data)
     with pytest.raises(ForeignError, match=r"model.pt: (neither a torch checkpoint|not a safetensors file)"):
         read_checkpoint(path)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(ForeignError, match=r"none.pt: No such file or directory"):
         read_checkpoint(tmp_path / "none.pt")

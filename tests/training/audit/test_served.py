@@ -1,4 +1,4 @@
-"""A model that was trained outside Wane, audited, exported and served: the commands themselves, as a user runs them."""
+"""Runs the README's commands: trains a model outside Wane, then audits, exports and serves it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = "You may reproduce and"
 SHORT = "You"
 
 
-def test_the_example_knows_nothing_of_wane() -> None:
+def test_the_example_does_not_import_wane() -> None:
     imported = {
         (node.module or "").partition(".")[0] if isinstance(node, ast.ImportFrom) else alias.name.partition(".")[0]
         for node in ast.walk(ast.parse(EXAMPLE.read_text()))
@@ -37,8 +37,10 @@ def test_the_example_knows_nothing_of_wane() -> None:
 
 
 def outside_predictions(folder: Path, prompt: str, *, truncated: bool = False) -> torch.Tensor:
-    """What the model's own code predicts after the prompt, before which it is fed the start token unless `truncated`:
-    probabilities (V)."""
+    """Returns the probabilities (V) that the model's own code predicts after the prompt.
+
+    Feeds it the start token first, unless `truncated`.
+    """
     spec = importlib.util.spec_from_file_location("outside_lstm", EXAMPLE)
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
@@ -53,7 +55,7 @@ def outside_predictions(folder: Path, prompt: str, *, truncated: bool = False) -
 
 
 def readme_commands(outside: Path, bundles: Path) -> list[list[str]]:
-    """The two commands of the README that train outside and audit, with its folders replaced, as Python's arguments."""
+    """Returns the README's two commands that train outside and audit, with replaced folders, as Python's arguments."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = [part for part in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "wane audit" in part]
     lines = block.replace("\\\n", " ").replace("runs/outside", str(outside)).replace("runs/bundles", str(bundles))
@@ -63,7 +65,7 @@ def readme_commands(outside: Path, bundles: Path) -> list[list[str]]:
 
 
 def python_runs(*arguments: str) -> str:
-    """What Python prints, run in the project's folder; it has to succeed."""
+    """Runs Python in the project's folder and returns its output. Asserts success."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
     )
@@ -72,17 +74,15 @@ def python_runs(*arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_torch_lstm_from_outside_is_audited_exported_and_served_in_one_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # matrices this small are slower on more
+def test_a_foreign_torch_lstm_is_audited_exported_and_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # one thread is faster for small matrices
     outside, bundles = tmp_path / "outside", tmp_path / "bundles"
     train, audit = readme_commands(outside, bundles)
     python_runs(*train, "--width", "32", "--steps", "40", "--vocabulary", "300")
     sample = ("--positions", "64", "--max-window", "64", "--report", str(tmp_path / "report"))
     printed = python_runs(*audit, *sample)
     assert "model.pt: lstm, 2 layer(s) of 32, vocabulary 300" in printed
-    assert "'<|endoftext|>' is taken to begin a sequence" in printed
+    assert "'<|endoftext|>' is assumed to begin a sequence" in printed
     report = AuditReport.model_validate_json((tmp_path / "report" / "audit.json").read_text())
     assert report.text.positions == 64
     manifest = json.loads((bundles / "model" / "manifest.json").read_text())
@@ -112,4 +112,4 @@ def test_a_torch_lstm_from_outside_is_audited_exported_and_served_in_one_command
         assert [one["probability"] for one in answer["predictions"]] == pytest.approx(top.values.tolist(), abs=1e-5)
         assert (answer["error_bound"] == 0.0) is not truncated
     begun, own = (outside_predictions(outside, SHORT, truncated=truncated) for truncated in (False, True))
-    assert float((begun - own).abs().max()) > 1e-3  # what the start token makes of a short input
+    assert float((begun - own).abs().max()) > 1e-3  # the start token matters after a short input

@@ -13,7 +13,7 @@ TEXT = ["the cat sat on the mat", "the dog sat on the log", "a café, 日本"] *
 
 
 def byte_level(path: Path, special: list[str], text: list[str] = TEXT) -> Tokenizer:
-    """A byte-level BPE as Hugging Face's users train one, written to `path`."""
+    """Trains a byte-level BPE like Hugging Face's users do, and writes it to `path`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -28,7 +28,7 @@ def byte_level(path: Path, special: list[str], text: list[str] = TEXT) -> Tokeni
 
 
 @pytest.mark.parametrize("special", ["<eos>", "</s>", "<|endoftext|>", "[SEP]"])
-def test_a_byte_level_bpe_keeps_its_ids_and_its_end_is_eos(tmp_path: Path, special: str) -> None:
+def test_a_byte_level_bpe_keeps_its_ids_and_its_end_token_becomes_eos(tmp_path: Path, special: str) -> None:
     theirs = byte_level(tmp_path / "tokenizer.json", ["<pad>", special])
     read = read_tokenizer(tmp_path / "tokenizer.json", "text", None)
     ours = read.vocabulary
@@ -36,10 +36,10 @@ def test_a_byte_level_bpe_keeps_its_ids_and_its_end_is_eos(tmp_path: Path, speci
     assert ours.encode(TEXT[2]) == theirs.encode(TEXT[2]).ids
     assert ours.decode(ours.encode("\n".join(TEXT))) == "\n".join(TEXT)
     assert ours.encode("the\ncat") == [*theirs.encode("the").ids, 1, *theirs.encode("cat").ids]
-    assert any("is called <eos> here" in note for note in read.notes) is (special != "<eos>")
+    assert any("is renamed <eos>" in note for note in read.notes) is (special != "<eos>")
 
 
-def test_an_end_of_any_name_is_told(tmp_path: Path) -> None:
+def test_an_end_token_of_any_name_can_be_given(tmp_path: Path) -> None:
     byte_level(tmp_path / "tokenizer.json", ["<begin>", "</s>"])
     assert read_tokenizer(tmp_path / "tokenizer.json", "text", None).vocabulary.eos_id == 1
     assert read_tokenizer(tmp_path / "tokenizer.json", "text", "<begin>").vocabulary.eos_id == 0
@@ -47,7 +47,7 @@ def test_an_end_of_any_name_is_told(tmp_path: Path) -> None:
         read_tokenizer(tmp_path / "tokenizer.json", "text", "<none>")
 
 
-def test_without_an_end_the_line_break_is_it_and_its_merges_are_dropped(tmp_path: Path) -> None:
+def test_without_an_end_token_the_line_break_becomes_eos_and_loses_its_merges(tmp_path: Path) -> None:
     theirs = byte_level(tmp_path / "tokenizer.json", [], ["one\n\n\n\ntwo\n\n", "\n\none"] * 5)
     assert theirs.token_to_id("ĊĊ") is not None
     vocabulary = read_tokenizer(tmp_path / "tokenizer.json", "text", None).vocabulary
@@ -60,7 +60,7 @@ def test_without_an_end_the_line_break_is_it_and_its_merges_are_dropped(tmp_path
     ]
 
 
-def test_what_a_tokenizer_does_around_its_tokens_is_left_to_the_service(tmp_path: Path) -> None:
+def test_postprocessing_padding_and_truncation_are_dropped(tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path / "tokenizer.json", ["<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     tokenizer.enable_padding(length=50)
@@ -78,7 +78,7 @@ def word_level(path: Path, unknown: str | None = "[UNK]") -> Path:
     return path
 
 
-def test_a_word_level_tokenizer_is_of_words_or_of_events(tmp_path: Path) -> None:
+def test_a_word_level_tokenizer_encodes_words_or_events(tmp_path: Path) -> None:
     path = word_level(tmp_path / "tokenizer.json")
     words = read_tokenizer(path, "text", None).vocabulary
     assert (words.kind, words.encode("open what\nshut")) == ("words", [2, 0, 1, 3])
@@ -94,21 +94,21 @@ def test_a_word_level_tokenizer_is_of_words_or_of_events(tmp_path: Path) -> None
         (models.BPE({"▁a": 0, "</s>": 1}, []), "a tokenizer of the kind BPE, not byte-level"),
     ],
 )
-def test_a_tokenizer_that_does_not_keep_bytes_is_refused(tmp_path: Path, model: models.Model, message: str) -> None:
+def test_a_lossy_tokenizer_is_refused(tmp_path: Path, model: models.Model, message: str) -> None:
     Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ForeignError, match=message):
         read_tokenizer(tmp_path / "tokenizer.json", "text", None)
 
 
-def test_a_byte_level_bpe_with_a_token_that_is_no_bytes_is_refused(tmp_path: Path) -> None:
+def test_a_byte_level_bpe_with_an_undecodable_token_is_refused(tmp_path: Path) -> None:
     byte_level(tmp_path / "tokenizer.json", ["</s>", "▁pad"])
     with pytest.raises(ForeignError, match="which byte-level BPE never writes"):
         read_tokenizer(tmp_path / "tokenizer.json", "text", None)
 
 
-def test_a_bpe_is_not_for_events(tmp_path: Path) -> None:
+def test_a_bpe_is_refused_for_events(tmp_path: Path) -> None:
     byte_level(tmp_path / "tokenizer.json", ["</s>"])
-    with pytest.raises(ForeignError, match="events need one token each: give --vocabulary"):
+    with pytest.raises(ForeignError, match="each event needs one token: give --vocabulary"):
         read_tokenizer(tmp_path / "tokenizer.json", "events", None)
 
 
@@ -129,7 +129,7 @@ def test_a_bpe_is_not_for_events(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str, message: str) -> None:
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ForeignError, match=f"tokenizer.json: .*{message}"):
         read_tokenizer(tmp_path / "tokenizer.json", "text", None)
@@ -161,38 +161,38 @@ def test_a_list_of_characters_is_a_vocabulary_of_characters(tmp_path: Path) -> N
         read.vocabulary.encode("b")
 
 
-def test_an_unknown_character_is_unk_where_there_is_one(tmp_path: Path) -> None:
+def test_an_unknown_character_becomes_unk(tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text(json.dumps(["<unk>", "</s>", "a", "é"]))
     vocabulary = read_names(tmp_path / "names.json", "text", None).vocabulary
     assert vocabulary.encode("aüé\nz") == [2, 0, 3, 1, 0]
 
 
-def test_without_a_token_for_the_unknown_it_is_refused_by_name(tmp_path: Path) -> None:
+def test_without_an_unk_token_unknown_items_are_refused(tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text(json.dumps(["</s>", "open", "shut"]))
     words = read_names(tmp_path / "names.json", "text", None)
-    assert any("it is refused" in note for note in words.notes)
+    assert any("they are refused" in note for note in words.notes)
     assert words.vocabulary.encode("shut\nopen") == [2, 0, 1]
     with pytest.raises(ValueError, match="cannot be encoded"):
         words.vocabulary.encode("what")
     events = read_names(tmp_path / "names.json", "events", None).vocabulary
     assert events.encode_events(["shut", "open"]) == [2, 1]
-    with pytest.raises(ValueError, match="there is no event 'what' in the vocabulary, and no <unk>"):
+    with pytest.raises(ValueError, match="the vocabulary has no event 'what' and no <unk>"):
         events.encode_events(["shut", "what"])
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('["a", "a", "</s>"]', "the name 'a' stands there more than once"),
+        ('["a", "a", "</s>"]', "the name 'a' occurs more than once"),
         ('["a", 3]', "expected a list of names"),
         ('{"a": 0, "b": 2}', "the ids of 2 names are not 0 to 1, each once"),
         ('{"a": 0, "b": "1"}', "the ids of 2 names are not 0 to 1"),
         ('["two words", "one", "</s>"]', "'two words' is not one word"),
-        ('["open", "shut"]', "none of the 2 tokens is called as one that begins a sequence"),
+        ('["open", "shut"]', "none of the 2 tokens has a usual name of one that begins a sequence"),
         ('["a\\n", "<eos>", "</s>"', "not JSON"),
     ],
 )
-def test_a_list_of_names_that_cannot_be_one_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_an_invalid_list_of_names_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "names.json").write_text(content)
     with pytest.raises(ForeignError, match=message):
         read_names(tmp_path / "names.json", "text", None)
@@ -200,11 +200,11 @@ def test_a_list_of_names_that_cannot_be_one_is_refused(tmp_path: Path, content: 
 
 def test_two_tokens_cannot_both_be_eos(tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text('["<eos>", "stop", "go"]')
-    with pytest.raises(ForeignError, match="'stop' is to begin a sequence, but another token is called <eos>"):
+    with pytest.raises(ForeignError, match="'stop' should begin a sequence, but another token is called <eos>"):
         read_names(tmp_path / "names.json", "events", "stop")
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ForeignError, match=r"none.json: No such file"):
         read_names(tmp_path / "none.json", "text", None)
     (tmp_path / "names.txt").write_bytes(b"a\n\xff\n")
@@ -212,7 +212,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         read_names(tmp_path / "names.txt", "text", None)
 
 
-def test_a_normalizer_goes_along(tmp_path: Path) -> None:
+def test_a_normalizer_is_kept(tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path / "tokenizer.json", ["</s>"])
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
