@@ -592,7 +592,7 @@ async def test_a_window_longer_than_a_rewound_tail_is_refused_and_the_models_own
 ) -> None:
     session = await start(harness, *range(10, 30))
     await harness.engine.rewind(session, 6)
-    with pytest.raises(InvalidRequest, match="window is 3, but only the last 2 tokens are kept"):
+    with pytest.raises(InvalidRequest, match="window is 3, but the session keeps only its last 2 tokens"):
         await harness.engine.submit(PredictRequest(session=session, mode=Mode.WINDOW, window=3))
     answer = await harness.engine.submit(PredictRequest(session=session, mode=Mode.WINDOW))
     assert answer.window == 2
