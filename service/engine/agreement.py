@@ -69,7 +69,7 @@ class ErrorBoundReport(TypedDict):
 
 class AgreementReport(TypedDict):
     """How far windows were from recurrent, over all comparisons; null if there were none. `bound_violations`: pairs
-    further apart than their bound."""
+    that contradict their bound or proof."""
 
     compared: int
     top1_match_rate: float | None

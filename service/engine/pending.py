@@ -66,7 +66,7 @@ class Pending(EagerTask[T]):
         self._abandon()
 
     def fail(self, error: BaseException) -> None:
-        """Like `Waiter.fail`. A CancelledError becomes Unavailable: a closed engine cancels its threads' queued work."""
+        """Like `Waiter.fail`, but CancelledError becomes Unavailable: a closed engine cancels its threads' work."""
         super().fail(Unavailable("the server is stopping") if isinstance(error, asyncio.CancelledError) else error)
 
     def _ring(self) -> None:
