@@ -93,8 +93,9 @@ class Forward:
     async def append(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
     ) -> RunResult:
-        """Runs `tokens` from the state in `read`, which stays unchanged, and writes the next state to `write`. Runs many
-        tokens in pieces, or as parallel chunks if that is quicker; the states are bit-identical."""
+        """Runs `tokens` from the state in `read`, which stays unchanged, and writes the next state to `write`.
+
+        Runs many tokens in pieces, or as parallel chunks if that is quicker; the states are bit-identical."""
         if len(tokens) == 1:
             row = await self._batcher.submit(Work("step", tokens, read=read, write=write, binding=binding), ticket)
             return RunResult(row)

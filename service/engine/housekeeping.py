@@ -71,7 +71,7 @@ class Housekeeper:
             self._faults += len(faults)
             self._faults_metric.inc(len(faults))
             for fault in faults:
-                logger.error("model %s has a corrupt state: %s", self._model, fault.text)
+                logger.error("the state cache of model %s has a fault: %s", self._model, fault.text)
             self._state_cache.mend(faults, idle=idle)
 
     def document(self) -> IntegrityReport:

@@ -21,8 +21,9 @@ class Limits:
         self.window = min(manifest.window, self.max_window)
 
     def tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
-        """Raises TooLarge if there are too many tokens, InvalidRequest if the vocabulary lacks one. A `document` is only
-        scored, and may be longer than another input."""
+        """Raises TooLarge if there are too many tokens, InvalidRequest if the vocabulary lacks one.
+
+        A `document` is only scored, and may be longer than another input."""
         size = self._size
         if len(tokens) == 1 and 0 <= tokens[0] < size:
             return
