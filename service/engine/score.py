@@ -82,7 +82,7 @@ class Scorer:
 
     @cached_property
     def _cut_off(self) -> tuple[float | None, ...]:
-        """The bounds of answers that know the last 1, 2, ... tokens of a longer sequence; the last one holds for more."""
+        """The bounds of answers that know the last 1, 2, ... tokens of a longer sequence; the last holds for more."""
         certificate = self._certificate
         ends = range(1, max(len(certificate.error_bound), 1) + 1)
         found = [bounds.bound(certificate, known, known + 1) for known in ends]

@@ -292,7 +292,7 @@ class DirectionProof:
         )
 
     def _measured(self, runner: Runner, window: int) -> float:
-        """Returns the largest deviation of the stream, or shortfall of an error, over random, held and cycling tokens."""
+        """Returns the largest deviation of the stream, or shortfall of an error: random, held and cycling tokens."""
         random = np.random.default_rng(3)
         tokens = random.integers(self._architecture.vocabulary_size, size=(WINDOWS, window), dtype=np.int64)
         for row, period in enumerate((1, 1, 1, 2, 2, 3)):
