@@ -100,9 +100,9 @@ class Work:
     tokens, targets: int64 (n); one token for step, which may be a tuple, none for head, n >= 1 otherwise; targets for
     scan only.
     The state is read from slot `read` (window ignores it and starts from zero) and the next one is written to slot
-    `write`; None keeps no state. `binding` work cannot be withdrawn once it is in a batch: its request is completed even
-    if its caller leaves. A `chunk` is one of a sequence's parallel chunks: the code that cut the sequence decides how
-    many make a batch.
+    `write`; None keeps no state. `binding` work cannot be withdrawn once it is in a batch: its request is completed,
+    even if its caller leaves. A `chunk` is one of a sequence's parallel chunks: the code that cut the sequence decides
+    how many make a batch.
     """
 
     role: Role
@@ -123,7 +123,7 @@ class Work:
 class WindowTrace:
     """One row of the window graph's outputs for the proof by direction, `length` tokens long: float32, all finite.
 
-    stream: (H), the value to which the first layer's mixing matrix adds; states, errors: by the state tensor's name,
+    stream: (H), the value that the first layer's mixing matrix is added to; states, errors: by the state tensor's name,
     (units), each layer's state and how far each unit may be from it.
     """
 
@@ -300,7 +300,7 @@ def _traces(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[WindowT
 
 
 def _tokens(works: Sequence[Work]) -> dict[str, Array]:
-    """Returns tokens (B) for step; otherwise tokens (B, T), lengths (B) and, for scan, targets (B, T), padded with 0."""
+    """Returns tokens (B) for step; else tokens (B, T), lengths (B) and, for scan, targets (B, T), padded with 0."""
     tokens = [work.tokens for work in works if work.tokens is not None]
     assert len(tokens) == len(works), "work without tokens: this is a bug"
     if works[0].role == "step":

@@ -54,7 +54,7 @@ class Ticket:
         )
 
     def beside(self) -> Ticket:
-        """Returns a ticket for concurrent work of the same request: admitted and traced like this one, but not timed."""
+        """Returns a ticket for concurrent work of the request: admitted and traced like this one, but not timed."""
         other = Ticket()
         other.admitted, other.traced = True, self.traced
         return other
