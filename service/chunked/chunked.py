@@ -90,7 +90,7 @@ class ChunkBatch:
         return {name: value[cell : cell + 1] for name, value in self._ends.items()}
 
     def residual(self, cell: int) -> float:
-        """Returns the largest difference of a unit at the joint before a cell other than the first; 0 without a joint."""
+        """Returns the largest difference of a unit at the joint before `cell`, which is not the first; 0: no joint."""
         return max(float(_apart(value[cell], self._ends[name][cell - 1]).max()) for name, value in self._starts.items())
 
     def residuals(self) -> NDArray[np.float64]:
@@ -113,7 +113,7 @@ class ChunkBatch:
 
 
 def _apart(one: Array, other: Array) -> Array:
-    """Returns |one - other| by unit: 0 if both are equal or both NaN; infinite if only the difference is NaN."""
+    """Returns |one - other| by unit: 0 if both are equal or both NaN, otherwise infinite if the difference is NaN."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart: Array = np.abs(one - other)
     if not np.isfinite(apart).all():

@@ -1,6 +1,6 @@
 """Cuts a long sequence into parallel chunks, by measured speed.
 
-After the model is loaded, two things are measured: the seconds a token costs, by the number of parallel sequences
+While the model is served, two things are measured: the seconds a token costs, by the number of parallel sequences
 (`Pace`), and how quickly the model forgets its initial state (`Residuals`). The second only chooses the warm-up length
 and guarantees nothing: every run measures the difference that its warm-up left.
 """

@@ -414,7 +414,7 @@ async def test_a_runner_that_is_lost_ends_shadows_and_nothing_else(
     harness = make_harness(shadow_rate=1.0)
 
     def lost(role: Role, feeds: object) -> dict[str, Array]:
-        raise RunnerLost("the process that runs aside has ended")
+        raise RunnerLost("the runner's process has exited")
 
     monkeypatch.setattr(harness.shadow_runner, "run", lost)
     session, _ = await session_of(harness, 2)
