@@ -203,9 +203,7 @@ async def test_steps_refused_by_a_full_queue_have_no_effect(make_load: Callable[
 
 
 @pytest.mark.parametrize("leave", ["cancelled", "late"])
-async def test_a_step_whose_client_leaves_is_appended_at_most_once(
-    make_load: Callable[..., Load], leave: str
-) -> None:
+async def test_a_step_whose_client_leaves_is_appended_at_most_once(make_load: Callable[..., Load], leave: str) -> None:
     load = make_load()
     sessions = await load.start(12)
     loop = asyncio.get_running_loop()

@@ -80,7 +80,7 @@ class Served:
         self.engine.warm_up(bundle.propagation())
 
 
-async def test_a_model_that_forgets_in_time_is_run_side_by_side_as_if_in_order(
+async def test_parallel_chunks_equal_a_run_in_order_if_the_model_forgets(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
     harness = make_harness(throughput=Told({0.0: 300}))
@@ -92,7 +92,7 @@ async def test_a_model_that_forgets_in_time_is_run_side_by_side_as_if_in_order(
 
 
 @pytest.mark.parametrize("decay", [1.0, 1.01])
-async def test_a_model_that_does_not_forget_is_run_again_until_it_is_exact(
+async def test_chunks_of_a_model_that_does_not_forget_are_repeated_until_exact(
     make_harness: Callable[..., EngineHarness], decay: float
 ) -> None:
     harness = make_harness(throughput=Told({0.0: 32}))
@@ -105,7 +105,7 @@ async def test_a_model_that_does_not_forget_is_run_again_until_it_is_exact(
     assert (parallel_cost.chunks, parallel_cost.max_residual, parallel_cost.error_bound) == (WIDTH, 0.0, 0.0)
 
 
-async def test_the_shipped_lstm_which_does_not_forget_is_exact_at_tolerance_0() -> None:
+async def test_the_shipped_lstm_is_exact_at_tolerance_0() -> None:
     served = Served("lstm", {0.0: 64})
     tokens = tuple(np.random.default_rng(1).integers(served.bundle.vocabulary.size, size=1100).tolist())
     in_order, parallel_cost = await both(served, tokens, 0)
@@ -115,7 +115,7 @@ async def test_the_shipped_lstm_which_does_not_forget_is_exact_at_tolerance_0() 
     assert parallel_cost.logprobs == pytest.approx(in_order.logprobs, abs=2e-5)
 
 
-async def test_after_a_segment_in_vain_the_rest_is_run_in_order(
+async def test_after_a_segment_of_repeated_cells_the_rest_runs_in_order(
     make_harness: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 512)
@@ -127,7 +127,7 @@ async def test_after_a_segment_in_vain_the_rest_is_run_in_order(
     assert [len(rows[0]) for role, rows in harness.runner.calls if role == "scan"][-6:] == [256] * 6
 
 
-async def test_chunks_that_are_often_run_again_are_warmed_up_longer_from_then_on(
+async def test_often_repeated_chunks_get_a_longer_warm_up(
     make_harness: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 4096)
@@ -139,7 +139,7 @@ async def test_chunks_that_are_often_run_again_are_warmed_up_longer_from_then_on
     assert {150 % STEPS, 300 % STEPS} <= warm_ups
 
 
-async def test_cells_are_run_again_only_until_they_meet_what_was_computed(
+async def test_cells_are_repeated_only_until_they_meet_the_first_states(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
     harness = make_harness(throughput=Told({0.0: 16}))
@@ -149,7 +149,9 @@ async def test_cells_are_run_again_only_until_they_meet_what_was_computed(
     assert 1 < parallel_cost.rounds < len(tokens) / STEPS * 0.75
 
 
-async def test_without_a_tolerance_the_residual_is_small_and_told(make_harness: Callable[..., EngineHarness]) -> None:
+async def test_without_a_tolerance_the_residual_is_small_and_reported(
+    make_harness: Callable[..., EngineHarness],
+) -> None:
     harness = make_harness(throughput=Told({RESIDUAL: 16}))
     in_order, parallel_cost = await both(harness, text(2048), None)
     assert 0 < parallel_cost.max_residual <= RESIDUAL
@@ -158,7 +160,7 @@ async def test_without_a_tolerance_the_residual_is_small_and_told(make_harness: 
     assert parallel_cost.logprobs == pytest.approx(in_order.logprobs, abs=1e-3)
 
 
-async def test_where_nothing_is_proved_a_tolerance_is_met_by_an_exact_run(
+async def test_an_unproved_model_meets_a_tolerance_by_an_exact_run(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
     harness = make_harness(throughput=Told({RESIDUAL: 16, 0.0: 32}))
@@ -169,9 +171,7 @@ async def test_where_nothing_is_proved_a_tolerance_is_met_by_an_exact_run(
 
 @pytest.mark.parametrize("name", ["rnn-stable", "lstm-stable"])
 @pytest.mark.parametrize("tolerance", [None, 1e-2, 2e-4, 1e-7])
-async def test_what_is_proved_of_joints_is_within_the_tolerance_and_bounds_what_is_seen(
-    name: str, tolerance: float | None
-) -> None:
+async def test_the_bound_of_joints_is_within_the_tolerance_and_holds(name: str, tolerance: float | None) -> None:
     served = Served(name, {RESIDUAL: 128, 0.0: 256})
     size = served.bundle.vocabulary.size
     # One token over and over; few; and many: what a model forgets least is not known.
@@ -186,7 +186,7 @@ async def test_what_is_proved_of_joints_is_within_the_tolerance_and_bounds_what_
     await served.engine.close()
 
 
-async def test_a_warm_up_that_the_certificate_says_is_enough_needs_no_small_residual(
+async def test_a_warm_up_that_the_curve_covers_accepts_a_large_residual(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
     harness = make_harness(certified=True, max_window=200, throughput=Told({RESIDUAL: 150}))
@@ -211,7 +211,7 @@ class Strict(Propagation):
         return 1e6 if any(joint.any() for joint in joints.values()) else 0.0
 
 
-async def test_joints_that_do_not_meet_the_tolerance_are_taken_out(make_harness: Callable[..., EngineHarness]) -> None:
+async def test_joints_over_the_tolerance_are_removed(make_harness: Callable[..., EngineHarness]) -> None:
     harness = make_harness(certified=True, max_window=200, throughput=Told({RESIDUAL: 100}))
     harness.engine.scorer.propagation = Strict()
     tolerance = 1e-4
@@ -223,7 +223,7 @@ async def test_joints_that_do_not_meet_the_tolerance_are_taken_out(make_harness:
     assert parallel_cost.rounds > 1
 
 
-async def test_where_rounding_alone_is_over_the_tolerance_chunks_are_warmed_up_until_they_are_exact() -> None:
+async def test_chunks_are_exact_if_rounding_alone_exceeds_the_tolerance() -> None:
     served = Served("gated-stable", {RESIDUAL: 200, 0.0: 400})
     tokens = tuple(np.random.default_rng(1).integers(served.bundle.vocabulary.size, size=3600).tolist())
     in_order, parallel_cost = await both(served, tokens, 1e-2)
@@ -241,7 +241,7 @@ async def test_a_short_text_and_one_in_order_are_one_chunk(make_harness: Callabl
 
 
 @pytest.mark.parametrize("method", list(ScoreMethod))
-async def test_a_document_comes_in_order_with_progress(
+async def test_a_document_is_streamed_in_order_with_progress(
     make_harness: Callable[..., EngineHarness], method: ScoreMethod
 ) -> None:
     harness = make_harness(throughput=Told({0.0: 32}))
@@ -264,7 +264,7 @@ async def test_a_document_comes_in_order_with_progress(
     assert summary.perplexity == pytest.approx(np.exp(-np.mean(known(whole.logprobs))))
 
 
-async def test_a_hundred_thousand_tokens_go_through_in_bounded_memory(
+async def test_a_hundred_thousand_tokens_take_bounded_memory(
     make_harness: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 8192)
@@ -303,7 +303,7 @@ async def test_other_requests_are_answered_while_a_document_is_scored(
     assert roles.index("window") <= 3
 
 
-async def test_a_scoring_that_is_given_up_gives_back_its_states(make_harness: Callable[..., EngineHarness]) -> None:
+async def test_a_cancelled_score_releases_its_states(make_harness: Callable[..., EngineHarness]) -> None:
     harness = make_harness(throughput=Told({0.0: 300}))
     scoring = asyncio.create_task(harness.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
     await harness.runner.until_busy()
@@ -317,7 +317,7 @@ async def test_a_scoring_that_is_given_up_gives_back_its_states(make_harness: Ca
     # That nothing is held is seen when the harness closes.
 
 
-async def test_a_deadline_in_the_middle_of_a_document_ends_it(
+async def test_a_deadline_ends_a_document_in_the_middle(
     make_harness: Callable[..., EngineHarness], travel: Callable[[float], None]
 ) -> None:
     harness = make_harness(throughput=Told({0.0: 300}))
@@ -339,7 +339,7 @@ async def test_a_run_that_fails_in_the_middle_fails_the_document(make_harness: C
         await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0))
 
 
-async def test_a_document_may_be_longer_than_other_inputs_and_not_endless(
+async def test_a_document_has_its_own_longer_limit(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
     harness = make_harness(max_input_tokens=20, max_scored_tokens=30)
@@ -352,7 +352,7 @@ async def test_a_document_may_be_longer_than_other_inputs_and_not_endless(
 
 
 @pytest.mark.parametrize("decay", [0.9, 1.0])
-async def test_a_long_prompt_is_run_side_by_side_to_the_very_same_state(
+async def test_a_long_prompt_in_parallel_chunks_has_the_same_state(
     make_harness: Callable[..., EngineHarness], decay: float
 ) -> None:
     tokens = text(2700)
@@ -368,7 +368,7 @@ async def test_a_long_prompt_is_run_side_by_side_to_the_very_same_state(
     assert parallel_cost.error_bound == 0.0
 
 
-async def test_a_generation_and_a_session_go_on_from_a_long_prompt(make_harness: Callable[..., EngineHarness]) -> None:
+async def test_a_generation_and_a_session_continue_a_long_prompt(make_harness: Callable[..., EngineHarness]) -> None:
     prompt = text(1500)
     texts, steps = [], []
     for throughput in (None, Told({0.0: 300})):

@@ -117,7 +117,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
     beside=st.booleans(),
     actions=st.lists(st.sampled_from(ACTIONS), min_size=5, max_size=30),
 )
-def test_no_answer_is_further_from_the_uninterrupted_model_than_it_says(
+def test_every_error_bound_holds_against_the_uninterrupted_model(
     cell: Cell, block: str, layers: int, seed: int, recurrent: float, beside: bool, actions: list[str]
 ) -> None:
     small = Small(cell, block, layers, seed, recurrent, beside=beside)
@@ -125,7 +125,7 @@ def test_no_answer_is_further_from_the_uninterrupted_model_than_it_says(
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["curve", "beside the run"])
-def test_of_models_that_forget_fast_much_is_claimed_and_all_of_it_is_true(beside: bool) -> None:
+def test_fast_forgetting_models_have_bounds_and_proofs_that_hold(beside: bool) -> None:
     tally = Tally()
     for seed in range(2 if beside else 6):
         for cell in CELLS:

@@ -37,12 +37,12 @@ def encoding(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> Encodin
     return Encoding(harness, monkeypatch)
 
 
-async def test_text_is_encoded_by_the_models_vocabulary_however_long(harness: EngineHarness) -> None:
+async def test_long_text_is_encoded_by_the_models_vocabulary(harness: EngineHarness) -> None:
     assert await harness.engine.encode(LONG) == tuple(harness.vocabulary.encode(LONG))
 
 
 @pytest.mark.parametrize("text", ["x" * 5 * 65_537, "\n" * 65_537, "é\n" * 47_000], ids=len)
-async def test_a_text_that_is_too_long_whatever_its_tokens_are_is_refused_without_encoding_it(
+async def test_a_text_that_must_exceed_the_limit_is_refused_without_encoding(
     harness: EngineHarness, encoding: Encoding, text: str
 ) -> None:
     # No token of this vocabulary stands for more than five bytes, and a line break is a token.
@@ -51,7 +51,7 @@ async def test_a_text_that_is_too_long_whatever_its_tokens_are_is_refused_withou
     assert encoding.texts == []
 
 
-async def test_a_text_that_turns_out_too_long_is_refused_before_a_list_is_made_of_its_tokens(
+async def test_a_text_over_the_limit_is_refused_before_its_ids_are_listed(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(max_input_tokens=5000)
@@ -87,7 +87,7 @@ async def test_words_and_events_of_any_length_are_one_token_each(make_harness: M
     assert await harness.engine.encode("\n" * 100_000) == ()  # of events, nothing is between line breaks
 
 
-async def test_the_deadline_holds_while_a_text_is_encoded(
+async def test_a_deadline_applies_while_a_text_is_encoded(
     harness: EngineHarness, encoding: Encoding, travel: Callable[[float], None]
 ) -> None:
     deadline = asyncio.get_running_loop().time() + 3600
@@ -104,7 +104,7 @@ async def test_the_deadline_holds_while_a_text_is_encoded(
     assert LONG * 2 not in encoding.texts, "what nobody waits for is not encoded"
 
 
-async def test_long_texts_leave_the_event_loops_own_threads_alone(harness: EngineHarness, encoding: Encoding) -> None:
+async def test_long_texts_do_not_use_the_event_loops_threads(harness: EngineHarness, encoding: Encoding) -> None:
     tasks = [asyncio.create_task(harness.engine.encode(LONG)) for _ in range(64)]
     assert await asyncio.to_thread(encoding.busy.wait, TIMEOUT_S)
     assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), TIMEOUT_S) == "free"
@@ -112,7 +112,7 @@ async def test_long_texts_leave_the_event_loops_own_threads_alone(harness: Engin
     assert len(set(await asyncio.gather(*tasks))) == 1
 
 
-async def test_draining_waits_for_texts_that_are_being_encoded_and_takes_no_more(
+async def test_draining_waits_for_encoding_texts_and_refuses_new_ones(
     harness: EngineHarness, encoding: Encoding
 ) -> None:
     admitted = asyncio.create_task(harness.engine.encode(LONG))
@@ -129,7 +129,7 @@ async def test_draining_waits_for_texts_that_are_being_encoded_and_takes_no_more
 
 
 @pytest.mark.parametrize("text", ["ab\ud800", "ab\udfff" + "x" * 5000], ids=len)
-async def test_half_of_a_surrogate_pair_is_refused_with_its_place(harness: EngineHarness, text: str) -> None:
+async def test_half_of_a_surrogate_pair_is_refused_with_its_index(harness: EngineHarness, text: str) -> None:
     with pytest.raises(InvalidRequest, match="character 2 of the text is half of a surrogate pair") as caught:
         await harness.engine.encode(text)
     assert caught.value.field == "input"

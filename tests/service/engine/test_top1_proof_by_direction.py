@@ -85,7 +85,7 @@ def hold(small: Small, window: NDArray[np.int64], first: int, random: np.random.
     front=st.booleans(),
     block=st.sampled_from(("plain", "residual")),
 )
-def test_no_past_overturns_a_token_that_is_proved(seed: int, layers: int, front: bool, block: str) -> None:
+def test_no_past_changes_a_proved_token(seed: int, layers: int, front: bool, block: str) -> None:
     small, random = model(seed, layers, front, block), np.random.default_rng(seed)
     windows = [random.integers(VOCABULARY, size=length) for length in random.integers(2, 10, size=12)]
     for window, first in zip(windows, proofs(small, windows), strict=True):
@@ -94,7 +94,7 @@ def test_no_past_overturns_a_token_that_is_proved(seed: int, layers: int, front:
 
 
 @pytest.mark.parametrize("front", [False, True], ids=["no front", "front"])
-def test_it_proves_all_that_the_radius_proves_and_more(front: bool) -> None:
+def test_direction_proves_more_than_the_radius(front: bool) -> None:
     more = 0
     for seed in range(3):
         small, random = model(seed, 1, front), np.random.default_rng(seed)
@@ -110,7 +110,7 @@ def test_it_proves_all_that_the_radius_proves_and_more(front: bool) -> None:
     assert more > 5
 
 
-def test_what_rounding_may_have_moved_is_not_proved() -> None:
+def test_a_larger_rounding_proves_fewer_tokens() -> None:
     small, random = model(0, 1, front=True), np.random.default_rng(0)
     windows = [random.integers(VOCABULARY, size=length) for length in random.integers(3, 9, size=30)]
     direction = small.engine.answer_builder.direction
@@ -121,14 +121,14 @@ def test_what_rounding_may_have_moved_is_not_proved() -> None:
     assert sum(first is not None for first in after) < sum(first is not None for first in before)
 
 
-def test_windows_that_say_no_more_than_their_radius_or_not_even_that_are_judged_by_what_there_is() -> None:
+def test_there_is_no_direction_proof_without_a_stream() -> None:
     small, random = model(0, 1, front=False, beside=False), np.random.default_rng(0)
     windows = [random.integers(VOCABULARY, size=16) for _ in range(5)]
     proofs(small, windows)
     assert small.engine.answer_builder.direction is None
 
 
-async def test_a_shipped_model_searches_for_a_proof_only_where_it_is_asked_to(
+async def test_a_shipped_model_searches_for_a_proof_only_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bundle, runner = opened(FOLDER / "gated-stable")

@@ -42,7 +42,7 @@ def leads(weights: dict[str, NDArray[np.float32]], logits: NDArray[np.float32]) 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_state_within_the_error_overturns_what_is_proved_and_pruning_loses_nothing(seed: int) -> None:
+def test_no_state_within_the_error_changes_a_proved_token(seed: int) -> None:
     weights, margin = make(seed)
     random = np.random.default_rng(seed)
     proved = refused = 0
@@ -66,7 +66,7 @@ def test_no_state_within_the_error_overturns_what_is_proved_and_pruning_loses_no
     assert proved > CASES / 60 and refused > CASES / 60
 
 
-def test_a_lead_that_rounding_could_have_made_proves_nothing() -> None:
+def test_a_lead_within_rounding_proves_nothing() -> None:
     weights, margin = make(0)
     hidden = np.ones(WIDTH, np.float32)
     logits = logits_of(weights, hidden)
@@ -79,7 +79,7 @@ def test_a_lead_that_rounding_could_have_made_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("error", [np.inf, np.nan])
-def test_a_state_that_may_be_anywhere_proves_nothing(error: float) -> None:
+def test_an_unbounded_error_proves_nothing(error: float) -> None:
     weights, margin = make(0)
     hidden = np.ones(WIDTH, np.float32)
     assert not margin.proves(logits_of(weights, hidden), hidden, error)
@@ -94,7 +94,7 @@ def test_the_output_matrix_may_be_the_embedding() -> None:
         assert tied.proves(logits, hidden, error) is margin.proves(logits, hidden, error)
 
 
-def test_many_tokens_that_rows_lengths_do_not_settle_are_looked_at_one_by_one() -> None:
+def test_tokens_that_row_norms_do_not_settle_are_checked_individually() -> None:
     random = np.random.default_rng(3)
     rows = np.full((500, WIDTH), 10.0) + 1e-3 * random.normal(size=(500, WIDTH))  # long, and close together
     weights = {"head.weight": rows.astype(np.float32), "head.bias": np.linspace(0, -1, 500).astype(np.float32)}
@@ -109,7 +109,7 @@ def test_many_tokens_that_rows_lengths_do_not_settle_are_looked_at_one_by_one() 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_look_at_the_second_settles_is_settled_for_all_and_that_is_most(seed: int) -> None:
+def test_the_first_two_tokens_settle_most_answers(seed: int) -> None:
     weights, margin = make(seed)
     random = np.random.default_rng(seed)
     told = {True: 0, False: 0, None: 0}
