@@ -12,18 +12,18 @@ TOKENS = np.arange(21)  # the last cell has one token
 
 
 def states(*values: float) -> dict[str, np.ndarray]:
-    """One unit a state, as many states as values."""
+    """Returns a state of one unit for each value."""
     return {"s": np.array(values, np.float32)[:, None]}
 
 
 def rows(count: int) -> list[Row]:
-    """What `advance` puts out beside states."""
+    """Returns rows without outputs, like those of `advance`."""
     return [Row(Outputs({}), row, None, None) for row in range(count)]
 
 
 @pytest.fixture
 def segment() -> ChunkBatch:
-    """Of six cells; the second chunk starts a little off, and the third a lot."""
+    """A segment of six cells; the second chunk has a small joint, the third a large one."""
     made = ChunkBatch("advance", LAYOUT, TOKENS, None, states(0.0))
     made.started(range(6), states(0.0, 1.0, 2.5, 3.0, 9.0, 5.0))
     made.ended(range(6), states(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), rows(6))

@@ -66,7 +66,7 @@ def test_a_run_takes_at_most_run_seconds() -> None:
 
 
 def result(measuring: Generator[None, None, T]) -> T:
-    """What a measurement ends in."""
+    """Runs a measurement and returns its result."""
     while True:
         try:
             next(measuring)
@@ -77,7 +77,7 @@ def result(measuring: Generator[None, None, T]) -> T:
 def test_the_warm_up_is_the_fewest_tokens_with_a_lasting_small_residual() -> None:
     seen = ThroughputProfile([(16, 1e-1), (32, 1e-4), (64, 1e-3), (128, 1e-6), (256, 0.0)])
     assert seen.warm_up(1e-1) == 32
-    assert seen.warm_up(1e-3) == 128  # a quarter of it was passed at 64 once more
+    assert seen.warm_up(1e-3) == 128  # at 64 it is over a quarter again
     assert seen.warm_up(0.0) == 256
     assert ThroughputProfile([(16, 0.0), (32, 1.0)]).warm_up(1.0) is None
     assert ThroughputProfile([]).warm_up(1.0) is None

@@ -1,4 +1,4 @@
-"""Long requests are let in if they can be over by their deadlines; the others are refused at once."""
+"""Long requests are admitted if they can finish by their deadlines, and otherwise refused immediately."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wane.service.types import CompareRequest, GenerateRequest, Mode, PredictReq
 
 
 class Requests:
-    """A backlog, and the requests that were let in and are not over."""
+    """A backlog, and the admitted requests in flight."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -84,7 +84,7 @@ def test_a_short_request_is_neither_refused_nor_counted(requests: Requests) -> N
 def test_a_shorter_request_finishes_before_longer_ones(requests: Requests) -> None:
     for _ in range(2):
         requests.enter(10, None)
-    requests.enter(1, MARGIN * 3 + 0.01)  # three take turns until it is over
+    requests.enter(1, MARGIN * 3 + 0.01)  # three take turns until it finishes
     with pytest.raises(Overloaded):
         requests.enter(1, MARGIN * 3)
 
@@ -96,7 +96,7 @@ def test_progress_reduces_the_backlog(requests: Requests) -> None:
     requests.clock.now_s += 10
     first.progress(0.5)
     assert requests.backlog.seconds == 10
-    first.progress(0.25)  # what was done stays done
+    first.progress(0.25)  # progress never goes back
     assert requests.backlog.seconds == 10
     requests.enter(4, 30)
 
@@ -249,7 +249,7 @@ async def test_long_requests_are_counted_and_refused_if_they_would_be_late(
         await asked(engine, loop.time() + 0.1)
     assert refused.value.retry_after_s > 0
     assert harness.sample("wane_queue_rejected_total") == 1
-    assert len(runner.calls) == calls, "nothing was run for what was refused"
+    assert len(runner.calls) == calls, "a refused request runs nothing"
     runner.gate.set()
     await first
     assert engine.backlog.seconds == 0
@@ -265,7 +265,7 @@ async def test_the_inputs_of_one_call_are_admitted_together(
     with engine.backlog.share(1000, None), pytest.raises(Overloaded):
         await engine.predict_many(short * 500)
     assert harness.sample("wane_queue_rejected_total") == 1
-    assert not harness.runner.calls, "nothing was run for what was refused"
+    assert not harness.runner.calls, "a refused request runs nothing"
     harness.runner.gate.clear()
     call = asyncio.create_task(engine.predict_many([*short * 500, PredictRequest((-1,))]))
     await harness.runner.until_busy()

@@ -1,4 +1,4 @@
-"""Steps of one token in columns: deadlines, clients that leave, failures, and what becomes of the others of a batch."""
+"""Steps of one token in columns: deadlines, cancelled steps, failures, and their effect on other steps of a batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POISON, HOT = 40, 41
 
 @pytest.fixture
 async def started(harness: EngineHarness) -> EngineHarness:
-    """With the sessions a, b and c, each after one token, whose next steps are columns."""
+    """An engine with the sessions a, b and c, each after one token, whose next steps are taken in columns."""
     await start_sessions(harness)
     harness.runner.poison, harness.runner.hot = POISON, HOT
     harness.runner.calls.clear()
@@ -39,19 +39,19 @@ async def started(harness: EngineHarness) -> EngineHarness:
 
 
 async def turns() -> None:
-    """Lets every callback run that is ready."""
+    """Runs every callback that is ready."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 def step(harness: EngineHarness, session: str, token: int = 6, *, hours: float | None = None) -> Pending[Answer]:
-    """Submits a step, with a deadline in so many hours."""
+    """Submits a step, with a deadline in `hours` hours."""
     deadline = None if hours is None else asyncio.get_running_loop().time() + hours * HOUR_S
     return harness.engine.submit(StepRequest(session, (token,), deadline=deadline))
 
 
 async def occupied(harness: EngineHarness, session: str = "c") -> Pending[Answer]:
-    """Keeps the runner busy with a step of two tokens, which is none for columns."""
+    """Keeps the runner busy with a step of two tokens, which is not taken in columns."""
     harness.runner.gate.clear()
     pending = harness.engine.submit(StepRequest(session, (7, 8)))
     await harness.runner.until_busy()
@@ -148,7 +148,7 @@ async def test_a_step_of_a_call_fails_once_at_its_deadline(
     assert isinstance(call.results[1], Answer)
 
 
-# Clients that leave.
+# Cancelled steps.
 
 
 async def test_a_step_that_is_cancelled_before_its_batch_has_no_effect(started: EngineHarness) -> None:
@@ -191,7 +191,7 @@ async def test_a_step_after_a_cancelled_one_of_its_session_runs(started: EngineH
     assert (await next_).position == 2
 
 
-# Steps of one session, and those that are handed back.
+# Steps of one session, and steps that are handed back.
 
 
 async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> None:
@@ -201,7 +201,7 @@ async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> No
 
 async def test_a_step_that_is_handed_back_keeps_its_place(started: EngineHarness) -> None:
     first, second = step(started, "a", 6), step(started, "a", 7)
-    await started.engine.get_session("a")  # writes the session to the store: it is no column any more
+    await started.engine.get_session("a")  # writes the session to the store, so the step is handed back
     assert [(await first).position, (await second).position] == [2, 3]
     assert [rows for _, rows in started.runner.calls] == [[[6]], [[7]]]
 
@@ -248,7 +248,7 @@ async def test_a_queued_step_whose_state_was_evicted_is_rebuilt(started: EngineH
 async def test_a_step_with_options_is_not_taken_in_columns(started: EngineHarness, asks: dict[str, object]) -> None:
     answer = await started.engine.submit(StepRequest("a", (6,), **asks))  # type: ignore[arg-type]
     assert (type(answer), answer.position) == (Answer, 2)
-    assert type(await step(started, "a")) is StepAnswer, "the one behind it is"
+    assert type(await step(started, "a")) is StepAnswer, "the next step is taken in columns"
 
 
 # Failures.
@@ -280,7 +280,7 @@ async def test_a_full_queue_refuses(make_harness: MakeHarness) -> None:
     assert (await step(harness, "d")).position == 2
 
 
-# The end.
+# Shutdown.
 
 
 async def test_draining_waits_for_queued_and_running_steps_and_refuses_new_ones(started: EngineHarness) -> None:
@@ -314,7 +314,7 @@ async def test_a_closed_engine_commits_running_steps_and_refuses_queued_ones(sta
 
 
 class Receiver:
-    """Waits for steps, and does something with the first that ran."""
+    """Receives steps, and calls `on_run` after step 0."""
 
     def __init__(self, on_run: Callable[[], object]) -> None:
         self.done = False
@@ -376,7 +376,7 @@ async def test_a_finished_step_leaves_no_reference_cycle(started: EngineHarness,
         except WaneError:
             assert end in ("conflicts", "late")
 
-    for _ in range(3):  # what is made once is made now
+    for _ in range(3):  # makes the objects that are made only once
         await step(started, "a")
         await run()
     if end == "conflicts":

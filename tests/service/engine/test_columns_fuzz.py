@@ -1,5 +1,5 @@
-"""One history of steps, in columns and by the general procedure; `python -m tests.service.engine.columns_fuzz` is
-longer."""
+"""A short history of steps in columns and by the general procedure; `python -m tests.service.engine.columns_fuzz` plays
+longer ones."""
 
 from __future__ import annotations
 

@@ -64,7 +64,11 @@ async def test_a_window_that_covers_all_tokens_is_exact(harness: EngineHarness) 
 async def test_a_windowed_generation_has_the_largest_bound_of_its_tokens(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=4, max_window=140)
     epsilon = harness.manifest.certificate.error_bound_at(130)
-    for length, bound in ((127, 0.0), (128, epsilon), (135, epsilon)):  # the last is from three tokens more
+    for length, bound in (
+        (127, 0.0),
+        (128, epsilon),
+        (135, epsilon),
+    ):  # the last token's window follows three generated tokens
         request = GenerateRequest((5,) * length, max_tokens=4, temperature=0, mode=Mode.WINDOW, window=130)
         assert (await generate(harness, request))[1].error_bound == bound
 
@@ -148,7 +152,7 @@ async def test_cancelling_between_two_tokens_stops_the_work(harness: EngineHarne
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    # The batch in hand still writes to the state's slot, which is therefore not free yet.
+    # The running batch still writes to the state's slot, so the slot is not free yet.
     assert harness.engine.state_cache.used_bytes == harness.engine.state_cache.slot_bytes
     harness.runner.gate.set()
     await harness.engine.drain()

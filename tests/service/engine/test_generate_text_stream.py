@@ -10,7 +10,7 @@ BYTES = byte_vocabulary()
 
 
 def pushed(stream: TextStream, tokens: list[int]) -> list[str]:
-    """The pieces of text, up to the one that stopped it."""
+    """Returns the pieces of text, up to the one that stopped it."""
     pieces = []
     for index, token in enumerate(tokens):
         pieces.append(stream.push(token, final=index == len(tokens) - 1))

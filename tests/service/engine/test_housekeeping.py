@@ -15,7 +15,7 @@ from wane.service.types import StateSource, StepRequest
 
 
 async def integrity(harness: EngineHarness) -> tuple[int, int]:
-    """Rounds and faults, as the report has them."""
+    """Returns the rounds and faults of the report."""
     found = (await harness.engine.report())["integrity"]
     assert isinstance(found, dict)
     assert harness.sample("wane_state_faults_total") == found["faults"]
@@ -23,7 +23,7 @@ async def integrity(harness: EngineHarness) -> tuple[int, int]:
 
 
 def slot_of(harness: EngineHarness, session: str) -> int:
-    """Where the session's state is."""
+    """Returns the slot of the session's state."""
     state = harness.engine.state_cache.peek(session)
     assert state is not None
     return state.slot
@@ -63,7 +63,7 @@ async def test_a_corrupt_state_is_rebuilt_by_the_next_token(
 
 async def test_a_leaked_slot_is_found_and_freed(harness: EngineHarness) -> None:
     session = await start(harness, 5)
-    harness.engine.state_cache.acquire()  # and nobody will release it
+    harness.engine.state_cache.acquire()  # never released
     await harness.engine.housekeeper.look()
     assert await integrity(harness) == (1, 1)
     assert harness.engine.state_cache.used_bytes == 0

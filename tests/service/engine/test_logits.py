@@ -1,4 +1,4 @@
-"""The likeliest tokens: from all logits, and from those that a graph picked out."""
+"""The most probable tokens: from all logits, and from a graph's top logits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ K = 16
 
 
 def random_logits(seed: int) -> NDArray[np.float32]:
-    """Some of them equal."""
+    """Returns random logits, some of them equal."""
     logits = 3 * np.random.default_rng(seed).normal(size=VOCABULARY.size)
     rounded: NDArray[np.float32] = np.round(logits, 1).astype(np.float32)
     return rounded
 
 
 def picked(logits: NDArray[np.float32]) -> dict[str, Array]:
-    """What a graph picks out of logits (B, V)."""
+    """Returns a graph's top outputs for logits (B, V)."""
     ids = np.argsort(-logits, axis=1, kind="stable")[:, :K]
     total = np.log(np.exp(logits.astype(np.float64)).sum(axis=1)).astype(np.float32)
     return {TOP_IDS: ids, TOP_LOGITS: np.take_along_axis(logits, ids, axis=1), LOG_SUM_EXP: total}

@@ -49,7 +49,7 @@ def test_top_p_keeps_the_fewest_tokens_that_add_up_to_p(top_p: float, kept: set[
 
 
 def test_top_k_comes_before_top_p() -> None:
-    # Of {1: 0.5, 2: 0.25} token 1 has two thirds: enough for 0.6, where it would not be of all four.
+    # Token 1 has two thirds of {1: 0.5, 2: 0.25}: enough for 0.6, but not enough among all four.
     assert drawn(Sampler(1.0, 2, 0.6, seed=1)) == {1}
     assert drawn(Sampler(1.0, None, 0.6, seed=1)) == {1, 2}
 

@@ -1,4 +1,4 @@
-"""Requests that were submitted: their deadlines, what becomes of them where the caller leaves, and no task for any."""
+"""Submitted requests: their deadlines, cancellation, proofs, and that none of them needs a task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WINDOW = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=2)
 
 
 def submitted(harness: EngineHarness, request: PredictRequest = WINDOW) -> Pending[Answer]:
-    """A window that stands in the queue."""
+    """Submits a window."""
     return harness.engine.submit(request)
 
 
@@ -29,29 +29,29 @@ HOUR_S = 3600.0
 
 
 class Work:
-    """What a request waits for. `left`: it was taken back."""
+    """The work of a request. `withdrawn`: it was cancelled."""
 
     def __init__(self) -> None:
         self.waiter = Waiter[int]()
-        self.left = False
+        self.withdrawn = False
 
     async def run(self) -> int:
         try:
             return await self.waiter
         except asyncio.CancelledError:
-            self.left = True
+            self.withdrawn = True
             raise
 
 
 def ticket(*, entered: bool = False) -> Ticket:
-    """One with an hour."""
+    """Returns a ticket with a deadline in an hour."""
     made = Ticket(asyncio.get_running_loop().time() + HOUR_S)
     made.entered = entered
     return made
 
 
 async def turns() -> None:
-    """Lets every callback run that is ready."""
+    """Runs every callback that is ready."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -77,7 +77,7 @@ async def test_cancel_withdraws_work_that_has_not_entered_a_batch(entered: bool)
     pending.cancel()
     pending.cancel()
     assert given.abandoned
-    assert work.left is not entered
+    assert work.withdrawn is not entered
     work.waiter.resolve(7)
     await turns()
     assert pending.done and told == []
@@ -94,7 +94,7 @@ async def test_a_deadline_withdraws_work_that_has_not_entered_a_batch(
     with pytest.raises(DeadlineExceeded) as late:
         await pending
     assert ("it still commits" in str(late.value)) is entered
-    assert work.left is not entered
+    assert work.withdrawn is not entered
     work.waiter.resolve(7)
     assert given.abandoned
 
@@ -123,8 +123,8 @@ async def test_a_finished_request_leaves_no_reference_cycle(travel: Callable[[fl
             await turns()
         assert pending.done
 
-    await run()  # what is made once is made now
-    while gc.collect():  # what other tests left may go in several rounds
+    await run()  # makes the objects that are made only once
+    while gc.collect():  # garbage of other tests may take several rounds
         pass
     gc.disable()
     try:
@@ -246,7 +246,7 @@ each_search = pytest.mark.parametrize("request_", SEARCHES, ids=["window", "sess
 
 @pytest.fixture
 async def bounded(make_harness: MakeHarness) -> EngineHarness:
-    """An engine whose windows leave rivals to their first tokens, with the session a after six tokens."""
+    """An engine whose margin proof leaves rivals, with the session a after six tokens."""
     harness = make_harness(certified=True, radius=1.0)
     await harness.engine.create_session("a")
     await harness.engine.submit(StepRequest("a", (5, 6, 7, 8, 9, 10)))
@@ -260,7 +260,7 @@ async def test_a_proof_is_searched_only_on_request(
     proof = FakeProof(bounded.engine)
     plain = await bounded.engine.submit(replace(request_, prove=False))
     assert proof.asked == 0
-    asked = await bounded.engine.submit(request_)  # the step, once more: a replay
+    asked = await bounded.engine.submit(request_)  # a step is replayed
     assert proof.asked == 1
     found = [answer if answer.agreement is None else answer.agreement for answer in (plain, asked)]
     assert [one.top1_proved for one in found] == [False, True]
@@ -281,7 +281,7 @@ async def test_searches_run_one_at_a_time_without_delaying_steps(bounded: Engine
     await proof.until_busy()
     others = asyncio.ensure_future(bounded.engine.predict_many([PROVED] * 3))
     step = bounded.engine.submit(StepRequest("a", (8,)))
-    assert (await step).position == 7, "who asks for no proof waits for none"
+    assert (await step).position == 7, "a request without a proof does not wait"
     assert (proof.asked, first.done, others.done()) == (1, False, False)
     proof.gate.set()
     answers = [await first, *await others]
@@ -321,12 +321,12 @@ async def test_a_cancelled_or_late_search_ends_and_its_step_stays_committed(
     if isinstance(request_, StepRequest):
         again = await engine.submit(replace(request_, prove=False))
         assert (again.position, again.replayed) == (8, True)
-    await turns()  # the thread is told in the next
+    await turns()  # the thread's future is cancelled in the next turn
     proof.gate.set()
     if not begun:
         await ahead
     await engine.drain()
-    assert proof.asked == 1, "what nobody waits for is not begun"
+    assert proof.asked == 1, "an abandoned search does not start"
 
 
 @pytest.mark.parametrize("left", [False, True])

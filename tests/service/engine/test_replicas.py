@@ -1,4 +1,4 @@
-"""Engines that share their sessions through a real Redis: whichever answers, it is one session."""
+"""Engines that share their sessions through a real Redis: a session is the same at every replica."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ MakeReplica = Callable[..., Awaitable[EngineHarness]]
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Redis that has on the disk what it has acknowledged."""
+    """A Redis that writes to disk before it acknowledges."""
     with redis_server(tmp_path / "redis") as server:
         yield server
 
 
 @pytest.fixture
 async def make_replica(make_harness: MakeHarness, redis: RedisServer) -> AsyncIterator[MakeReplica]:
-    """Makes engines that share what `redis` keeps, reached by its own address or by another port."""
+    """Makes engines that share `redis`, at its own port or at another one."""
     stores: list[Store] = []
 
     async def make(port: int = 0, harness_options: dict[str, Any] | None = None, **changes: Any) -> EngineHarness:
-        # At a port of its own is a proxy that may be cut, which only a time-out tells.
+        # At another port is a proxy that may be severed, which only a timeout detects.
         timeout_ms = 1000 if port else 60_000
         given = {"store": f"redis://127.0.0.1:{port or redis.port}/0", "store_timeout_ms": timeout_ms, **changes}
         store = make_store(Settings(**given), 16, Metrics())
@@ -111,7 +111,7 @@ async def test_repeated_steps_are_recognised_at_every_replica(make_replica: Make
         await step(one, 7, 1)
     assert caught.value.position == 2
     assert (await step(one, 7)).position == 3
-    assert (await step(other, 7)).position == 4  # the same token once more, and no repetition: it has no position
+    assert (await step(other, 7)).position == 4  # not a replay: it has no position
 
 
 async def test_a_reused_key_is_refused_at_every_replica(make_replica: MakeReplica) -> None:
@@ -260,7 +260,7 @@ async def test_a_stored_state_of_another_model_is_not_used(make_replica: MakeRep
 
 
 class Client:
-    """Steps one session in order, and tries again by position until each step is answered."""
+    """Steps one session in order, and retries each step by its position until it is answered."""
 
     def __init__(self, harnesses: list[EngineHarness], session: str, seed: int) -> None:
         self.harnesses = harnesses
@@ -289,12 +289,12 @@ class Client:
 
 
 def answered(clients: list[Client]) -> int:
-    """How many steps were answered, of all clients."""
+    """Returns the number of answered steps of all clients."""
     return sum(len(client.answered) for client in clients)
 
 
 async def until_answered(clients: list[Client], steps: float) -> None:
-    """Waits until that many steps were answered, of all clients."""
+    """Waits until `steps` steps of all clients are answered."""
     await until(lambda: answered(clients) >= steps)
 
 
@@ -338,7 +338,7 @@ async def test_a_degraded_replica_loses_no_durable_step(make_replica: MakeReplic
     await running
     await until(lambda: harness.store.standing.reachable and not harness.store.standing.not_durable)
     other = await make_replica()
-    for client in clients:  # nobody else stepped them, so that nothing at all was lost
+    for client in clients:  # no other client stepped these sessions, so no step is lost
         record = await other.store.get(client.session)
         assert record is not None
         assert record.position == 300
@@ -359,7 +359,7 @@ async def test_a_disconnected_replica_refuses_while_the_other_serves(
         severed.runner.calls.clear()
         with pytest.raises(Unavailable):
             await step(severed, 6, 1)
-        assert severed.runner.calls == []  # nothing is run that could not be kept
+        assert severed.runner.calls == []  # a step that cannot be committed does not run
         assert (await step(whole, 6, 1)).position == 2
         between.mend()
         await until(lambda: severed.store.standing.ready)

@@ -14,7 +14,7 @@ CERTIFIED = Certificate(
 
 
 def linear(tokens: int) -> Cost:
-    """Every token costs the same; there are `tokens` in all."""
+    """Returns a cost that is proportional to the tokens; `tokens` for all of them."""
     return lambda k: float(tokens if k is None else k)
 
 

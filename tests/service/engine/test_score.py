@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.service.chunked.test_chunked import Told
+from tests.service.chunked.test_chunked import FixedProfile
 from tests.service.engine_harness import EngineHarness, known
 from wane.models.manifest import Role
 from wane.service.engine import score
@@ -85,7 +85,7 @@ async def test_an_impossible_text_has_a_finite_perplexity(
 
 
 def truncated(harness: EngineHarness, tokens: tuple[int, ...]) -> list[float]:
-    """The log-probability of every token but the first, from those before it alone."""
+    """Returns the log-probability of every token but the first, given only the tokens before it."""
     return [float(log_softmax(harness.runner.logits(tokens[:end]))[tokens[end]]) for end in range(1, len(tokens))]
 
 
@@ -121,7 +121,7 @@ async def test_each_token_of_a_truncated_sequence_has_its_own_bound(
 async def test_parallel_chunks_add_the_bound_of_their_joints(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
-    harness = make_harness(certified=True, max_window=200, throughput=Told({RESIDUAL: 150}))
+    harness = make_harness(certified=True, max_window=200, throughput=FixedProfile({RESIDUAL: 150}))
     epsilon = harness.manifest.certificate.error_bound_at
     tokens = tuple(10 + index * index % 97 for index in range(1500))
     in_order = await harness.engine.score(ScoreRequest(tokens, truncated=True))

@@ -36,25 +36,25 @@ def shadow_of(harness: EngineHarness) -> Shadow:
 
 
 async def turn() -> None:
-    """Lets every task and timer that is ready come up to its next wait."""
+    """Runs every ready task and timer up to its next wait."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 async def settled(found: Shadow) -> None:
-    """Waits until no shadow waits or runs."""
-    while not found.idle:  # noqa: ASYNC110  (nothing else tells that the last has run)
+    """Waits until no shadow is queued or runs."""
+    while not found.idle:  # noqa: ASYNC110  (there is no event for it)
         await asyncio.sleep(0)
 
 
 async def report(harness: EngineHarness) -> tuple[AgreementBySource, ShadowReport]:
-    """The report's `agreement` and `shadow`."""
+    """Returns `agreement` and `shadow` of the report."""
     document = await harness.engine.report()
     return document["agreement"], document["shadow"]
 
 
 async def session_of(harness: EngineHarness, *tokens: int, mode: Mode | None = None) -> tuple[str, Answer]:
-    """A session after one step of these tokens, and that step's answer."""
+    """Creates a session and steps these tokens. Returns its id and the answer."""
     session = (await harness.engine.create_session(mode=mode)).session
     return session, await harness.engine.submit(StepRequest(session, tokens))
 
@@ -164,7 +164,7 @@ async def test_a_window_session_is_compared_with_a_run_of_its_tail(make_harness:
     await harness.engine.submit(StepRequest(session, tokens[20:]))
     await settled(shadow_of(harness))
     (input_ids,) = [rows[0] for role, rows in harness.shadow_runner.calls if role == "advance"][1:]
-    assert input_ids == list(tokens[4:])  # the tail of 16, and what was appended
+    assert input_ids == list(tokens[4:])  # the tail of 16, and the appended tokens
 
 
 async def test_a_session_is_compared_at_its_sampled_position(make_harness: MakeHarness) -> None:
@@ -337,7 +337,7 @@ async def test_an_answer_during_shutdown_is_not_sampled(
 async def test_a_pair_over_its_bound_is_counted(make_harness: MakeHarness, caplog: pytest.LogCaptureFixture) -> None:
     harness = make_harness(shadow_rate=1.0, certified=True)
     harness.shadow_runner.embedding = 2 * harness.shadow_runner.embedding
-    await session_of(harness, 2, 3)  # no token is missing, so nothing may be
+    await session_of(harness, 2, 3)  # no token is missing, so the bound is 0
     await settled(shadow_of(harness))
     agreement, _ = await report(harness)
     assert agreement["sources"][Source.SHADOW]["bound_violations"] == agreement["bound_violations"] == 1

@@ -1,6 +1,6 @@
-"""Sessions, step by step: replays, conflicts, states that are resident or rebuilt, modes, and how sessions end.
+"""Sessions, step by step: replays, conflicts, resident and rebuilt states, modes, expiry and deletion.
 
-What every way in to a step shares is in `tests/service/test_conformance.py`.
+Behaviour that is common to all protocols is tested in `tests/service/test_conformance.py`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ EOS = 0
 
 
 async def turn() -> None:
-    """Lets every task that is ready come up to its next wait."""
+    """Runs every ready task up to its next wait."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 def expected(harness: EngineHarness, tokens: Sequence[int]) -> list[tuple[int, object]]:
-    """The ids and log-probabilities that the model itself gives for what follows <eos> and `tokens`."""
+    """Returns the model's own ids and log-probabilities after <eos> and `tokens`."""
     return ranked(harness.runner.logits([EOS, *tokens]))
 
 
@@ -49,7 +49,7 @@ def ranked(logits: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[tuple[i
 
 
 async def start(harness: EngineHarness, *tokens: int, mode: Mode | None = None) -> str:
-    """A session that was fed `tokens` one by one."""
+    """Creates a session and steps `tokens` one by one."""
     session = (await harness.engine.create_session(mode=mode)).session
     for token in tokens:
         await harness.engine.submit(StepRequest(session, (token,)))
@@ -152,7 +152,7 @@ async def test_only_the_last_step_can_be_replayed(harness: EngineHarness) -> Non
 
 
 class ContendedStore(MemoryStore):
-    """Before the next `losses` appends, somebody else appends `theirs`."""
+    """A store in which another writer appends `theirs` before each of the next `losses` appends."""
 
     def __init__(self) -> None:
         super().__init__(16, 3600, 2**20, Clock())
@@ -183,7 +183,7 @@ async def test_a_step_that_loses_a_race_is_retried(make_harness: MakeHarness, lo
     answer = await harness.engine.submit(StepRequest(session, (6,)))
     assert answer.position == 2 + losses
     assert listed(answer) == expected(harness, [5, *[99] * losses, 6])
-    assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)  # brought up, not rebuilt
+    assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)  # updated, not rebuilt
     assert harness.sample("wane_step_conflicts_total") == losses
     assert harness.sample("wane_state_replays_total") == losses
     assert harness.sample("wane_state_rebuilds_total") == 0
@@ -215,7 +215,7 @@ async def test_losing_a_race_to_ones_own_retry_is_a_replay(make_harness: MakeHar
 
 
 async def append(store: Store, session: str, tokens: tuple[int, ...]) -> None:
-    """Another replica takes a step."""
+    """Takes a step like another replica."""
     record = await store.get(session)
     assert record is not None
     assert await store.append(record, tokens, LastStep(record.position, of_tokens(tokens), None))
@@ -269,7 +269,7 @@ async def test_a_state_of_another_revision_at_the_same_position_is_rebuilt(harne
     session = await start(harness, 5, 6)
     record = await harness.store.get(session)
     assert record is not None
-    # Elsewhere, somebody rewinds the session and steps it to the same position on another path.
+    # Another replica rewinds the session and steps it to the same position with another token.
     rewound = await harness.store.rewind(session, record.revision, 1)
     assert rewound is not None
     await append(harness.store, session, (7,))
@@ -278,7 +278,7 @@ async def test_a_state_of_another_revision_at_the_same_position_is_rebuilt(harne
     assert listed(answer) == expected(harness, [5, 7, 8])
 
 
-# Failures and clients who leave
+# Failures and cancelled steps
 
 
 async def test_a_nan_output_is_a_failed_run(harness: EngineHarness, caplog: pytest.LogCaptureFixture) -> None:
@@ -328,7 +328,7 @@ async def test_a_step_that_fails_after_its_client_left_logs_only_the_run(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     gc.collect()
-    caplog.clear()  # of what tests before this one have left
+    caplog.clear()  # removes records of earlier tests
     session = await start(harness, 5)
     harness.runner.poison = 6
     harness.runner.busy.clear()
@@ -340,9 +340,9 @@ async def test_a_step_that_fails_after_its_client_left_logs_only_the_run(
     harness.runner.gate.set()
     await harness.engine.drain()
     await turn()
-    del gone  # which remembers the step
+    del gone  # it refers to the step
     gc.collect()
-    assert {record.name for record in caplog.records} == {"wane.engine"}  # the run's failure, and no task's
+    assert {record.name for record in caplog.records} == {"wane.engine"}  # only the run's failure
     assert (await harness.engine.get_session(session)).position == 1
 
 
@@ -401,7 +401,7 @@ async def test_too_many_requests_for_one_session_are_refused(harness: EngineHarn
     assert (await harness.engine.get_session(session)).position == 66
 
 
-# Parked, rebuilt, rewound
+# Evicted, rebuilt, rewound
 
 
 async def test_a_session_rebuilt_from_a_whole_tail_is_exact(harness: EngineHarness) -> None:
@@ -612,7 +612,7 @@ async def test_a_window_for_a_recurrent_session_is_refused(harness: EngineHarnes
     assert (await harness.engine.submit(PredictRequest(session=own, window=3))).window == 3
 
 
-# Life
+# Expiry and deletion
 
 
 async def test_an_idle_session_expires_with_its_state(harness: EngineHarness) -> None:
@@ -706,7 +706,7 @@ CUT = {
     "window": 130,
     "max_window": 140,
     "session_history_tokens": 140,
-}  # what a certified session keeps
+}  # settings of a certified model with a cut tail
 
 
 async def test_the_bound_of_a_rebuilt_session_shrinks_with_every_token(

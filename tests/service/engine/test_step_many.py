@@ -19,7 +19,7 @@ from wane.service.types import Answer, Latency, Mode, StateSource, StepRequest
 
 
 class Stepper:
-    """Answers once `go` is set, and fails at token 0; `order` is what it was asked, `most` at how many at a time."""
+    """Answers steps, and fails at token 0. `order` lists the steps, `most` is the largest number at the same time."""
 
     def __init__(self) -> None:
         self.order: list[tuple[str, int]] = []
@@ -83,7 +83,7 @@ async def test_all_steps_of_a_call_are_submitted_in_its_context(harness: EngineH
 
     await harness.engine.create_session("s")
     caller.set("the call")
-    await step_many(submit, requests(("s", 5), ("s", 6)))  # the second goes on where the first one's batch is over
+    await step_many(submit, requests(("s", 5), ("s", 6)))  # the second starts after the first one's batch
     assert seen == ["the call", "the call"]
 
 
@@ -92,7 +92,7 @@ async def test_all_steps_of_a_call_are_submitted_in_its_context(harness: EngineH
 
 @pytest.fixture
 async def started(harness: EngineHarness) -> EngineHarness:
-    """With the sessions a, b and c, each after one token."""
+    """An engine with the sessions a, b and c, each after one token."""
     await start_sessions(harness)
     return harness
 
@@ -112,7 +112,7 @@ async def test_steps_have_their_own_answers_and_errors_in_one_batch(started: Eng
 async def test_steps_are_counted_once_each(started: EngineHarness) -> None:
     await step_many(started.engine.submit, requests(("a", 6), ("b", 6), ("c", 6)))
     report: Any = await started.engine.report()
-    assert report["operations"] == {"step": 6}  # the three that started the sessions among them
+    assert report["operations"] == {"step": 6}  # including the three that started the sessions
     assert report["modes"]["recurrent"]["requests"] == 6
     assert report["modes"]["recurrent"]["latency"]["total"]["count"] == 6
     assert started.sample("wane_answers_total", operation="step", mode="recurrent") == 6

@@ -1,4 +1,4 @@
-"""The directional test, through the engine: never wrong whatever came before, and it proves more than the radius."""
+"""The proof by direction, through the engine: it holds for every past, and proves more than the radius."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PASTS, LONGEST_PAST, CLIMBS = 32, 20, 4
 
 
 def model(seed: int, layers: int, front: bool, block: str = "residual", beside: bool = True) -> Small:
-    """A gated model."""
+    """Returns a random gated model."""
     fields: dict[str, Any] = {"gate_caps": (0.95,) * layers}
     if block == "residual":
         fields |= {"norm_epsilon": 0.25, "feed_forward": 7, "units": 9, "front": FRONT if front else None}
@@ -35,7 +35,7 @@ def model(seed: int, layers: int, front: bool, block: str = "residual", beside: 
 
 
 def proofs(small: Small, windows: list[NDArray[np.int64]], *, prove: bool = True) -> list[int | None]:
-    """Each window's first token, where it is proved to be that of every run that ends in it."""
+    """Returns each window's first token if it is proved for every run that ends in the window, otherwise None."""
 
     async def ask() -> list[int | None]:
         found = []
@@ -50,7 +50,7 @@ def proofs(small: Small, windows: list[NDArray[np.int64]], *, prove: bool = True
 
 
 def logits_after(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The never-interrupted model's, in float64, after each past (B, P) and the window: (B, V)."""
+    """Returns the never-interrupted model's logits, float64 (B, V), after each past (B, P) and the window."""
     tokens = np.concatenate([pasts, np.broadcast_to(window, (len(pasts), len(window)))], axis=1)
     state = small.reference.zero_state(len(tokens))
     for column in tokens.T:
@@ -60,7 +60,7 @@ def logits_after(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int6
 
 
 def hold(small: Small, window: NDArray[np.int64], first: int, random: np.random.Generator) -> None:
-    """No past makes another token first: random ones, one token repeated, and then changed to narrow the lead."""
+    """Asserts that no past makes another token first: random, repeated, and changed to narrow the lead."""
     pasts = random.integers(VOCABULARY, size=(PASTS, LONGEST_PAST))
     pasts[:VOCABULARY] = np.arange(VOCABULARY)[:, None]
 

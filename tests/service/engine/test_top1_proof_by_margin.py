@@ -1,4 +1,4 @@
-"""The margin test against every token one by one, and against the worst that a moved state can do."""
+"""The margin test against every token, and against the worst case of a moved state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def logits_of(weights: dict[str, NDArray[np.float32]], hidden: NDArray[np.float3
 
 
 def leads(weights: dict[str, NDArray[np.float32]], logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64]]:
-    """The first token, and for every other one the error that its lead bears: the lead over the rows' distance."""
+    """Returns the first token and, for every other one, the largest error that keeps the lead: lead / distance."""
     rows = weights["head.weight"].astype(np.float64)
     first = int(logits.argmax())
     apart = np.linalg.norm(rows - rows[first], axis=1)
@@ -53,11 +53,11 @@ def test_no_state_within_the_error_changes_a_proved_token(seed: int) -> None:
         nearest = int(bears.argmin())
         error = float(bears[nearest] * np.exp(0.5 * random.normal()))
         if not margin.proves(logits, hidden, error):
-            assert error > bears[nearest] * (1 - 1e-3), "it can be proved, but for rounding"
+            assert error > bears[nearest] * (1 - 1e-3), "only rounding may prevent a proof"
             refused += 1
             continue
         proved += 1
-        # The worst of all: straight towards the token that would be first soonest, and any direction else.
+        # The worst case, straight towards the nearest rival, and a random direction.
         rows = weights["head.weight"].astype(np.float64)
         towards = rows[nearest] - rows[first]
         for direction in (towards, random.normal(size=WIDTH)):
@@ -96,14 +96,14 @@ def test_the_output_matrix_may_be_the_embedding() -> None:
 
 def test_tokens_that_row_norms_do_not_settle_are_checked_individually() -> None:
     random = np.random.default_rng(3)
-    rows = np.full((500, WIDTH), 10.0) + 1e-3 * random.normal(size=(500, WIDTH))  # long, and close together
+    rows = np.full((500, WIDTH), 10.0) + 1e-3 * random.normal(size=(500, WIDTH))  # long rows, close together
     weights = {"head.weight": rows.astype(np.float32), "head.bias": np.linspace(0, -1, 500).astype(np.float32)}
     weights["head.bias"][0] = 0.1
     margin, hidden = MarginProof(weights), np.zeros(WIDTH, np.float32)
     logits = logits_of(weights, hidden)
     _, bears = leads(weights, logits)
     least = float(bears.min())
-    assert least > 1.0, "row norms alone would bear an error of a hundredth of that"
+    assert least > 1.0, "row norms alone prove only a hundredth of this error"
     assert margin.proves(logits, hidden, 0.95 * least)  # the rest is rounding: the rows are long
     assert not margin.proves(logits, hidden, 1.001 * least)
 
