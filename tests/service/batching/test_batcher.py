@@ -242,8 +242,8 @@ async def test_a_cancelled_item_of_a_batch_that_was_handed_over_is_skipped(rig: 
     first = await rig.hold()
     others = [rig.ask(token) for token in range(2, 10)]
     await turn()
-    for gone in others[:7]:
-        gone.cancel()
+    for left in others[:7]:
+        left.cancel()
     await turn()
     rig.runner.gate.set()
     await asyncio.gather(first, others[7])
@@ -278,13 +278,13 @@ async def test_a_full_queue_accepts_more_work_of_an_admitted_request(rig: Rig) -
 
 async def test_a_cancelled_item_is_skipped_and_counted(rig: Rig) -> None:
     first = await rig.hold()
-    gone, stays = rig.ask(2), rig.ask(3)
+    left, stays = rig.ask(2), rig.ask(3)
     await turn()
-    gone.cancel()
+    left.cancel()
     await turn()
     rig.runner.gate.set()
     await asyncio.gather(first, stays)
-    assert gone.cancelled()
+    assert left.cancelled()
     assert [[2]] not in [rows for _, rows in rig.runner.calls]
     assert rig.runner.calls[1][1] == [[3]]
     assert rig.skipped("abandoned") == 1
@@ -420,8 +420,8 @@ async def test_queue_time_of_run_and_skipped_items_is_counted_by_role(
     clock.now_s += 2
     steps = [rig.step(token) for token in range(2, 5)]
     await turn()
-    for gone in (windows[3], steps[2]):
-        gone.cancel()
+    for left in (windows[3], steps[2]):
+        left.cancel()
     clock.now_s += 5
     rig.runner.gate.set()
     await asyncio.gather(first, *windows[:3], *steps[:2])

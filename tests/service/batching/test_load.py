@@ -213,16 +213,16 @@ async def test_a_step_whose_client_leaves_is_appended_at_most_once(make_load: Ca
         tokens = load.appended[session]
         for turn in range(12):
             request = StepRequest(session, (load.token(),), expected_position=len(tokens))
-            gone = turn % 2 == 0
-            if gone and leave == "late":
+            leaves = turn % 2 == 0
+            if leaves and leave == "late":
                 with pytest.raises(DeadlineExceeded):
                     await load.engine.submit(StepRequest(session, request.tokens, deadline=loop.time()))
-                outcomes["gone"] += 1
-            elif gone:
+                outcomes["left"] += 1
+            elif leaves:
                 step = asyncio.ensure_future(load.engine.submit(request))
                 for _ in range(random.randrange(12)):
                     await asyncio.sleep(0)
-                outcomes["gone"] += step.cancel()
+                outcomes["left"] += step.cancel()
                 await asyncio.wait([step])
             answer = await load.engine.submit(request)  # a retry: appended now, or replayed
             tokens.extend(request.tokens)
@@ -230,7 +230,7 @@ async def test_a_step_whose_client_leaves_is_appended_at_most_once(make_load: Ca
             assert answer.position == len(tokens)
 
     await asyncio.gather(*map(client, sessions))
-    assert outcomes["gone"] > 0
+    assert outcomes["left"] > 0
     assert outcomes["replayed"] == load.sample("wane_steps_replayed_total")
     assert sum(map(len, load.appended.values())) == 12 * 12
     await load.check()

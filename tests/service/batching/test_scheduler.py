@@ -124,8 +124,8 @@ def test_the_scheduler_does_not_cut_chunks_and_scans() -> None:
 
 
 def test_an_abandoned_item_is_dropped_and_the_other_line_runs() -> None:
-    gone = Waiting(Work("step", np.zeros(1, np.int64)), left=True)
-    queue = make([gone, waiting("window")])
+    abandoned = Waiting(Work("step", np.zeros(1, np.int64)), left=True)
+    queue = make([abandoned, waiting("window")])
     assert taken(queue) == ("window", 1)
     assert len(queue) == 0
 

@@ -292,12 +292,12 @@ class Episode:
         running = [await self._submit(side, turn) for side in self.sides]
         if turn.held:  # cancels some of the steps that run on both sides
             both = [index for index in range(len(turn.requests)) if all(index in one[2] for one in running)]
-            gone = {index for index in both if self.random.random() < 0.3}
+            leaving = {index for index in both if self.random.random() < 0.3}
             for side, (pending, _, _) in zip(self.sides, running, strict=True):
-                for index in gone:
+                for index in leaving:
                     pending[index].cancel()
                 side.runner.gate.set()
-            turn.leave |= gone
+            turn.leave |= leaving
         outcomes = []
         for side, (pending, tasks, _) in zip(self.sides, running, strict=True):
             found = [None if index in turn.leave else await outcome(one) for index, one in enumerate(pending)]

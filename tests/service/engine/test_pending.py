@@ -57,30 +57,30 @@ async def turns() -> None:
 
 
 async def test_the_result_calls_back_once(travel: Callable[[float], None]) -> None:
-    work, told = Work(), list[int]()
+    work, results = Work(), list[int]()
     given = ticket()
     pending = Pending.of(work.run(), given)
-    pending.on_done(lambda done: told.append(done.result()))
+    pending.on_done(lambda done: results.append(done.result()))
     work.waiter.resolve(7)
     travel(2 * HOUR_S)
     await turns()
     pending.cancel()
-    assert told == [7] and not given.abandoned
+    assert results == [7] and not given.abandoned
 
 
 @pytest.mark.parametrize("entered", [False, True])
 async def test_cancel_withdraws_work_that_has_not_entered_a_batch(entered: bool) -> None:
-    work, told = Work(), list[str]()
+    work, results = Work(), list[str]()
     given = ticket(entered=entered)
     pending = Pending.of(work.run(), given)
-    pending.on_done(lambda _: told.append("called back"))
+    pending.on_done(lambda _: results.append("called back"))
     pending.cancel()
     pending.cancel()
     assert given.abandoned
     assert work.withdrawn is not entered
     work.waiter.resolve(7)
     await turns()
-    assert pending.done and told == []
+    assert pending.done and results == []
 
 
 @pytest.mark.parametrize("entered", [False, True])

@@ -333,14 +333,14 @@ async def test_a_step_that_fails_after_its_client_left_logs_only_the_run(
     harness.runner.poison = 6
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    gone = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,), expected_position=1)))
+    cancelled = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,), expected_position=1)))
     await harness.runner.until_busy()
-    gone.cancel()
+    cancelled.cancel()
     await turn()
     harness.runner.gate.set()
     await harness.engine.drain()
     await turn()
-    del gone  # it refers to the step
+    del cancelled  # it refers to the step
     gc.collect()
     assert {record.name for record in caplog.records} == {"wane.engine"}  # only the run's failure
     assert (await harness.engine.get_session(session)).position == 1
@@ -351,9 +351,9 @@ async def test_a_cancelled_long_step_commits_once_its_first_piece_runs(harness: 
     harness.runner.busy.clear()
     harness.runner.gate.clear()
     tokens = tuple(10 + index % 50 for index in range(1100))
-    gone = asyncio.ensure_future(harness.engine.submit(StepRequest(session, tokens)))
+    cancelled = asyncio.ensure_future(harness.engine.submit(StepRequest(session, tokens)))
     await harness.runner.until_busy()
-    gone.cancel()
+    cancelled.cancel()
     await turn()
     harness.runner.gate.set()
     await harness.engine.drain()
@@ -453,7 +453,7 @@ async def test_sessions_beyond_the_budget_are_evicted_and_rebuilt_exactly(make_h
     harness = make_harness(state_budget_bytes=8 * slot_bytes)
     sessions = [await start(harness, 10 + index, 20 + index) for index in range(12)]
     counts = (await harness.engine.report())["sessions"]
-    assert counts == {"resident": 6, "parked": 6, "rebuilt": 0}  # of eight slots two are reserved
+    assert counts == {"resident": 6, "parked": 6, "rebuilt": 0}  # two of eight slots are reserved
     for index, session in enumerate(sessions):
         answer = await harness.engine.submit(StepRequest(session, (7,)))
         assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(

@@ -112,7 +112,7 @@ def test_tokens_that_row_norms_do_not_settle_are_checked_individually() -> None:
 def test_the_first_two_tokens_settle_most_answers(seed: int) -> None:
     weights, margin = make(seed)
     random = np.random.default_rng(seed)
-    told = {True: 0, False: 0, None: 0}
+    counts = {True: 0, False: 0, None: 0}
     for _ in range(CASES // 6):
         hidden = (3 * random.normal(size=WIDTH)).astype(np.float32)
         logits = logits_of(weights, hidden)
@@ -124,6 +124,6 @@ def test_the_first_two_tokens_settle_most_answers(seed: int) -> None:
         assert margin.at_a_look(logits, hidden, error, Top(put_out, 0)) is settled
         assert margin.proves_of_row(Row(put_out, 0, None, None), error) is margin.proves(logits, hidden, error)
         assert settled in (None, margin.has_no_rival(logits, hidden, error))
-        told[settled] += 1
-    assert told[True] and told[False]
-    assert told[None] < CASES // 6 / 2
+        counts[settled] += 1
+    assert counts[True] and counts[False]
+    assert counts[None] < CASES // 6 / 2
