@@ -18,7 +18,7 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from wane.models.manifest import Role
 from wane.service.batching import batch
