@@ -1,7 +1,7 @@
-"""One batch of like work: its arrays are put together, run, and taken apart again.
+"""One batch of work of one role: joins its arrays, runs them, and splits the outputs.
 
-Everything here happens on the runner's thread, and every item has its own result or its own error. What is wanted of
-every row of the outputs, such as the most probable tokens, is computed once for the whole batch.
+All of this runs on the runner's thread. Every item has its own result or its own error. Values needed for every row,
+such as the most probable tokens, are computed once for the whole batch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from wane.service.runners.runner import ERROR, LOG_SUM_EXP, NEXT, RADIUS, STREAM
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
 FEW = 5
-"""Of the largest logits, which a graph puts out a hundred of, as many are looked at unless more are asked for."""
+"""Number of largest logits that are read by default; a graph outputs a hundred."""
 
 
 class Largest(NamedTuple):
-    """The largest of some logits, in falling order, the smaller id first among equals, and what they come to."""
+    """The largest logits in falling order, the smaller id first among equals, with their probabilities."""
 
     ids: list[int]
     logits: list[float]
@@ -40,7 +40,7 @@ class Outputs:
         self._largest: dict[int, list[Largest]] = {}
 
     def largest(self, row: int, count: int) -> Largest | None:
-        """At least the `count` largest logits of a row; None where the graph puts out fewer."""
+        """Returns at least the `count` largest logits of a row; None if the graph outputs fewer."""
         few = self._largest.get(FEW)
         if few is not None and count <= len(few[row].ids):
             return few[row]
@@ -53,10 +53,10 @@ class Outputs:
         return self._largest[width][row]
 
     def _first(self, width: int) -> list[Largest]:
-        """Of every row."""
+        """Returns the `width` largest logits of every row."""
         arrays = self.arrays
         logits = arrays[TOP_LOGITS][:, :width].astype(np.float64)
-        # The sum is rounded: of a token that is all but certain the difference may be above 0.
+        # The sum is rounded: for an almost certain token the difference may be above 0.
         logprobs = np.minimum(logits - arrays[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
         columns = arrays[TOP_IDS][:, :width], logits, logprobs, np.exp(logprobs)
         return [*map(Largest._make, zip(*[column.tolist() for column in columns], strict=True))]
@@ -70,27 +70,27 @@ class Outputs:
 
 
 class Top(NamedTuple):
-    """The largest logits of one row, as a graph put them out."""
+    """The largest logits of one row, from the graph's outputs."""
 
     outputs: Outputs
     row: int
 
     def first(self, count: int) -> Largest | None:
-        """At least `count` of them; None where there are fewer."""
+        """Returns at least `count` of them; None if there are fewer."""
         return self.outputs.largest(self.row, count)
 
 
-# A batch of sequences is padded to its longest. Two limits keep that bounded: padding is at most half of it, and
-# B * T stays under what keeps the graphs' intermediate values (a few thousand floats a position, the vocabulary's
-# size for scan) to some tens of megabytes. An item of its own is always let in.
+# A batch of sequences is padded to its longest one. Two limits bound it: at most half of the batch is padding, and
+# B * T is small enough to keep the graphs' intermediate values (a few thousand floats a position, the vocabulary's
+# size for scan) within some tens of megabytes. A single item may exceed them.
 PADDED_SHARE = 2
 MOST_POSITIONS: dict[Role, int] = {"window": 4_096, "advance": 4_096, "scan": 2_048}
 
 FINITE = ("logits", HIDDEN, "logprobs")
-"""Outputs that no item is answered with unless they are finite."""
+"""Outputs that must be finite in every answer."""
 
 ANSWERS = (*FINITE, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
-"""Outputs that items are answered with; the others are written to the state pool, or read here."""
+"""Outputs that items return; the others are written to the state pool, or read here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,10 +99,10 @@ class Work:
 
     tokens, targets: int64 (n); one token for step, which may be a tuple, none for head, n >= 1 otherwise; targets for
     scan only.
-    The state is read from slot `read` (window starts from zero whatever it says) and the next one written to
-    slot `write`; None keeps nothing. `binding` work cannot be taken back once it is in a batch: its request is
-    then carried through, whether or not anybody waits for it. A `chunk` is one of those that a sequence was cut into
-    to be run side by side: the code that cut it knows how many make a batch.
+    The state is read from slot `read` (window ignores it and starts from zero) and the next one is written to slot
+    `write`; None keeps no state. `binding` work cannot be withdrawn once it is in a batch: its request is completed,
+    even if its caller leaves. A `chunk` is one of a sequence's parallel chunks: the code that cut the sequence decides
+    how many make a batch.
     """
 
     role: Role
@@ -115,16 +115,16 @@ class Work:
 
     @property
     def length(self) -> int:
-        """Positions that the item takes in a batch before padding."""
+        """The item's positions in a batch, without padding."""
         return 1 if self.tokens is None else len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowTrace:
-    """What a window's graph puts out for the directional test, of one row of `length` tokens: float32, all finite.
+    """One row of the window graph's outputs for the proof by direction, `length` tokens long: float32, all finite.
 
-    stream: (H), what the first layer's mixing matrix is added to; states, errors: by the state tensor's name, (units),
-    each layer's state and how far each unit may be from the run's.
+    stream: (H), the value that the first layer's mixing matrix is added to; states, errors: by the state tensor's name,
+    (units), each layer's state and how far each unit may be from it.
     """
 
     length: int
@@ -135,10 +135,10 @@ class WindowTrace:
 
 class Row:
     """One item's part of a run's outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T), all finite, and
-    the largest of the logits; None where the graph puts out none. Views, made when they are asked for.
+    the largest logits; None if the graph does not output them. They are views, made on access.
 
-    radius: of a window, where its graph computes it: every run that ends in these tokens ends, in exact arithmetic,
-    within this 2-norm distance of `hidden`. None where it has no bound. trace: where its graph puts that out.
+    radius: for a window whose graph computes it. Every run that ends in these tokens ends, in exact arithmetic, within
+    this 2-norm distance of `hidden`. None: no bound. trace: None if the graph does not output it.
     """
 
     __slots__ = ("_outputs", "_row", "radius", "trace")
@@ -167,12 +167,12 @@ class Row:
         return Top(self._outputs, self._row) if TOP_IDS in self._outputs.arrays else None
 
     def largest(self, count: int) -> Largest | None:
-        """As `Top.first`."""
+        """Like `Top.first`."""
         return self._outputs.largest(self._row, count)
 
     @property
     def length(self) -> float:
-        """The 2-norm of `hidden`, which is there."""
+        """The 2-norm of `hidden`, which must be an output."""
         return self._outputs.lengths[self._row]
 
     def _of(self, name: str) -> NDArray[np.float32] | None:
@@ -181,10 +181,10 @@ class Row:
 
 
 class ColumnBatch:
-    """Steps of one token that are run together, as arrays of B rows.
+    """Steps of one token that run together, as arrays of B rows.
 
-    slots: int (B), of the states; tokens: int64 (B); queued_s: float64 (B), since when each waited, by
-    `time.perf_counter`. After the run either `outputs`, by name, or the `failure`.
+    slots: int (B), of the states; tokens: int64 (B); queued_s: float64 (B), when each was queued, by
+    `time.perf_counter`. The run sets either `outputs`, by name, or `failure`.
     """
 
     __slots__ = ("failure", "outputs", "queued_s", "slots", "tokens")
@@ -200,20 +200,21 @@ class ColumnBatch:
         return len(self.slots)
 
     def waited_s(self, started_s: float) -> float:
-        """How long all rows together have waited until `started_s`."""
+        """Returns the total queue time of all rows until `started_s`, in seconds."""
         return float(started_s * len(self.slots) - self.queued_s.sum())
 
 
 def run_columns(columns: ColumnBatch, pool: StatePool, runner: Runner, room: Mapping[str, Array]) -> None:
-    """Runs a batch in columns, and writes no state. `room`: as of `run`."""
+    """Runs a batch in columns, and writes no state. `room`: see `run`."""
     try:
         columns.outputs = runner.run("step", {"tokens": columns.tokens, **pool.gather(columns.slots, room)})
-    except Exception as error:  # the general procedure finds out whose fault it is
+    except Exception as error:  # the general procedure finds the bad row
         columns.failure = error
 
 
 def fits(role: Role, longest: int, total: int, items: int) -> bool:
-    """Whether a batch of `items` sequences, `longest` and `total` positions long, is within both limits."""
+    """Returns whether a batch of `items` sequences is within both limits: its longest has `longest` positions, and all
+    together have `total`."""
     if role not in MOST_POSITIONS:
         return True
     padded = longest * items
@@ -223,13 +224,13 @@ def fits(role: Role, longest: int, total: int, items: int) -> bool:
 def run(
     works: Sequence[Work], pool: StatePool, runner: Runner, room: Mapping[str, Array] | None = None
 ) -> list[Row | Exception]:
-    """Runs a batch of one role. Where it fails, every item is run alone, so that only the bad ones fail.
+    """Runs a batch of one role. If it fails, runs every item alone, so that only the bad ones fail.
 
-    `room`: buffers of the state pool that states are gathered into; used by nothing else while this runs.
+    `room`: the state pool's buffers for gathered states; not to be used by another call during this one.
     """
     try:
         return _run(works, pool, runner, room)
-    except Exception as error:  # whatever a runner raises belongs to the items, not to the server
+    except Exception as error:  # a runner's error belongs to the items, not to the server
         if len(works) == 1:
             return [error]
         return [row for work in works for row in run([work], pool, runner, room)]
@@ -261,23 +262,23 @@ def _run(
 
 
 def _finite(arrays: Sequence[Array], count: int) -> list[bool]:
-    """Of each of `count` rows, whether it is finite in all of the arrays, (B, ...)."""
+    """Returns, for each of `count` rows, whether it is finite in all of the arrays, (B, ...)."""
     flags = [np.isfinite(values) for values in arrays]
-    if all(flag.all() for flag in flags):  # as good as always
+    if all(flag.all() for flag in flags):  # nearly always
         return [True] * count
     rows: list[bool] = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0).tolist()
     return rows
 
 
 def _radii(outputs: Mapping[str, Array], count: int) -> list[float | None]:
-    """Of each row; None where the graph puts out none, or knows no bound."""
+    """Returns each row's radius; None if the graph does not output it, or has no bound."""
     if RADIUS not in outputs:
         return [None] * count
     return [radius if math.isfinite(radius) else None for radius in outputs[RADIUS].tolist()]
 
 
 def _traces(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[WindowTrace | None]:
-    """Of each row; None where the graph puts out none, or what is not finite."""
+    """Returns each row's trace; None if the graph does not output it, or if it is not finite."""
     if STREAM not in outputs:
         return [None] * len(works)
     names = [name.removeprefix(ERROR) for name in outputs if name.startswith(ERROR)]
@@ -299,7 +300,7 @@ def _traces(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[WindowT
 
 
 def _tokens(works: Sequence[Work]) -> dict[str, Array]:
-    """tokens (B) for step; tokens (B, T), lengths (B) and, for scan, targets (B, T), padded with 0, otherwise."""
+    """Returns tokens (B) for step; else tokens (B, T), lengths (B) and, for scan, targets (B, T), padded with 0."""
     tokens = [work.tokens for work in works if work.tokens is not None]
     assert len(tokens) == len(works), "work without tokens: this is a bug"
     if works[0].role == "step":
@@ -313,10 +314,10 @@ def _tokens(works: Sequence[Work]) -> dict[str, Array]:
 
 
 def _padded(rows: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
-    """int64 (B, width), every row filled up with 0 on the right.
+    """Returns int64 (B, width): every row, padded with 0 on the right.
 
-    Put together as bytes: numpy releases the interpreter's lock for every row that it copies. While the event loop is
-    busy, the runner's thread then waits for the lock, each time for longer than the copy takes.
+    The rows are joined as bytes, because numpy releases the interpreter's lock for every row that it copies. While the
+    event loop is busy, the runner's thread would wait for the lock each time, for longer than the copy takes.
     """
     size = np.dtype(np.int64).itemsize * width
     whole = bytearray().join([ids.tobytes().ljust(size, b"\0") for ids in rows])

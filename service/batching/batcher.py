@@ -1,8 +1,8 @@
-"""From requests to batches: what queued up while the runner was busy is the next batch.
+"""Batches requests: the work that queued up while the runner was busy is the next batch.
 
-There is no timer: on an idle server work starts at once, on a busy one batches grow by themselves (`scheduler.py`). The
-queue is bounded, and what does not fit is refused before anything was done for it. Work whose waiter has left, or whose
-deadline has passed, is skipped when its turn comes: it never enters a batch and leaves no trace.
+There is no timer: on an idle server work starts immediately, on a busy one batches grow by themselves (`scheduler.py`).
+The queue is bounded: work over the limit is refused before any of it runs. Work whose caller has left, or whose
+deadline has passed, is skipped at its turn: it never enters a batch and has no effect.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from wane.service.state.pool import StatePool
 logger = logging.getLogger("wane.engine")
 
 MOST_TAKEN = 2
-"""Batches that the runner has at a time: one that runs, and one to go on with."""
+"""Batches that the runner has at a time: one that runs, and the next one."""
 
 EMA_ALPHA = 1 / 8
 """Weight of the latest batch in an average."""
 
 IDLE_WAIT_S, IDLE_POLL_S = 0.02, 0.002
-"""How long measurements wait for an idle runner, and how often they look whether it is."""
+"""How long a measurement waits for an idle runner, and how often it checks."""
 
 T = TypeVar("T")
 Observe = Callable[[float], None]
@@ -45,7 +45,7 @@ Observe = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class _Observers:
-    """What is told of one role's batches."""
+    """The metrics of one role's batches."""
 
     items: Observe
     padding: Observe
@@ -54,27 +54,27 @@ class _Observers:
 
 
 class Columns(Protocol):
-    """Steps that wait in columns, and what is done with them."""
+    """A queue of steps in columns."""
 
     def __len__(self) -> int:
-        """How many steps wait."""
+        """Returns the number of queued steps."""
         ...
 
     def begin(self, most: int) -> ColumnBatch | None:
-        """The next batch, of at most so many steps; None if no step that waits can be run."""
+        """Returns the next batch, of at most `most` steps; None if no queued step can be run."""
         ...
 
     def hold(self, running: ColumnBatch) -> None:
-        """The batch is to be run on the runner's thread."""
+        """Keeps the states of a batch that will run on the runner's thread."""
         ...
 
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
-        """Answers a batch that was run from `started_s` on, in seconds as of `time.perf_counter`."""
+        """Answers a batch whose run started at `started_s`, by `time.perf_counter`, and took `compute_s`."""
         ...
 
 
 class _Ran(NamedTuple):
-    """A batch that was run; `cancelled`: items whose waiters had left before. Seconds, as of `time.perf_counter`."""
+    """A batch after its run. `cancelled`: items whose callers left before. `started_s` is by `time.perf_counter`."""
 
     role: Role
     items: Sequence[WorkItem]
@@ -86,14 +86,14 @@ class _Ran(NamedTuple):
 
     @property
     def items_run(self) -> int:
-        """How many items were run."""
+        """Number of items that ran."""
         return len(self.items) if self.columns is None else len(self.columns)
 
 
 class Batcher:
-    """Feeds one runner from a queue, on one thread of its own, or on the event loop's what is quick.
+    """Feeds one runner from a queue, on a separate thread, or on the event loop's if the batch is quick.
 
-    All methods belong to the event loop's thread.
+    All methods must be called on the event loop's thread.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Batcher:
         cost_model: CostModel | None = None,
         inline_s: float = 0.0,
     ) -> None:
-        """`max_queue`: items that may wait in each of the queue's lines. `cost_model`: learns of every run. `inline_s`:
-        seconds; a batch of one token each that is expected to take no more runs on the event loop's thread, because the
-        way to the other thread and back costs the loop more."""
+        """`max_queue` limits the items in each of the queue's lines. `cost_model` observes every run. A batch of one
+        token each that is expected to take at most `inline_s` seconds runs on the event loop's thread, because handing
+        it to the other thread costs the loop more."""
         self._runner = runner
         self._pool = pool
         self._max_batch = max_batch_size
@@ -119,14 +119,14 @@ class Batcher:
         self._inline_s = inline_s
         self._times = RunTimeModel()
         self._queue: Scheduler[WorkItem] = FairScheduler(max_batch_size, cost_model)
-        self.sequence_s = 0.0  # of a run, an item of the latest batches of sequences
+        self.sequence_s = 0.0  # average run time for each item of the latest batches of sequences
         self._starting = False
-        self._taken = 0  # batches with the runner: one that runs, and one that waits for it
-        self._ahead: tuple[list[WorkItem], Future[None]] | None = None  # the one that waits
-        self._now = 0.0  # on the event loop's clock, when the latest batch was taken
+        self._taken = 0  # batches with the runner: one that runs, and the next one
+        self._ahead: tuple[list[WorkItem], Future[None]] | None = None  # the next one
+        self._now = 0.0  # the event loop's time when the latest batch was taken
         self._closed = False
         self.columns: Columns | None = None
-        self._columns_item = WorkItem(COLUMNS, Ticket())  # stands in the queue for all steps that wait in columns
+        self._columns_item = WorkItem(COLUMNS, Ticket())  # represents all steps in columns in the queue
         self._columns_queued = False
         self.on_idle: Callable[[], None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
@@ -148,24 +148,25 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Items that wait for the runner."""
+        """Number of items that wait for the runner."""
         return len(self._queue) + self._in_columns + (0 if self._ahead is None else len(self._ahead[0]))
 
     @property
     def _in_columns(self) -> int:
-        """Steps that wait in columns, but for the item that stands in the queue for them."""
+        """Number of queued steps in columns, minus the item that represents them in the queue."""
         return 0 if self.columns is None else len(self.columns) - self._columns_queued
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs and nothing waits."""
+        """Whether nothing runs and nothing is queued."""
         return not self._taken and not self._starting
 
     def submit(self, work: Work, ticket: Ticket) -> WorkItem:
-        """Queues work, for its row to be awaited. Its slots are retained until it has run or been skipped.
+        """Queues work and returns it; await it for its row. Its slots are retained until it has run or been skipped.
 
-        Cancelling the wait before the work enters a batch takes it back. The wait raises DeadlineExceeded, Unavailable
-        after `close`, and WaneError when the run failed. Raises Overloaded when the queue is full, and Unavailable.
+        Cancelling the wait before the work enters a batch withdraws it. The wait raises DeadlineExceeded, Unavailable
+        after `close`, and WaneError if the run failed. `submit` raises Overloaded if the queue is full, and Unavailable
+        after `close`.
         """
         if self._closed:
             raise Unavailable("the server is stopping")
@@ -186,7 +187,7 @@ class Batcher:
         return item
 
     def queue_columns(self) -> None:
-        """Steps wait in columns."""
+        """Queues the item that represents the steps in columns."""
         if not self._columns_queued:
             self._columns_queued = True
             self._put(self._columns_item)
@@ -199,7 +200,7 @@ class Batcher:
             self._start_soon()
 
     def _check_turn(self, waiting: int, deadline: float) -> None:
-        """Raises Overloaded for a sequence whose turn cannot come before its deadline."""
+        """Raises Overloaded if a sequence cannot run before its deadline."""
         wait_s = waiting * self.sequence_s
         left_s = deadline - asyncio.get_running_loop().time()
         if 0 < left_s < wait_s:
@@ -211,9 +212,9 @@ class Batcher:
             )
 
     async def run_between(self, call: Callable[[], T]) -> T:
-        """Runs `call` on the runner's thread, between batches: once it is idle, or after `IDLE_WAIT_S`.
+        """Runs `call` on the runner's thread, between batches: once the runner is idle, or after `IDLE_WAIT_S`.
 
-        Raises Unavailable after `close`, and what `call` raises.
+        Raises Unavailable after `close`, and the errors of `call`.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + IDLE_WAIT_S
@@ -224,7 +225,7 @@ class Batcher:
         return await loop.run_in_executor(self._executor, call)
 
     async def close(self) -> None:
-        """Refuses new work, fails what is queued and ends the thread once its batch is done."""
+        """Refuses new work, fails queued work, and stops the thread after its batch."""
         self._closed = True
         if self._ahead is not None:
             self._take_back(*self._ahead)
@@ -234,16 +235,17 @@ class Batcher:
         await asyncio.to_thread(self._executor.shutdown)
 
     def _waiting(self, role: Role) -> int:
-        """Items in the line that one of this role would join, or handed over from it and not yet begun."""
+        """Returns the number of items in this role's line, including those handed over but not started."""
         waiting = self._queue.before(role)
         if role in ONE_TOKEN:
             return waiting + self._in_columns
         return waiting if self._ahead is None else waiting + len(self._ahead[0])
 
     def _start(self) -> None:
-        """Starts the next batch, or goes idle. One that would not grow is handed over while another one runs: the
-        runner then goes on to it without waiting for the event loop. One that was run here is handed out once the next
-        one is on its way."""
+        """Starts the next batch, or becomes idle.
+
+        A batch that would not grow is handed over while another one runs, so that the runner continues with it without
+        waiting for the event loop. A batch that ran here is handed out after the next one has started."""
         self._starting = False
         ran: _Ran | None = None
         while not self._taken or (self._taken < MOST_TAKEN and self._queue.full):
@@ -261,7 +263,7 @@ class Batcher:
             ran = self._run(items, columns)
             self._times.took(ran.role, ran.items_run, ran.seconds, here=True)
             self._queue.ran(ran.role, ran.seconds)
-            if self._queue.before(ran.role):  # they may be as quick, and do not hold up these
+            if self._queue.before(ran.role):  # they may be as quick, and must not delay these results
                 self._start_soon()
                 break
         if ran is not None:
@@ -270,14 +272,14 @@ class Batcher:
             self.on_idle()
 
     def _start_soon(self) -> None:
-        """Not at once: whatever else arrives in this turn of the event loop shares the batch."""
+        """Schedules `_start`, so that all work of this turn of the event loop shares the batch."""
         if not self._starting:
             self._starting = True
             asyncio.get_running_loop().call_soon(self._start)
 
     def _begin_columns(self) -> ColumnBatch | None:
-        """The next batch of the steps that wait in columns; those beyond it take their turn again."""
-        assert self.columns is not None, "steps of no columns: this is a bug"
+        """Returns the next batch of steps in columns, and queues the steps beyond it again."""
+        assert self.columns is not None, "steps without columns: this is a bug"
         self._columns_queued = False
         found = self.columns.begin(self._max_batch)
         if len(self.columns) and not self._columns_queued:
@@ -286,33 +288,33 @@ class Batcher:
         return found
 
     def _quick(self, role: Role, count: int) -> bool:
-        """Whether a batch is to be run on this thread."""
+        """Returns whether a batch should run on this thread."""
         return role in ONE_TOKEN and self._times.expected(role, count) <= self._inline_s
 
     def _hand_over(self, items: list[WorkItem], columns: ColumnBatch | None) -> None:
-        """To the runner's thread."""
+        """Hands a batch to the runner's thread."""
         self._taken += 1
         if columns is not None and self.columns is not None:
             self.columns.hold(columns)
-        elif self._taken < MOST_TAKEN:  # else it has not begun, and may be taken back
+        elif self._taken < MOST_TAKEN:  # otherwise it has not started, and may be taken back
             enter(items)
         running = self._executor.submit(self._run_aside, items, columns, asyncio.get_running_loop())
         if self._taken == MOST_TAKEN:
             self._ahead = items, running
 
     def _take_back(self, items: list[WorkItem], waiting: Future[None]) -> None:
-        """What waits for the runner waits in the queue again, if it has not begun."""
+        """Puts a handed-over batch back into the queue, if it has not started."""
         self._ahead = None
         if waiting.cancel():
             self._taken -= 1
             self._queue.put_back(items)
 
     def _run_aside(self, items: list[WorkItem], columns: ColumnBatch | None, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs a batch on the runner's thread; its results are handed back all at once."""
+        """Runs a batch on the runner's thread, and passes its results to the event loop."""
         loop.call_soon_threadsafe(self._finish, self._run(items, columns))
 
     def _run(self, items: list[WorkItem], columns: ColumnBatch | None) -> _Ran:
-        """Runs a batch. Of one that waited for the runner some waiters may have left."""
+        """Runs a batch, without the items whose callers have left."""
         started_s = time.perf_counter()
         if columns is not None:
             batch.run_columns(columns, self._pool, self._runner, self._room)
@@ -324,15 +326,15 @@ class Batcher:
         return _Ran(items[0].work.role, wanted, rows, cancelled, started_s, time.perf_counter() - started_s)
 
     def _take(self) -> list[WorkItem]:
-        """The next batch."""
+        """Takes the next batch from the queue."""
         self._now = asyncio.get_running_loop().time()
         return self._queue.take(self._runs)
 
     def _runs(self, item: WorkItem) -> bool:
-        """Whether somebody still waits for it; if not, it is dropped."""
+        """Returns whether an item should run; drops it if it is abandoned or late."""
         deadline = item.ticket.deadline
         late = deadline is not None and deadline <= self._now
-        if item.done:  # by a client that disconnected, or by the deadline
+        if item.done:  # the client disconnected, or the deadline has passed
             self._skip(item, late=late)
             return False
         if late and not item.ticket.entered:
@@ -341,7 +343,7 @@ class Batcher:
         return True
 
     def _skip(self, item: WorkItem, *, late: bool, error: DeadlineExceeded | None = None) -> None:
-        """Counts, traces and drops what is not run."""
+        """Counts, traces and drops an item that does not run."""
         (self._late if late else self._abandoned).inc()
         skipped_s = time.perf_counter()
         self._observers[item.work.role].waited(skipped_s - item.queued_s)
@@ -350,7 +352,7 @@ class Batcher:
         self._drop(item, error)
 
     def _finish(self, ran: _Ran) -> None:
-        """A batch was run on the runner's thread: the next one is started, and then its results are handed out."""
+        """Starts the next batch, then hands out the results of one that ran on the runner's thread."""
         self._queue.ran(ran.role, ran.seconds)
         if ran.role in ONE_TOKEN and ran.items_run:
             self._times.took(ran.role, ran.items_run, ran.seconds, here=False)
@@ -360,7 +362,7 @@ class Batcher:
         self._hand_out(ran)
 
     def _hand_out(self, ran: _Ran) -> None:
-        """Resolves the items of a batch that was run."""
+        """Resolves the items of a batch after its run."""
         role, items, rows, cancelled, started_s, compute_s, columns = ran
         if columns is not None and self.columns is not None:
             self._observe(role, [1] * len(columns), columns.waited_s(started_s), compute_s)
@@ -397,7 +399,7 @@ class Batcher:
             Batch(self._model, role, self._runner.device, len(items), failed, started_s, ended_s).trace(traced)
 
     def _observe(self, role: Role, lengths: Sequence[int], waited_s: float, compute_s: float) -> None:
-        """Counts a batch that has run, of items of these lengths, which have waited so long together."""
+        """Counts a batch that ran: its items' lengths, their total queue time and the run time."""
         items, tokens = len(lengths), sum(lengths)
         observer = self._observers[role]
         observer.items(items)
@@ -408,9 +410,9 @@ class Batcher:
             self._cost_model.observe(role, items, tokens, compute_s)
 
     def _drop(self, item: WorkItem, error: WaneError | None) -> None:
-        """Releases the slots of an item that is not run, and fails it if it is still waited for."""
+        """Releases the slots of an item that does not run, and fails it with `error`, if given."""
         self._pool.release(item.work.read)
         if item.work.write is not None:
             self._pool.release(item.work.write)
-        if error is not None:  # later: who waits may queue more work at once, and the queue is being looked through
+        if error is not None:  # later: its callback may queue more work, while the queue is being iterated
             asyncio.get_running_loop().call_soon(item.fail, error)

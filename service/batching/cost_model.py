@@ -1,10 +1,10 @@
-"""What runs cost: seconds of compute an item, by role and length, measured at warm-up and updated by what is served.
+"""The cost of runs: seconds of compute an item, by role and length, measured at warm-up and updated by live runs.
 
-A point is kept for every power of two of the length: the mean length and the mean seconds, both with exponentially
-falling weights. Between points the cost is linear; beyond the last it is proportional to the length. In a batch every
-item costs its share of the run: under load, that is what another item of its kind adds.
+The model keeps a point for every power of two of the length: the mean length and the mean seconds, both with
+exponentially falling weights. Between points the cost is linear; beyond the last it is proportional to the length. In a
+batch every item costs its share of the run: under load, another item of its kind adds that much.
 
-`RunTimeModel` expects how long a batch of one token each takes, by its size: quick ones need no thread of their own.
+`RunTimeModel` estimates the run time of a batch of one token each, by its size: quick ones need no separate thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from wane.models.manifest import Role
 from wane.service.batching import batch
@@ -33,26 +33,26 @@ RUN_EMA_ALPHA = 1 / 8
 class RunTimeModel:
     """Seconds a run, by role and by the batch's size rounded up to a power of two.
 
-    A run on the runner's thread shares the interpreter with the event loop, so its time includes waiting. Such a run is
-    taken into account only if it was quicker than the known time.
+    A run on the runner's thread shares the interpreter with the event loop, so its time includes waiting. Such a run
+    counts only if it was quicker than the known time.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[Role, int], float] = {}
 
     def expected(self, role: Role, items: int) -> float:
-        """Seconds that a batch is expected to take; infinite if no batch of its size was run."""
+        """Returns the expected seconds of a batch; infinite if no batch of its size has run."""
         return self._seconds.get((role, (items - 1).bit_length()), math.inf)
 
     def took(self, role: Role, items: int, seconds: float, *, here: bool) -> None:
-        """Notes a run. `here`: on the event loop's thread, and not on the runner's."""
+        """Records a run. `here`: it was on the event loop's thread, not on the runner's."""
         size = role, (items - 1).bit_length()
         known = self._seconds.get(size, seconds)
         self._seconds[size] = known + RUN_EMA_ALPHA * (seconds - known) if here else min(known, seconds)
 
 
 COST_EMA_ALPHA = 1 / 16
-"""Weight of the latest run in an average: a change of load is followed within some tens of runs."""
+"""Weight of the latest run in an average: the average follows a change of load within some tens of runs."""
 
 REPEATS = 3
 """Runs of each kind that warm-up measures; the quickest counts."""
@@ -68,8 +68,8 @@ class Cost(TypedDict):
 Costs = Annotated[
     dict[Role, list[Cost]],
     Field(
-        description="by graph, shortest first: compute time an item, measured at warm-up and averaged over what was "
-        "served since, the latest counting most; auto chooses by it"
+        description="by graph, shortest first: compute time an item, measured at warm-up and averaged over the runs "
+        "since, the latest counting most; auto chooses by it"
     ),
 ]
 
@@ -81,7 +81,7 @@ class _Point:
 
 
 def run_seconds(works: Sequence[Work], pool: StatePool, runner: Runner, clock: Callable[[], float]) -> float:
-    """Seconds that a batch takes. Blocks, and raises what the runner raises."""
+    """Runs a batch and returns its seconds. Blocks, and raises the runner's errors."""
     started_s = clock()
     rows = batch.run(works, pool, runner)
     taken_s = clock() - started_s
@@ -95,14 +95,14 @@ class CostModel:
     """One model's costs. Before `measure` or the first `observe` every cost is 0."""
 
     def __init__(self, piece_tokens: int) -> None:
-        """`piece_tokens`: the longest piece in which a sequence is run in order."""
+        """`piece_tokens`: the longest piece of a sequence that runs in order."""
         self._piece = piece_tokens
         self.parallel_cost: Callable[[int], float | None] = lambda _: None
-        """Seconds that a sequence takes in parallel chunks; None if it is run in order."""
+        """Returns the seconds that a sequence takes in parallel chunks; None if it runs in order."""
         self._points: dict[Role, dict[int, _Point]] = {}
 
     def observe(self, role: Role, items: int, tokens: int, seconds: float) -> None:
-        """Notes that a batch of `items`, with `tokens` positions in all without padding, took `seconds`."""
+        """Records that a batch of `items`, with `tokens` positions in total without padding, took `seconds`."""
         length, each = tokens / items, seconds / items
         points = self._points.setdefault(role, {})
         place = int(length).bit_length()
@@ -114,7 +114,7 @@ class CostModel:
             point.seconds += COST_EMA_ALPHA * (each - point.seconds)
 
     def run(self, role: Role, tokens: int) -> float:
-        """Seconds of compute that an item of `tokens` takes in one run."""
+        """Returns the seconds of compute that an item of `tokens` takes in one run."""
         points = sorted(self._points.get(role, {}).values(), key=lambda point: point.tokens)
         if not points:
             return 0.0
@@ -128,11 +128,11 @@ class CostModel:
         return before.seconds + share * (after.seconds - before.seconds)
 
     def window(self, k: int) -> float:
-        """Seconds of compute that a window of `k` tokens takes."""
+        """Returns the seconds of compute that a window of `k` tokens takes."""
         return self.run("window", k)
 
     def full(self, tokens: int) -> float:
-        """Seconds of compute that a whole sequence takes: in one run or, if it is long, in chunks or in pieces."""
+        """Returns the seconds of compute of a whole sequence: in one run or, if it is long, in chunks or pieces."""
         if tokens <= self._piece:
             return self.window(tokens)
         chunks = self.parallel_cost(tokens)
@@ -150,9 +150,9 @@ class CostModel:
         lengths: Sequence[int],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Times the graphs that answers are made of, one item a run, over every length.
+        """Measures the graphs of predictions and steps, with one item a run, over every length.
 
-        Blocks, and raises what the runner raises. Call it once every graph has run: first runs are slow.
+        Blocks, and raises the runner's errors. Call it after every graph has run once: first runs are slow.
         """
         eos = np.array([eos_id], np.int64)
         works = [Work("step", eos, read=START), Work("head", read=START)]
@@ -164,7 +164,7 @@ class CostModel:
             self.observe(work.role, 1, work.length, quickest_s)
 
     def document(self) -> Costs:
-        """The known costs by role, the shortest length first."""
+        """Returns the known costs by role, the shortest length first."""
         return {
             role: [
                 {"tokens": point.tokens, "compute_ms": 1e3 * point.seconds}

@@ -1,13 +1,13 @@
-"""What waits for one runner, and what of it is the next batch.
+"""The queue of one runner, and the policy that chooses the next batch.
 
-There are two lines. One has steps, and heads alone: a whole batch of them takes about a millisecond. The other has
-sequences, each of which takes as long: windows, and states to rebuild, of which a thousand come at once when another
-replica dies. So that neither line holds up the other:
+There are two lines. One has steps and heads: a whole batch of them takes about a millisecond. The other has sequences,
+each of which takes as long: windows, and states to rebuild, a thousand at once when another replica dies. Neither line
+may delay the other:
 
-- A batch of sequences is cut where it is expected to take longer than a slice. The slice is half as long again if no
-  step has come since the last batch of sequences. Larger batches win little: their intermediate values outgrow the
-  caches, and while one batch has most requests there is nothing to read or to answer.
-- While both lines wait, each has half of the runner's time; a line that was empty starts without debt.
+- A batch of sequences is cut if it is expected to take longer than a slice. The slice is half as long again if no step
+  has arrived since the last batch of sequences. Larger batches gain little: their intermediate values outgrow the
+  caches, and while one batch has most of the requests, the server has nothing to read or to answer.
+- While both lines have work, each gets half of the runner's time; a line that was empty starts without debt.
 
 A step then waits for one slice at most, and for the steps before it.
 """
@@ -27,7 +27,7 @@ SLICE_S = 0.005
 """The most seconds that a batch of several sequences should take."""
 
 ALONE_S = 1.5 * SLICE_S
-"""The same, if no step has come since the last batch of sequences."""
+"""Like SLICE_S, if no step has arrived since the last batch of sequences."""
 
 SLICED: frozenset[Role] = frozenset({"window", "advance"})
 """Roles whose batches are cut, except those of chunks. Scoring cuts scans itself."""
@@ -36,11 +36,11 @@ ONE_TOKEN: frozenset[Role] = frozenset({"step", "head"})
 """Roles of the first line, whose items all take the same time."""
 
 COLUMNS = Work("step")
-"""What stands in the first line for all steps that wait in columns: a batch of its own."""
+"""Represents all steps in columns in the first line: a batch of its own."""
 
 
 class Queued(Protocol):
-    """An item that waits."""
+    """An item of the queue."""
 
     @property
     def work(self) -> Work: ...
@@ -50,47 +50,47 @@ I = TypeVar("I", bound=Queued)  # noqa: E741  (an item)
 
 
 class Scheduler(Protocol[I]):
-    """What a batcher asks of its queue."""
+    """The queue of a batcher."""
 
     def __len__(self) -> int:
-        """How many items wait."""
+        """Returns the number of queued items."""
 
     def before(self, role: Role) -> int:
-        """How many items are in the line of this role."""
+        """Returns the number of items in this role's line."""
 
     def put(self, item: I) -> None:
         """Adds an item."""
 
     def take(self, runs: Callable[[I], bool]) -> list[I]:
-        """The next batch, of one role; empty if nothing waits. Items that `runs` rejects are dropped."""
+        """Takes the next batch, of one role; empty if nothing is queued. Removes the items that `runs` rejects."""
 
     @property
     def full(self) -> bool:
-        """Whether waiting could not make the next batch larger."""
+        """Whether the next batch cannot grow by waiting."""
 
     def put_back(self, items: Sequence[I]) -> None:
         """Puts a batch of sequences that did not run back at the front of its line."""
 
     def ran(self, role: Role, seconds: float) -> None:
-        """Notes how long the batch taken last took."""
+        """Records the run time of the batch that was taken last."""
 
     def clear(self) -> list[I]:
-        """Takes everything out."""
+        """Removes and returns all items."""
 
 
 class FairScheduler(Scheduler[I]):
-    """The policy of the module's docstring. A batch has the oldest item of a line, and later ones of its role."""
+    """The policy of the module's docstring. A batch has the oldest item of a line, and later items of its role."""
 
     def __init__(self, max_batch_size: int, cost_model: CostModel | None = None) -> None:
-        """`cost_model`: of sequences; without it no batch is cut."""
+        """`cost_model` estimates sequences; without it no batch is cut."""
         self._max_batch = max_batch_size
         self._cost_model = cost_model
         self._steps: deque[I] = deque()
         self._sequences: deque[I] = deque()
-        self._latest_most = max_batch_size  # of the latest batch of sequences
-        self._stepped = False  # a step has come since the latest batch of sequences
+        self._latest_most = max_batch_size  # size limit of the latest batch of sequences
+        self._stepped = False  # whether a step has arrived since the latest batch of sequences
         self._contended = False
-        self._ahead_s = 0.0  # seconds that steps have run more than sequences since both wait
+        self._ahead_s = 0.0  # seconds that steps have run longer than sequences while both lines had work
 
     def __len__(self) -> int:
         return len(self._steps) + len(self._sequences)
@@ -175,7 +175,7 @@ class FairScheduler(Scheduler[I]):
         return taken
 
     def _most(self, longest: Work) -> int:
-        """The most items of a batch whose longest is this one."""
+        """Returns the most items of a batch whose longest item is `longest`."""
         if self._cost_model is None or longest.chunk or longest.role not in SLICED:
             return self._max_batch
         each_s = self._cost_model.run(longest.role, longest.length)

@@ -1,4 +1,4 @@
-"""One piece of work for the runner: who waits for it, its deadline, and where its time went."""
+"""A request's ticket, with its deadline and latency by stage, and the items of work that it queues."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from wane.service.types import Latency
 
 
 class Ticket:
-    """One request's way through the batcher.
+    """Tracks one request through the batcher.
 
-    `admitted`: some work of it was let into the queue; what follows is not refused half-way.
-    `entered`: binding work of it is or was in a batch: the request will be carried through. `abandoned`: nobody waits
-    for the answer any more. `proving`: all that is left to do is the search for a proof.
-    `batch_items`: of the largest batch that it was in. `traced`: the request, if it is one that is traced.
+    `admitted`: the queue has accepted work of it, and does not refuse later work. `entered`: binding work of it is or
+    was in a batch, so the request will be completed. `abandoned`: its caller has left. `proving`: only the search for a
+    proof is left. `batch_items`: the size of its largest batch. `traced`: the request, if it is traced.
     """
 
     __slots__ = (
@@ -45,7 +44,7 @@ class Ticket:
         self.traced: Traced | None = CURRENT.get()
 
     def latency(self, since: Ticket | None = None) -> Latency:
-        """Where the time went until now, since the ticket was made or `since` was copied from it."""
+        """Returns the latency until now, since the ticket was made or since the `mark` in `since`."""
         started_s = self.started_s if since is None else since.started_s
         return Latency(
             queue_ms=1e3 * (self.queue_s - (since.queue_s if since else 0.0)),
@@ -55,20 +54,20 @@ class Ticket:
         )
 
     def beside(self) -> Ticket:
-        """For work of the same request that runs beside this one's: admitted and traced with it, and not timed."""
+        """Returns a ticket for concurrent work of the request: admitted and traced like this one, but not timed."""
         other = Ticket()
         other.admitted, other.traced = True, self.traced
         return other
 
     def mark(self) -> Ticket:
-        """A copy to measure from."""
+        """Returns a copy to measure a later latency from."""
         copy = Ticket()
         copy.queue_s, copy.compute_s = self.queue_s, self.compute_s
         return copy
 
 
 class WorkItem(Waiter[Row]):
-    """Work that waits for its row, or for the error that it failed with."""
+    """Queued work, resolved with its row or its error."""
 
     __slots__ = ("queued_s", "ticket", "work")
 
@@ -78,11 +77,11 @@ class WorkItem(Waiter[Row]):
         self.work = work
         self.ticket = ticket
         self.queued_s = 0.0
-        """When it entered the queue, by `time.perf_counter`."""
+        """When it was queued, by `time.perf_counter`."""
 
 
 def enter(items: Sequence[WorkItem]) -> None:
-    """They are in a batch that begins."""
+    """Marks the tickets of binding work: its batch starts now."""
     for item in items:
         if item.work.binding:
             item.ticket.entered = True

@@ -1,4 +1,4 @@
-"""What is done with a model before its first request."""
+"""Warm-up of a model before its first request."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from wane.service.state.pool import START, ZERO, StatePool
 
 
 def warm_up(runner: Runner, pool: StatePool, eos_id: int, *, window: int, max_batch_size: int) -> None:
-    """Computes the state that sequences start from, and runs every graph, alone and in the largest batch.
+    """Computes the state at the start of a sequence, and runs every graph with one item and with the largest batch.
 
-    First runs allocate and plan: no request should pay for that. Blocks, so it belongs off the event loop.
-    Raises whatever the runner raises.
+    First runs allocate and plan, and requests should not wait for that. Blocks: call it off the event loop.
+    Raises the runner's errors.
     """
     eos = np.array([eos_id], np.int64)
     some = np.repeat(eos, window)

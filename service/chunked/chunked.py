@@ -1,17 +1,17 @@
-"""A long sequence as chunks that run side by side.
+"""Runs a long sequence as parallel chunks.
 
-A chunk in the middle does not know its initial state. It is *warmed up*: the tokens before it are run from the zero
-state. How far that state is from the one in which the chunk before it ended is then measured, unit by unit. If it is
-over the limit, the chunk is run again from that end, until its state is within the limit of the state that it had there
-the first time; what was computed from there on stands. At a limit of 0 the states are equal bit for bit, and the result
-is that of a run in order, whatever the model. If too much has to be run again, the rest is run in order.
+A chunk in the middle does not know its initial state. It is *warmed up*: the tokens before it run from the zero state.
+Then the difference between that state and the end of the previous chunk is measured, unit by unit. If it is over the
+limit, the chunk runs again from that end, until its state is within the limit of its first state at the same place;
+the results after that place are kept. At a limit of 0 the states are bit-identical, and the result is that of a run in
+order, for any model. If too much has to run again, the rest of the sequence runs in order.
 
-Chunks go through the scheduler like other work, a few tokens of each at a time. Only the states of one segment are
-held, however long the sequence is.
+Chunks pass through the scheduler like other work, a few tokens of each at a time. Only one segment's states are held,
+for a sequence of any length.
 
-A *cell* is the part of a chunk that one run takes. A *joint* is where a cell started from another state than the one in
-which the cell before it ended. Every chunk but the first begins with one. A cell that is run again from the end of the
-one before it moves its joint to its own end. A sequence without joints was run as if in order, bit for bit.
+A *cell* is the part of a chunk in one run. A *joint* is a place where a cell started from a state other than the end of
+the previous cell. Every chunk but the first begins with one. A cell that runs again from the end of the previous one
+moves its joint to its own end. A run without joints is bit-identical to one in order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ States = Mapping[str, Array]
 
 
 class ChunkBatch:
-    """tokens, targets: int64 (n), n at most the layout's; targets for scan only. Cells are counted along the sequence:
+    """The states and log-probabilities of one segment's cells.
+
+    tokens, targets: int64 (n), n at most the layout's; targets for scan only. Cells are numbered along the sequence:
     cell g is part g % cells of chunk g // cells."""
 
     def __init__(
@@ -49,7 +51,7 @@ class ChunkBatch:
         targets: NDArray[np.int64] | None,
         like: States,
     ) -> None:
-        """`like`: any states, for names and shapes."""
+        """`like`: any states; only their names and shapes are used."""
         self.layout = layout
         self.role = role
         self.tokens = tokens
@@ -60,22 +62,22 @@ class ChunkBatch:
         self._ends = {name: np.zeros_like(value) for name, value in self._starts.items()}
 
     def column(self, part: int) -> range:
-        """The cells that are part `part` of a chunk, chunk by chunk; the last chunks may be too short to have one."""
+        """Returns the cells that are part `part` of each chunk; the last chunks may be too short to have one."""
         return range(part, self.cells, self.layout.cells)
 
     def work(self, cell: int, read: int, write: int, *, binding: bool) -> Work:
-        """The run of a cell, from the state in a slot."""
+        """Returns the work of a cell, from the state in slot `read`."""
         at = self._extent(cell)
         targets = None if self.targets is None else self.targets[at]
         return Work(self.role, self.tokens[at], targets, read=read, write=write, binding=binding, chunk=True)
 
     def started(self, cells: range, states: States) -> None:
-        """Keeps what cells start from."""
+        """Stores the states from which cells start."""
         for name, value in self._starts.items():
             value[cells.start : cells.stop : cells.step] = states[name]
 
     def ended(self, cells: range, states: States, rows: list[Row]) -> None:
-        """Keeps what cells ended in, and the log-probabilities on the way."""
+        """Stores the states in which cells ended, and their log-probabilities."""
         for name, value in self._ends.items():
             value[cells.start : cells.stop : cells.step] = states[name]
         for cell, row in zip(cells, rows, strict=True):
@@ -84,15 +86,15 @@ class ChunkBatch:
                 self.logprobs[at] = row.logprobs[: at.stop - at.start]
 
     def end(self, cell: int) -> States:
-        """What a cell ended in, as one row."""
+        """Returns the state in which a cell ended, as one row."""
         return {name: value[cell : cell + 1] for name, value in self._ends.items()}
 
     def residual(self, cell: int) -> float:
-        """The greatest difference of a unit at the joint before a cell that is not the first; 0 where there is none."""
+        """Returns the largest difference of a unit at the joint before `cell`, which is not the first; 0: no joint."""
         return max(float(_apart(value[cell], self._ends[name][cell - 1]).max()) for name, value in self._starts.items())
 
     def residuals(self) -> NDArray[np.float64]:
-        """`residual` of every cell; the first has none: (cells)."""
+        """Returns `residual` of every cell, 0 for the first: float64 (cells)."""
         found = np.zeros(self.cells)
         for name, value in self._starts.items():
             apart = _apart(value[1:], self._ends[name][:-1])
@@ -100,7 +102,7 @@ class ChunkBatch:
         return found
 
     def joints(self) -> dict[str, Array]:
-        """By name, the greatest difference of each unit at any joint: (*shape)."""
+        """Returns, by name, the largest difference of each unit at any joint: (*shape)."""
         return {
             name: _apart(value[1:], self._ends[name][:-1]).max(axis=0, initial=0.0)
             for name, value in self._starts.items()
@@ -111,7 +113,7 @@ class ChunkBatch:
 
 
 def _apart(one: Array, other: Array) -> Array:
-    """|one - other| by unit: 0 where both are the same, NaN included; infinite where the difference is NaN."""
+    """Returns |one - other| by unit: 0 if both are equal or both NaN, otherwise infinite if the difference is NaN."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart: Array = np.abs(one - other)
     if not np.isfinite(apart).all():
@@ -121,23 +123,23 @@ def _apart(one: Array, other: Array) -> Array:
 
 
 IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}
-"""Tokens of one run of a sequence that is run in order."""
+"""Tokens of one run of a sequence that runs in order."""
 
 REPEATED_CHUNKS = 0.25
-"""Cells run again for each chunk of a segment, from which on the next are warmed up over twice as many tokens."""
+"""Repeated cells for each chunk of a segment; if there are more, the next segments' warm-up is doubled."""
 
 REPEATED_CELLS = 0.5
-"""Share of a segment's cells run again from which on the rest of the sequence is run in order."""
+"""Share of a segment's cells that are repeated; if it is larger, the rest of the sequence runs in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """How a sequence was run so far.
+    """How a sequence ran so far.
 
-    chunks: 1 if it was run in order. rounds: 1, and 1 for every cell that was run again. warm_up: the fewest tokens
-    that a chunk was warmed up over. residual: the greatest difference of a unit of the state at any joint that is left;
-    0 without joints, when the run is exact. joints: by name, the greatest difference of each unit. apart: the fewest
-    tokens from one joint to the next. latest: the position of the latest joint.
+    chunks: 1 if it ran in order. rounds: 1, plus 1 for every repeated cell. warm_up: the fewest tokens of warm-up.
+    residual: the largest difference of a state's unit at any remaining joint; 0 without joints, when the run is exact.
+    joints: by name, the largest difference of each unit. apart: the fewest tokens between two joints. latest: the
+    position of the latest joint.
     """
 
     chunks: int = 1
@@ -149,7 +151,7 @@ class ChunkPlan:
     latest: int | None = None
 
     def then(self, segment: ChunkBatch, start: int, repeated: int) -> ChunkPlan:
-        """The plan with one more segment, which begins at `start` and of which `repeated` cells were run again."""
+        """Returns the plan with one more segment, which begins at `start` and had `repeated` cells run again."""
         residuals = segment.residuals()
         places = (start + np.flatnonzero(residuals) * segment.layout.steps).tolist()
         if self.latest is not None:
@@ -170,7 +172,8 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`done`: tokens run so far. `logprobs`: float64 (n), of the next n tokens, once their whole segment was run."""
+    """Progress of a run. `done`: tokens run so far. `logprobs`: float64 (n), of the next n tokens; None until their
+    whole segment has run."""
 
     done: int
     plan: ChunkPlan
@@ -179,7 +182,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The joints that a run may have: of at most `limit`, and such that `judge` accepts the plan with them.
+    """The joints that a run may have: each is at most `limit`, and `judge` accepts the plan with them.
 
     enough: tokens of warm-up after which a joint of any size is accepted.
     """
@@ -202,7 +205,7 @@ class ChunkedRunner:
         self._reach = 0 if manifest.architecture.front is None else manifest.architecture.front.reach
 
     def layout(self, role: Role, tokens: int, demand: Demand, least: int = 0) -> ChunkLayout | None:
-        """The layout of the next segment, of a sequence with `tokens` left. None: a run in order is quicker.
+        """Returns the layout of the next segment of a sequence with `tokens` left. None: a run in order is quicker.
 
         least: the fewest tokens of warm-up, unless the demand needs fewer.
         """
@@ -215,7 +218,7 @@ class ChunkedRunner:
         return lay_out(tokens, warm_up, role, self._throughput.pace(role), self._throughput.pace("advance"))
 
     def seconds(self, tokens: int, role: Role = "advance", demand: Demand = EXACT) -> float | None:
-        """The expected seconds of `advance` or `scan` over `tokens` tokens. None: they are run in order."""
+        """Returns the expected seconds of `advance` or `scan` over `tokens` tokens. None: they run in order."""
         first = self.layout(role, tokens, demand)
         if first is None:
             return None
@@ -229,7 +232,7 @@ class ChunkedRunner:
     async def advance(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
     ) -> None:
-        """Runs tokens exactly, from the state in slot `read`, and leaves the last state in slot `write`."""
+        """Runs tokens exactly, from the state in slot `read`, and writes the last state to slot `write`."""
         pieces = self.run("advance", tokens, None, ticket, EXACT, read=read, write=write, binding=binding)
         async with aclosing(pieces):
             async for _ in pieces:
@@ -249,8 +252,8 @@ class ChunkedRunner:
     ) -> AsyncGenerator[Piece, None]:
         """Runs tokens (n) by `advance`, or by `scan` with targets (n), and yields after each run.
 
-        read, write: the slots of the first state and of the last. demand: None runs the tokens in order. The caller
-        must close the generator.
+        read, write: the slots of the first and the last state. demand: None runs the tokens in order. The caller must
+        close the generator.
         """
         plan, start, least = ChunkPlan(), 0, 0
         while start < len(tokens):
@@ -324,16 +327,16 @@ class ChunkedRunner:
         return sum(work.length for work in works)
 
     async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
-        """Runs every cell whose joint is over the limit again, from the end of the cell before it.
+        """Repeats every cell whose joint is over the limit, from the end of the previous cell.
 
-        Returns how many were run. again: the slot to run them in. last: the slot of the last chunk.
+        Returns the number of repeated cells. again: the slot to run them in. last: the slot of the last chunk.
         """
         residuals = segment.residuals()
         if not (residuals > limit).any():
             return 0
         repeated, resumed = 0, -1
         for cell in range(1, segment.cells):
-            # What was run again has moved the joint behind it.
+            # A repeated cell moves the joint after it.
             if (segment.residual(cell) if cell == resumed else residuals[cell]) <= limit:
                 continue
             before = segment.end(cell - 1)
@@ -348,7 +351,7 @@ class ChunkedRunner:
         return repeated
 
     async def _together(self, works: Sequence[Work], ticket: Ticket) -> list[Row]:
-        """Runs work of one request side by side. Only the first item is admitted and timed."""
+        """Runs work of one request concurrently. Only the first item needs admission and is timed."""
         others = ticket.beside()
         items: list[WorkItem] = []
         try:
@@ -361,7 +364,7 @@ class ChunkedRunner:
             raise
 
     def _put(self, states: States, slot: int) -> None:
-        """Writes a state to a slot, with a hidden of zeros, which nobody reads."""
+        """Writes a state to a slot, with a `hidden` of zeros, which is never read."""
         hidden = np.zeros_like(self._pool.gather_hidden([slot]))
         self._pool.scatter([slot], {HIDDEN: hidden, **{NEXT + name: value for name, value in states.items()}})
 

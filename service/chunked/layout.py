@@ -1,8 +1,8 @@
-"""How a long sequence is cut into chunks that run side by side: as many as were quickest when measured.
+"""Cuts a long sequence into parallel chunks, by measured speed.
 
-Once the model is served, two things are measured: the seconds a token costs, by the number of sequences side by side
+While the model is served, two things are measured: the seconds a token costs, by the number of parallel sequences
 (`Pace`), and how quickly the model forgets its initial state (`Residuals`). The second only chooses the warm-up length
-and promises nothing: every run measures what its warm-up left.
+and guarantees nothing: every run measures the difference that its warm-up left.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from wane.service.runners.runner import NEXT, Array, Runner
 from wane.service.state.pool import START, ZERO, StatePool
 
 LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Warm-ups that are tried."""
+"""Warm-up lengths that are measured."""
 
 ROWS = 4
 MARGIN = 0.25
-"""Safety factor: a model may forget a little more slowly over other tokens than those measured."""
+"""Safety factor: a model may forget a little more slowly over tokens other than those measured."""
 
 PAST = 512
 """Tokens that one run of each of the ROWS pairs reads before the tokens that both read."""
 
 
 Residuals = Sequence[tuple[int, float]]
-"""(tokens, difference), fewest tokens first: how far apart two runs over the same tokens were after so many of them, at
-most in any unit of the state."""
+"""(tokens, difference), fewest tokens first: the largest difference in any unit of the state between two runs over the
+same tokens, after this number of tokens."""
 
 
 def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> Generator[None, None, Residuals]:
-    """Runs random tokens from a random past, and from the zero state. Yields after each run. Blocks."""
+    """Runs random tokens from a random past and from the zero state. Yields after each run. Blocks."""
     random = np.random.default_rng(4)
     zeros = pool.gather([ZERO] * ROWS)
     past = _advance(runner, random.integers(vocabulary_size, size=(ROWS, PAST)), zeros)
@@ -55,16 +55,16 @@ def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) ->
 
 
 def _advance(runner: Runner, tokens: Array, state: dict[str, Array]) -> dict[str, Array]:
-    """The states after tokens (B, T)."""
+    """Returns the states after tokens (B, T)."""
     outputs = runner.run("advance", {"tokens": tokens, "lengths": np.full(len(tokens), tokens.shape[1]), **state})
     return {name: outputs[NEXT + name] for name in state}
 
 
 WIDTHS = (1, 4, 8, 16, 32, 64)
-"""Sequences side by side that are tried, as far as a batch holds them."""
+"""Numbers of parallel sequences that are measured, up to the batch size."""
 
 POSITIONS = 512
-"""Tokens of a run that is measured, more where many sequences have to share them."""
+"""Tokens of a measured run; more if many sequences share them."""
 
 MEASURED_STEPS = 16
 
@@ -72,7 +72,7 @@ REPEATS = 3
 """Runs of each width, in turn; the quickest counts."""
 
 Pace = Mapping[int, float]
-"""Seconds a token, by the number of sequences side by side."""
+"""Seconds a token, by the number of parallel sequences."""
 
 
 def measure_pace(
@@ -85,7 +85,7 @@ def measure_pace(
 ) -> Generator[None, None, Pace]:
     """Measures the pace of `advance` or `scan`. Yields after each run.
 
-    Blocks, and raises what the runner raises. Call it once the graph has run: first runs are slow.
+    Blocks, and raises the runner's errors. Call it after the graph has run once: first runs are slow.
     """
     found: dict[int, float] = {}
     for _ in range(REPEATS):
@@ -101,20 +101,20 @@ def measure_pace(
 
 
 class ThroughputProfile:
-    """One model's. Nothing is known before `measure`: until then every sequence is best run in order."""
+    """One model's paces and residuals. Before `measure` nothing is known, and every sequence runs in order."""
 
     def __init__(self, residuals: Residuals = ()) -> None:
         self._paces: dict[Role, Pace] = {}
         self._residuals = residuals
 
     def pace(self, role: Role) -> Pace:
-        """Of `advance` or `scan`."""
+        """Returns the pace of `advance` or `scan`."""
         return self._paces.get(role, {})
 
     def warm_up(self, residual: float) -> int | None:
-        """The fewest tokens after which, and ever since, only MARGIN of `residual` was left of where a run came from.
+        """Returns the fewest tokens from which on the measured difference stays within MARGIN of `residual`.
 
-        None: there are none.
+        None: there is no such length.
         """
         found: int | None = None
         for tokens, left in reversed(self._residuals):
@@ -124,9 +124,9 @@ class ThroughputProfile:
         return found
 
     def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
-        """Yields after each of some fifty runs of some ten milliseconds, so that other runs may come between.
+        """Yields after each of about fifty runs of about ten milliseconds, so that other runs can be interleaved.
 
-        Blocks, and raises what the runner raises. Call it once every graph has run.
+        Blocks, and raises the runner's errors. Call it after every graph has run once.
         """
         for role in ("advance", "scan"):
             self._paces[role] = yield from measure_pace(role, runner, pool, manifest.vocabulary.eos_id, max_batch_size)
@@ -134,26 +134,26 @@ class ThroughputProfile:
 
 
 SEGMENT_TOKENS = 65_536
-"""Tokens whose chunks run side by side, at most: a longer sequence takes one segment after another."""
+"""Most tokens of one segment of parallel chunks; a longer sequence runs one segment after another."""
 
 FEWEST_TOKENS = 64
-"""Tokens of a chunk, at least; and twice its warm-up."""
+"""Fewest tokens of a chunk, which also needs at least twice its warm-up."""
 
 RUN_SECONDS = 0.025
-"""What one run should take at most, so that other requests' turns come."""
+"""Most seconds that one run should take, so that other requests get their turns."""
 
 FEWEST_STEPS = 16
-"""Tokens that every chunk goes on by in a run, at least."""
+"""Fewest tokens that every chunk advances by in a run."""
 
 WORTHWHILE = 0.9
-"""Chunks are run side by side where that is expected to take less than this share of the time in order."""
+"""Chunks run in parallel if that is expected to take less than this share of the time in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """`chunks` of `cells` times `steps` tokens each, the last perhaps of fewer; every chunk but the first is warmed up
-    over the `warm_up` tokens before it, in pieces of `warm_up_steps`. A cell is what one run takes of a chunk.
-    `seconds`: what all of it is expected to take."""
+    """`chunks` of `cells` times `steps` tokens each; the last may be shorter. Every chunk but the first is warmed up
+    over the `warm_up` tokens before it, in pieces of `warm_up_steps`. A cell is the part of a chunk in one run.
+    `seconds` is the expected time of the whole segment."""
 
     chunks: int
     cells: int
@@ -169,9 +169,9 @@ class ChunkLayout:
 
 
 def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pace) -> ChunkLayout | None:
-    """The quickest layout of the next segment of a sequence of which `tokens` are left. None: in order is quickest.
+    """Returns the quickest layout of a sequence's next segment, with `tokens` left. None: in order is quickest.
 
-    `role`: what the chunks are run by; the paces are its, and that of `advance`, which warms up.
+    `role` is the chunks' graph and `pace` its pace; `warm_up_pace` is that of `advance`.
     """
     tokens = min(tokens, SEGMENT_TOKENS)
     best = WORTHWHILE * pace.get(1, 0.0) * tokens
@@ -192,6 +192,6 @@ def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pac
 
 
 def _steps(role: Role, width: int, seconds: float) -> int:
-    """Tokens that each of `width` chunks goes on by in a run."""
+    """Returns the number of tokens that each of `width` chunks advances by in a run."""
     most = MOST_POSITIONS[role] // width
     return max(1, min(most, max(FEWEST_STEPS, int(RUN_SECONDS / (seconds * width)))))

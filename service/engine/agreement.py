@@ -1,4 +1,4 @@
-"""How far two answers to the same question are apart, and the running figures over all such pairs."""
+"""Measures how far two answers to one request are apart, and keeps running figures over all such pairs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from wane.service.engine.bounds import Bound
 from wane.service.engine.logits import log_softmax
 from wane.service.types import Agreement
 
-# Two float32 runs of the same model over the same tokens, in different batches or by different graphs, differ by
-# rounding. Measured total variations stay under 1e-6; a bound is violated only by more than this.
+# Two float32 runs over the same tokens, in different batches or by different graphs, differ by rounding. Measured total
+# variations stay under 1e-6; only a larger excess than this violates a bound.
 FLOAT32_ROUNDING = 1e-5
 
 
@@ -36,8 +36,8 @@ def compare(
     """Compares the two answers at temperature 1. logits: float32 (V); hidden: float32 (H), the output layer's input.
 
     total_variation = sum |p - q| / 2; kl = sum p log(p / q), with p recurrent and q window, in nats;
-    state_distance = |hidden - hidden'|_2; max_logit_difference is over logits as they are.
-    `bound` is on the distance of the two; `proved`: the window alone proves that their first tokens are the same.
+    state_distance = |hidden - hidden'|_2; max_logit_difference compares the raw logits.
+    `bound` is on the distance of the two; `proved`: the window alone proves that their first tokens are equal.
     """
     p, q = log_softmax(recurrent_logits), log_softmax(window_logits)
     return Agreement(
@@ -53,14 +53,14 @@ def compare(
 
 
 class TotalVariationReport(TypedDict):
-    """Over all comparisons; null where there was none."""
+    """Over all comparisons; null if there were none."""
 
     mean: float | None
     max: float | None
 
 
 class ErrorBoundReport(TypedDict):
-    """Over the comparisons that had a bound; null where there was none."""
+    """Over the comparisons that had a bound; null if there were none."""
 
     bounded: int
     mean: float | None
@@ -68,8 +68,8 @@ class ErrorBoundReport(TypedDict):
 
 
 class AgreementReport(TypedDict):
-    """How far windows were from recurrent, over all comparisons; null where there was none. `bound_violations`: pairs
-    further apart than was claimed of them."""
+    """How far windows were from recurrent, over all comparisons; null if there were none. `bound_violations`: pairs
+    that contradict their bound or proof."""
 
     compared: int
     top1_match_rate: float | None
@@ -81,15 +81,14 @@ class AgreementReport(TypedDict):
 
 
 class AgreementBySource(AgreementReport):
-    """Over all comparisons, and by why they were made: `both` modes were asked for, or `shadow`, a sample of live
-    answers."""
+    """Over all comparisons, and by source: `both` modes were requested, or `shadow`, a sample of live answers."""
 
     sources: dict[Source, AgreementReport]
 
 
 @dataclass(slots=True)
 class AgreementStatistics:
-    """Running figures over every pair that was compared; nothing is sampled."""
+    """Running figures over every compared pair."""
 
     compared: int = 0
     top1_matches: int = 0
@@ -117,7 +116,7 @@ class AgreementStatistics:
         self.bound_violations += violates(agreement)
 
     def document(self) -> AgreementReport:
-        """The figures as `/v1/report` shows them; rates and means of nothing are null."""
+        """Returns the figures as `/v1/report` shows them; rates and means are null if there were no comparisons."""
         count, bounded = self.compared, self.bounded
         return {
             "compared": count,
@@ -138,10 +137,10 @@ class AgreementStatistics:
 
 
 def violates(agreement: Agreement) -> bool:
-    """Whether the pair contradicts what is claimed of it, where anything is, by more than rounding.
+    """Returns whether the pair contradicts a bound or a proof, by more than rounding.
 
-    It is further apart than one of its bounds, or its first tokens differ though they are proved equal. The distance of
-    states is held against bounds that count rounding: all but 0.
+    It does if it is further apart than one of its bounds, or if its first tokens differ although they are proved equal.
+    The distance of states is compared only with bounds that count rounding: all but 0.
     """
     if agreement.top1_proved and not agreement.top1_match:
         return True

@@ -1,4 +1,4 @@
-"""What was run for a request becomes an `Answer`, with its latencies, bounds, proof and agreement."""
+"""Builds an `Answer` from a request's runs, with its latencies, bounds, proof and agreement."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Pre
 
 
 class AnswerPlan(NamedTuple):
-    """How a question at `position` is answered.
+    """How a request at `position` is answered.
 
-    `mode` is recurrent, window or both; `window` is the k of the latter two. `origin` is where the recurrent part's
-    state comes from, and `context_length` how many of the latest tokens that state knows.
+    `mode` is recurrent, window or both; `window` is the k of the latter two. `origin` is the source of the recurrent
+    part's state, and `context_length` the number of latest tokens that this state knows.
     """
 
     mode: Mode
@@ -39,10 +39,10 @@ class AnswerPlan(NamedTuple):
 
     @classmethod
     def of_prompt(cls, mode: Mode, tokens: int, window: int | None, *, truncated: bool) -> AnswerPlan:
-        """Of a question that brings `tokens` tokens: a whole sequence, or the end of a longer one.
+        """Plans a request that has `tokens` tokens of its own: a whole sequence, or the end of a longer one.
 
-        The position of a truncated sequence is not known. It counts as one more than the tokens that were given, so
-        no k covers it, and a window has at most those tokens.
+        The position of a truncated sequence is unknown. It is set to one more than the given tokens, so that no k
+        covers the sequence. A window has at most the given tokens.
         """
         if not truncated:
             return cls(mode, tokens, window, StateSource.FULL, tokens)
@@ -50,22 +50,22 @@ class AnswerPlan(NamedTuple):
 
     @property
     def state(self) -> StateSource:
-        """Where the state behind the answer comes from."""
+        """The source of the answer's state."""
         return StateSource.WINDOW if self.mode is Mode.WINDOW else self.origin
 
     def bound(self, certificate: Certificate) -> Bound | None:
-        """The bound of the answer, as far as it is known before anything was run."""
+        """Returns the bound of the answer that is known before the run."""
         return self.bound_of(certificate, self.mode is not Mode.WINDOW)
 
     def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
-        """The bound of the recurrent part, or of the window's; `radius` as its run gave it."""
+        """Returns the bound of the recurrent or the window part, given the `radius` that its run output."""
         context_length = self.context_length if recurrent else self.window
-        assert context_length is not None, "a window's part without a k: this is a bug"
+        assert context_length is not None, "a window part without a k: this is a bug"
         return bounds.bound(certificate, context_length, self.position, radius)
 
 
 class ModeResult(NamedTuple):
-    """One mode's run, the bound of its answer, and the time it took."""
+    """One mode's run, the bound of its answer, and its latency."""
 
     result: RunResult
     bound: Bound | None
@@ -73,19 +73,19 @@ class ModeResult(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Takes a sample of the answers, to give them once more by the other mode."""
+    """Samples answers, to repeat them in the other mode."""
 
     def chosen(self) -> bool:
-        """Whether the next answer is sampled; to be asked once for each answer."""
+        """Returns whether the next answer is sampled. Call it once for each answer."""
         ...
 
     def offer(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
-        """Takes an answer that was chosen: given by one mode, from `input_ids`, which ends at the plan's position."""
+        """Takes a sampled answer of one mode, from `input_ids`, which ends at the plan's position."""
         ...
 
 
 class AnswerBuilder:
-    """Makes the answers of one model."""
+    """Builds the answers of one model."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class AnswerBuilder:
         stats: Stats,
         prover: Executor,
     ) -> None:
-        """`prover` runs the proofs by direction, one after the other: they take too long for the event loop."""
+        """`prover` runs the proofs by direction, one at a time: they take too long for the event loop."""
         self._certificate = manifest.certificate
         self._vocabulary = vocabulary
         self._margin = margin
@@ -107,16 +107,15 @@ class AnswerBuilder:
         self.sampler: Sampler | None = None
 
     def part(self, plan: AnswerPlan, result: RunResult, latency: Latency, *, recurrent: bool) -> ModeResult:
-        """The recurrent part of a plan, or the window's, after its run."""
+        """Returns the recurrent or the window part of a plan, after its run."""
         return ModeResult(result, plan.bound_of(self._certificate, recurrent, result.radius), latency)
 
     async def window(
         self, plan: AnswerPlan, context_ids: NDArray[np.int64], ticket: Ticket, *, binding: bool = False
     ) -> ModeResult:
-        """Runs the window's part of a plan, over the window's tokens.
+        """Runs the window part of a plan, over the window's tokens.
 
-        To be run after the recurrent part, not beside it: then neither waits for the other, and each latency is
-        what its mode alone would have taken.
+        Call it after the recurrent part, not concurrently: then each latency is what its mode alone would take.
         """
         mark = ticket.mark() if plan.mode is Mode.BOTH else None
         result = await self._forward.window(context_ids, ticket, binding=binding)
@@ -136,10 +135,11 @@ class AnswerBuilder:
         replayed: bool | None = None,
         durable: bool | None = None,
     ) -> Answer:
-        """The answer from the parts that a plan has, counted in the statistics. Of two, the recurrent part answers.
+        """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the recurrent
+        one answers.
 
-        `input_ids` returns all tokens that are at hand up to the plan's position. `prove`: searches for a proof by
-        direction where the margin proves nothing. `session`: whose position that is.
+        `input_ids` returns all available tokens up to the plan's position. `prove` searches for a proof by direction if
+        the margin proves nothing. `session` is the session at that position, if any.
         """
         answered = recurrent or window
         assert answered is not None, "a plan without a run: this is a bug"
@@ -188,13 +188,13 @@ class AnswerBuilder:
         return predictions(result.logits, top_k, self._vocabulary)
 
     def compared(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """As `apart`, counted in the statistics."""
+        """Like `apart`, counted in the statistics."""
         pair = self.apart(plan, recurrent, window)
         self._stats.compared(pair, Source.BOTH)
         return pair
 
     def apart(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """How far the parts are apart, with no proof but that by the margin. May be called on any thread."""
+        """Compares the two parts, with the proof by the margin only. May be called on any thread."""
         bound = _bound(plan, recurrent, window)
         of_recurrent, of_window = recurrent.result, window.result
         proved = self._leads(of_window, bound)
@@ -203,9 +203,9 @@ class AnswerBuilder:
         )
 
     async def _prove(self, part: ModeResult, bound: Bound | None, ticket: Ticket) -> bool:
-        """Whether the first token of a part is proved by direction to be that of every run within the bound.
+        """Returns whether direction proves that every run within the bound has the part's first token.
 
-        Waits for its turn on `prover`. A caller that leaves, or its deadline, ends the wait.
+        Waits for `prover`. A caller that leaves, or its deadline, ends the wait.
         """
         result, direction = part.result, self.direction
         if bound is None or bound is not part.bound or bound.runs is None or not bound.state:
@@ -222,7 +222,7 @@ class AnswerBuilder:
         )
 
     def _leads(self, result: RunResult, bound: Bound | None) -> bool:
-        """Whether the margin alone proves the first token."""
+        """Returns whether the margin alone proves the first token."""
         if bound is None or bound.runs is None:
             return False
         if result.has_length:
@@ -231,7 +231,7 @@ class AnswerBuilder:
 
 
 def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:
-    """Of the distance of the two. Both have read the same last tokens, so the bound of the one that knows fewer holds
-    for it too, as it does for its distance from the never-interrupted model."""
+    """Returns the bound on the distance between the parts. Both have read the same last tokens, so the bound of the
+    part that knows fewer tokens holds."""
     assert plan.window is not None, "two parts without a k: this is a bug"
     return window.bound if plan.window <= plan.context_length else recurrent.bound

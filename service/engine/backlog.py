@@ -1,16 +1,15 @@
-"""The long requests that were admitted, and whether one more can finish in time.
+"""Admission of long requests: refuses a request that cannot finish in time.
 
-Long requests take turns at the runner, piece by piece, so that each of them is slowed down by all others. If more are
-admitted than can finish by their deadlines, all of them fail, after they have used the runner for nothing. So the work
-of each is estimated from the measured cost of runs. A request is refused at once if it, or one that was admitted
-before it, would finish too late:
+Long requests take turns at the runner, piece by piece, so each one slows down all others. If too many are admitted, all
+of them miss their deadlines, and their runs are wasted. So each request's work is estimated from the measured cost of
+runs. A request is refused immediately if it, or one that was admitted before it, would finish too late:
 
     finish of i = pace * (sum over j of min(left of i, left of j))
 
-which holds where turns are equal. `left` is the expected work that a request still needs, in seconds of runs. `pace` is
-the number of seconds that pass while one such second is worked off: steps and short requests take their part of the
-runner, and a processor may be shared. The pace is measured from the requests' own time: each moment is divided equally
-among the requests that take turns in it. A stream that waits for its client takes no turns.
+This assumes equal turns. `left` is the expected work that a request still needs, in seconds of runs. `pace` is the time
+in seconds that one such second of work takes: steps and short requests use the runner too, and the processor may be
+shared. The pace is measured from the requests' own time: each moment is divided equally among the requests that take
+turns in it. A stream that waits for its client takes no turns.
 
 Estimates may be wrong. A request is always admitted if no other request takes turns.
 """
@@ -26,7 +25,7 @@ from operator import attrgetter
 from wane.service.errors import Overloaded
 
 LONG_S = 0.05
-"""A call that is expected to take less than this is not counted: it goes between the turns of the long ones."""
+"""A call that is expected to take less is not counted: it runs between the turns of long requests."""
 
 MEASURED_S = 0.5
 """Seconds of work for one measurement of the pace."""
@@ -35,8 +34,8 @@ EMA_ALPHA = 1 / 4
 """Weight of the latest measurement of the pace."""
 
 MARGIN = 1.25
-"""A request is let in if there is time for so much longer than is expected: one let in for nothing costs all others,
-one refused for nothing only comes again."""
+"""Safety factor on the expected time: a request admitted in vain slows down all others, one refused in vain is only
+retried."""
 
 FASTEST, SLOWEST = 0.25, 8.0
 """Limits of the pace."""
@@ -45,12 +44,12 @@ left_of = attrgetter("left_s")
 
 
 def loop_time() -> float:
-    """Seconds on the event loop's clock, on which deadlines are."""
+    """Returns the event loop's time in seconds, the clock of deadlines."""
     return asyncio.get_running_loop().time()
 
 
 class Share:
-    """What one request has in the backlog. It takes turns until it is paused, has no work left, or is over."""
+    """One request's part of the backlog. It takes turns until it is paused, has no work left, or is over."""
 
     __slots__ = ("_backlog", "_since_s", "_spent_s", "deadline", "left_s", "seconds", "takes_turns")
 
@@ -59,11 +58,11 @@ class Share:
         self.seconds = self.left_s = seconds
         self.deadline = math.inf if deadline is None else deadline
         self.takes_turns = False
-        self._since_s = 0.0  # on the backlog's clock of turns, when this share was resumed or last made progress
-        self._spent_s = 0.0  # of turns since the last progress, up to the last pause
+        self._since_s = 0.0  # turn time when this share was resumed or last made progress
+        self._spent_s = 0.0  # turn time from the last progress to the last pause
 
     def progress(self, part: float) -> None:
-        """That part of the request, from 0 to 1, is done."""
+        """Records that the fraction `part` of the request, from 0 to 1, is done."""
         left_s = min(self.left_s, max(0.0, 1 - part) * self.seconds)
         worked_s, self.left_s = self.left_s - left_s, left_s
         if self._backlog is None or not worked_s:
@@ -77,14 +76,14 @@ class Share:
             self.pause()
 
     def pause(self) -> None:
-        """The request waits for its client, or is over: it takes no turns."""
+        """Stops taking turns: the request waits for its client, or is over."""
         if self._backlog is not None and self.takes_turns:
             self._spent_s += self._backlog.turn_s() - self._since_s
             self._backlog.taking -= 1
             self.takes_turns = False
 
     def resume(self) -> None:
-        """The request takes turns."""
+        """Takes turns again, if work is left."""
         if self._backlog is not None and not self.takes_turns and self.left_s:
             self._since_s = self._backlog.turn_s()
             self._backlog.taking += 1
@@ -92,10 +91,10 @@ class Share:
 
 
 class Backlog:
-    """The long requests of one engine. All methods belong to the event loop's thread."""
+    """The long requests of one engine. All methods must be called on the event loop's thread."""
 
     def __init__(self, on_refuse: Callable[[], None], clock: Callable[[], float] = loop_time) -> None:
-        """`clock`: the one that deadlines are on."""
+        """`clock` is the clock of deadlines, in seconds."""
         self._on_refuse = on_refuse
         self._clock = clock
         self.shares: list[Share] = []
@@ -103,20 +102,20 @@ class Backlog:
         self._worked_s = 0.0
         self._spent_s = 0.0
         self._turn_s = 0.0
-        self._at = 0.0  # on the clock, when `_turn_s` was brought up to date
+        self._at = 0.0  # time when `_turn_s` was last updated
         self.taking = 0
-        """Shares that take turns. Only they change it, right after `turn_s`."""
+        """Number of shares that take turns. A share changes it right after calling `turn_s`."""
 
     @property
     def seconds(self) -> float:
-        """The expected time until all requests are over, if no other comes."""
+        """The expected time until all requests are over, if no new one arrives."""
         now = self._clock()
         return self.pace * sum(share.left_s for share in self.shares if share.deadline > now)
 
     @contextmanager
     def share(self, seconds: float, deadline: float | None) -> Iterator[Share]:
-        """Admits a request that is expected to take `seconds` of runs. A request that ends early says nothing about the
-        pace; only `Share.progress` does. Raises Overloaded.
+        """Admits a request that is expected to take `seconds` of runs. Only `Share.progress` updates the pace, so a
+        request that ends early does not. Raises Overloaded.
         """
         if seconds < LONG_S:
             yield Share(None, seconds, deadline)
@@ -134,7 +133,7 @@ class Backlog:
             self.shares.remove(share)
 
     def turn_s(self) -> float:
-        """Seconds that a share has had so far that always took turns: each second is divided among those that do."""
+        """Returns the turn time so far: each second, divided by the number of shares that take turns."""
         now = self._clock()
         if self.taking:
             self._turn_s += (now - self._at) / self.taking
@@ -142,7 +141,7 @@ class Backlog:
         return self._turn_s
 
     def worked(self, seconds: float, spent_s: float) -> None:
-        """That many of the expected seconds were worked off, in `spent_s` of turns."""
+        """Updates the pace: `seconds` of expected work were done in `spent_s` of turn time."""
         self._worked_s += seconds
         self._spent_s += spent_s
         if self._worked_s < MEASURED_S:
@@ -152,7 +151,7 @@ class Backlog:
         self._worked_s = self._spent_s = 0.0
 
     def _check(self, new: Share) -> None:
-        """Raises Overloaded if the new request would be too late, or would make another too late."""
+        """Raises Overloaded if the new request would be late, or would make another one late."""
         now = self._clock()
         shares = [share for share in self.shares if share.deadline > now]
         if not any(share.takes_turns for share in shares):

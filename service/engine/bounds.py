@@ -1,17 +1,17 @@
-"""How far an answer can be from the never-interrupted model's: the one place where that is made of a certificate.
+"""Computes, from a certificate, how far an answer can be from the never-interrupted model's.
 
 The never-interrupted model is a run of the same float32 graphs. An answer comes from a state that knows the last k of n
 tokens.
 
 - k >= n: no token is missing. The bound is 0 if the graphs give the same bits for the same tokens, which is checked
   when a model is loaded (`Certificate.bit_identical`). If they do not, it is the rounding of two runs.
-- k < n: the smaller of the certificate's curve at k, which holds for all tokens, and of the bound that was computed
-  beside this very run, for its tokens. Both are theorems in exact arithmetic about the weights; to both the rounding of
-  two float32 runs is added (`Certificate.rounding`): one step's error as it was measured, carried by the theorem.
-- A model that is not contractive has no bound but that 0: nothing limits what becomes of one rounding, or of a token
-  that is left out. The bound is None then, and no first token is proved.
+- k < n: the smaller of two bounds: the certificate's curve at k, which holds for all tokens, and the bound that this
+  run computed for its own tokens. Both are theorems in exact arithmetic about the weights. The rounding of two float32
+  runs is added to both (`Certificate.rounding`): the measured error of one step, propagated by the theorem.
+- A model that is not contractive has no bound other than that 0: the effect of a rounding error, or of a dropped token,
+  is unlimited. The bound is then None, and no first token is proved.
 
-A bound of 1 is no guarantee: it is true of any two distributions.
+A bound of 1 guarantees nothing: it holds for any two distributions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from wane.models.manifest import Certificate
 class Bound(NamedTuple):
     """`state`: 2-norm distance at the output layer's input; `variation`: total variation at temperature 1.
 
-    `runs`: as `state`, between a float32 run and the never-interrupted one in exact arithmetic: it counts rounding
-    where `state` is 0, too. None: not known, and nothing can be proved of the first token.
+    `runs`: like `state`, but between a float32 run and the never-interrupted one in exact arithmetic, so it includes
+    rounding even if `state` is 0. None: unknown, and the first token cannot be proved.
     """
 
     state: float
@@ -38,9 +38,9 @@ class Bound(NamedTuple):
 
 
 def bound(certificate: Certificate, k: int, position: int, radius: float | None = None) -> Bound | None:
-    """The bound of an answer from a state that knows the last `k` of `position` tokens.
+    """Returns the bound of an answer from a state that knows the last `k` of `position` tokens.
 
-    `radius`: computed beside the run over these k tokens; every run that ends in them ends within it of this one.
+    `radius` is an output of the run over these k tokens: every run that ends in them ends within it of this one.
     """
     rounding = certificate.rounding.between_runs if certificate.contractive and certificate.rounding else None
     if k >= position and certificate.bit_identical:
@@ -65,11 +65,11 @@ def _variation(certificate: Certificate, state: float) -> float:
 
 
 def largest(variations: Sequence[float | None]) -> float | None:
-    """The largest bound; None if any of them is None."""
+    """Returns the largest bound; None if any of them is None."""
     known = [one for one in variations if one is not None]
     return max(known) if len(known) == len(variations) else None
 
 
 def meets(found: Bound | None, tolerance: float) -> bool:
-    """Whether an answer of this bound is within the tolerance; without a bound it is within none."""
+    """Returns whether a bound is within the tolerance; None never is."""
     return found is not None and found.variation <= tolerance

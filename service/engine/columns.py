@@ -1,11 +1,11 @@
 """Steps of one token in columns: the rows of one batch are arrays from the state cache to the answers.
 
-A step is taken in here if its session's state is resident, nobody else is at the session, and it needs nothing but the
-next token: no idempotency key, no window, no trace. What turns out otherwise when its batch begins or has run (a
-replay, a conflict, an evicted state, a failed run) is handed back to its receiver, for the general procedure
-(`step.py`), which is also what these columns are tested against.
+A step is taken in columns if its session's state is resident, no other request holds the session's lock, and it needs
+nothing but the next token: no idempotency key, no window, no trace. If its batch finds a replay, a conflict, an evicted
+state or a failed run, the general procedure (`step.py`) takes the step instead. The tests compare the columns with that
+procedure.
 
-A step that is in a batch is committed, whether or not anybody waits for it.
+A step that has entered a batch is committed, even if its client has left.
 """
 
 from __future__ import annotations
@@ -43,42 +43,42 @@ from wane.service.state.cache import StateCache
 from wane.service.state.pool import HIDDEN
 from wane.service.types import MAX_POSITION, Answer, Latency, Mode, StateSource, StepRequest
 
-NO_POSITION = -1  # of a step that does not say where it starts
-FEW_ROWS = 8  # of a batch, up to which Python is quicker than numpy at proving first tokens
-KNOWN_BOUNDS = 4096  # bounds that are remembered, by the number of tokens that a state knows
+NO_POSITION = -1  # expected position of a step that gives none
+FEW_ROWS = 8  # batch size up to which Python proves first tokens faster than numpy
+KNOWN_BOUNDS = 4096  # cached bounds, by the number of tokens that a state knows
 
 
 StepProcedure = Callable[[StepRequest, Ticket], Coroutine[Any, Any, Answer]]
 
 
 class StepReceiver(Protocol):
-    """Waits for one step, or for several, each with a number of the receiver's own."""
+    """Receives the results of one or several steps, each under a number that the receiver chose."""
 
     done: bool
-    """Nobody waits any more."""
+    """Whether the receiver no longer waits."""
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
-        """The step is committed; this row is its answer."""
+        """Takes the answer of a committed step: a row of the results."""
         ...
 
     def step_failed(self, error: Exception, number: int) -> None:
-        """The step is over, or nobody waits for it any longer."""
+        """Takes the error of a step that failed, or whose deadline passed."""
         ...
 
     def step_again(self, pending: Pending[Answer], number: int) -> None:
-        """Nothing was done: the general procedure takes the step, and comes to this result."""
+        """Takes the pending result of a step that had no effect and was given to the general procedure."""
         ...
 
 
 StepRow = tuple[str, int, int, int, int, float | None, StepReceiver, int, float]
-"""A step that waits for its batch: session, slot of its state, token, expected position (or NO_POSITION), top_k,
-deadline, receiver, its number at the receiver, and since when it waits, by `time.perf_counter`."""
+"""A queued step: session, slot of its state, token, expected position (or NO_POSITION), top_k, deadline, receiver, its
+number at the receiver, and when it was queued, by `time.perf_counter`."""
 
 
 class StepResults:
-    """The answers to the steps of one batch: of B rows, a list for each field.
+    """The answers to the steps of one batch: for each field, a list of B rows.
 
-    ids, logprobs, probabilities: of the most probable tokens, as many as the step that asked for the most.
+    ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch.
     """
 
     __slots__ = (
@@ -113,7 +113,7 @@ class StepResults:
 
 
 class StepAnswer(Answer):
-    """One row of the results, as an `Answer` whose fields are made when one of them is asked for."""
+    """One row of the results, as an `Answer` whose fields are built on the first access."""
 
     __slots__ = ("results", "row")
 
@@ -159,7 +159,7 @@ class PendingStep(Pending[Answer]):
             self._general.cancel()
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:  # noqa: ARG002
-        """See `StepReceiver`. Calls back at once: all steps of the batch are committed."""
+        """See `StepReceiver`. Calls back immediately: all steps of the batch are committed."""
         if not self.done:
             self._result = StepAnswer(results, row)
             Waiter._finish(self)
@@ -182,7 +182,7 @@ class PendingStep(Pending[Answer]):
 
 
 class StepBatch(ColumnBatch):
-    """Steps that are run together, and who waits for them: of B rows, a column for each field of `StepRow`."""
+    """Steps that run together, with their receivers: a column of B rows for each field of `StepRow`."""
 
     __slots__ = ("deadlines", "expected", "numbers", "receivers", "sessions", "top_k")
 
@@ -202,13 +202,13 @@ class StepBatch(ColumnBatch):
         self.expected: NDArray[np.int64] = np.array(expected, np.int64)
 
     def request(self, row: int) -> StepRequest:
-        """The step in a row, as it is submitted."""
+        """Returns the step in a row, for `submit`."""
         expected: int = self.expected.item(row)
         position = None if expected == NO_POSITION else expected
         return StepRequest(self.sessions[row], (self.tokens.item(row),), None, position, None, self.top_k[row])
 
     def part(self, rows: NDArray[np.bool_]) -> StepBatch:
-        """Those rows that are true in `rows`, bool (B), with their outputs."""
+        """Returns the rows that are true in `rows`, bool (B), with their outputs."""
         part, flags = copy(self), rows.tolist()
         part.sessions, part.top_k, part.deadlines, part.receivers, part.numbers = (
             tuple(compress(column, flags))
@@ -221,9 +221,9 @@ class StepBatch(ColumnBatch):
 
 
 class StepColumns:
-    """The steps of one model that wait, run and are answered in columns.
+    """Queues, runs and answers one model's steps in columns.
 
-    All methods belong to the event loop's thread.
+    All methods must be called on the event loop's thread.
     """
 
     def __init__(
@@ -244,9 +244,9 @@ class StepColumns:
         max_queue: int,
         queue_columns: Callable[[], None],
     ) -> None:
-        """`procedure` takes any step that was admitted, and leaves its session's lock. `most_predictions`: that the
-        graph of a step puts out and a request may ask for; 0: no step is taken in. `max_queue`: steps that may wait.
-        `queue_columns` tells the batcher that steps wait.
+        """`procedure` takes any admitted step, and releases its session's lock. `most_predictions` is the largest top_k
+        that the step graph outputs; 0: no step is taken. `max_queue` limits the queued steps. `queue_columns` notifies
+        the batcher that steps are queued.
         """
         self._vocabulary = vocabulary
         self._size = vocabulary.size
@@ -266,15 +266,15 @@ class StepColumns:
         self._conflicts = metrics.step_conflicts.labels(model)
         self._too_late = metrics.queue_dropped.labels(model, "deadline")
         self._rows: list[StepRow] = []
-        self._flushes = 0  # of the resident sessions, when the first of those that wait was taken in
-        self._held: list[StepBatch] = []  # on the runner's thread, or behind the batch that runs there
+        self._flushes = 0  # flushes of the resident sessions when the first queued step was taken
+        self._held: list[StepBatch] = []  # running on the runner's thread, or next in line there
         self._timer: Timer | None = None
         self._timer_at = 0.0
-        self._bound_of_all = bounds.bound(certificate, 1, 1)  # of a state that knows all of its sequence
+        self._bound_of_all = bounds.bound(certificate, 1, 1)  # for a state that knows its whole sequence
         self._bound_of = lru_cache(KNOWN_BOUNDS)(lambda known: bounds.bound(certificate, known, known + 1))
 
     def __len__(self) -> int:
-        """How many steps wait."""
+        """Returns the number of queued steps."""
         return len(self._rows)
 
     def take(
@@ -287,7 +287,7 @@ class StepColumns:
         receiver: StepReceiver,
         number: int = 0,
     ) -> bool:
-        """Takes in a step. False, and nothing was done, if it is one for the general procedure."""
+        """Queues a step. Returns False, without side effects, if it needs the general procedure."""
         slot = self._slots.get(session)
         if (
             slot is None
@@ -311,7 +311,7 @@ class StepColumns:
         return True
 
     def begin(self, most: int) -> StepBatch | None:
-        """The next batch, of at most so many rows; None if no step that waits can be run."""
+        """Returns the next batch, of at most `most` rows; None if no queued step can be run."""
         waiting, self._rows = self._rows[:most], self._rows[most:]
         if not waiting:
             return None
@@ -323,17 +323,17 @@ class StepColumns:
                 return None
         good = (batch.expected == NO_POSITION) | (batch.expected == self._state_cache.positions[batch.slots])
         good &= self._resident.alive(batch.slots)
-        if self._resident.flushes != flushes:  # states of waiting steps may have been evicted
+        if self._resident.flushes != flushes:  # states of queued steps may have been evicted
             good &= self._resident_still(batch)
         if good.all():
             return batch
-        # In the next turn: until this batch has run, or is held, no other request may take a state's slot.
+        # In the next turn of the loop: no request may take a state's slot before this batch has run or is held.
         asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
         batch = batch.part(good)
         return batch if len(batch) else None
 
     def _without_late(self, batch: StepBatch, now_s: float) -> StepBatch:
-        """Without those steps that nobody waits for, or whose deadline has passed, who are told."""
+        """Returns the batch without the steps that are abandoned or late, and notifies their receivers."""
         good = np.ones(len(batch), np.bool_)
         for row, (receiver, deadline) in enumerate(zip(batch.receivers, batch.deadlines, strict=True)):
             if receiver.done or _has_passed(deadline, now_s):
@@ -342,20 +342,20 @@ class StepColumns:
         return batch.part(good)
 
     def _resident_still(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Whether the states are where they were when the steps came: bool (B)."""
+        """Returns whether each state is still in the slot that it had when its step was queued: bool (B)."""
         slots = [self._resident.slot(session) for session in batch.sessions]
-        return np.array([slot == there for slot, there in zip(batch.slots.tolist(), slots, strict=True)], np.bool_)
+        return np.array([slot == now for slot, now in zip(batch.slots.tolist(), slots, strict=True)], np.bool_)
 
     def hold(self, running: ColumnBatch) -> None:
-        """The batch is run on the runner's thread: until `finish`, no state of it goes."""
-        assert isinstance(running, StepBatch), "a batch of others: this is a bug"
+        """Keeps the states of a batch on the runner's thread until `finish`."""
+        assert isinstance(running, StepBatch), "not a batch of steps: this is a bug"
         self._held.append(running)
         for slot in running.slots.tolist():
             self._state_cache.retain(slot)
 
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
-        """Commits and answers the steps of a batch that was run from `started_s` on, by `time.perf_counter`."""
-        assert isinstance(ran, StepBatch), "a batch of others: this is a bug"
+        """Commits and answers the steps of a batch whose run started at `started_s`, by `time.perf_counter`."""
+        assert isinstance(ran, StepBatch), "not a batch of steps: this is a bug"
         batch, good = ran, np.ones(len(ran), np.bool_)
         if batch in self._held:
             self._held.remove(batch)
@@ -381,12 +381,12 @@ class StepColumns:
         for row, (receiver, number) in enumerate(zip(batch.receivers, batch.numbers, strict=True)):
             try:
                 receiver.step_ran(results, row, number)
-            except Exception as error:  # of one receiver, while the others wait
+            except Exception as error:  # one receiver's error must not keep the others waiting
                 loop = asyncio.get_running_loop()
                 loop.call_exception_handler({"message": "a step was not answered", "exception": error})
 
     def close(self, error: Exception) -> None:
-        """Fails what waits."""
+        """Fails the queued steps."""
         waiting, self._rows = self._rows, []
         for session, _, _, _, _, _, receiver, number, _ in waiting:
             self._leave(session)
@@ -401,7 +401,7 @@ class StepColumns:
         self._timer = timers().at(deadline, self._ring)
 
     def _ring(self) -> None:
-        """A deadline has passed, of steps that wait or run, or of some that are over."""
+        """Fails the queued and running steps whose deadline has passed, and sets the next timer."""
         self._timer = None
         now_s = asyncio.get_running_loop().time()
         late = [row for row in self._rows if _has_passed(row[5], now_s)]
@@ -417,7 +417,7 @@ class StepColumns:
             deadlines += running.deadlines
         if known := [deadline for deadline in deadlines if deadline is not None]:
             self._ring_at(min(known))
-        # Last, because who is told may submit another step at once.
+        # Last, because a notified receiver may submit another step immediately.
         for session, _, _, _, _, _, receiver, number, _ in late:
             self._drop(session, receiver, number)
         for receiver, number in late_running:
@@ -425,7 +425,7 @@ class StepColumns:
                 receiver.step_failed(DeadlineExceeded(STILL_COMMITS), number)
 
     def _drop(self, session: str, receiver: StepReceiver, number: int) -> None:
-        """Takes back a step that nobody waits for, or whose deadline has passed, and tells so."""
+        """Withdraws a step that is abandoned or late. Notifies a receiver that still waits."""
         self._leave(session)
         if receiver.done:
             self._abandoned.inc()
@@ -447,10 +447,10 @@ class StepColumns:
         self._admission.leave(len(sessions))
 
     def _hand_back(self, batch: StepBatch, *, entered: bool) -> None:
-        """Gives these to the general procedure, along with their sessions' locks: who waits for one of these comes
-        after the step.
+        """Gives the steps to the general procedure, with their sessions' locks, so that a request that waits for a lock
+        follows the step.
 
-        `entered`: they were in a batch, so they are carried through even if nobody waits for them.
+        `entered`: the steps were in a batch, so they commit even if they are abandoned.
         """
         columns = zip(batch.receivers, batch.numbers, batch.deadlines, strict=True)
         for row, (receiver, number, deadline) in enumerate(columns):
@@ -459,20 +459,20 @@ class StepColumns:
                 self._leave(batch.sessions[row])
                 continue
             ticket = Ticket(None if receiver.done else deadline)
-            ticket.admitted, ticket.traced = True, None  # the turn of the loop may be that of a traced request
+            ticket.admitted, ticket.traced = True, None  # this turn of the loop may belong to a traced request
             ticket.entered, ticket.abandoned = entered, receiver.done
             pending = Pending.of(self._procedure(batch.request(row), ticket), ticket)
             if not receiver.done:
                 receiver.step_again(pending, number)
 
     def _results(self, batch: StepBatch, started_s: float, compute_s: float, batch_items: int) -> StepResults:
-        """The answers of rows that are committed."""
+        """Returns the answers of the committed rows."""
         results, outputs = StepResults(), batch.outputs
         results.top_k = batch.top_k
         width = max(FEW, *batch.top_k)
         ids = outputs[TOP_IDS][:, :width]
         logits = outputs[TOP_LOGITS][:, :width].astype(np.float64)
-        # The sum is rounded: of a token that is all but certain the difference may be above 0.
+        # The sum is rounded: for an almost certain token the difference may be above 0.
         logprobs = np.minimum(logits - outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
         results.ids, results.logprobs = ids.tolist(), logprobs.tolist()
         results.probabilities = np.exp(logprobs).tolist()
@@ -502,7 +502,7 @@ class StepColumns:
         logits: NDArray[np.float64],
         outputs: Mapping[str, Array],
     ) -> list[bool]:
-        """Of each row, whether the margin proves the first token."""
+        """Returns, for each row, whether the margin proves the first token."""
         errors_known = [None if one is None else one.runs for one in found]
         if errors_known.count(None) == len(found):
             return [False] * len(found)

@@ -1,4 +1,4 @@
-"""Recurrent against windows, measured side by side on one question."""
+"""Compares recurrent with windows on one request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PREDICTIONS = 5
 
 
 def seconds(cost_model: CostModel, request: CompareRequest) -> float:
-    """What the runs of a comparison are expected to take."""
+    """Returns the expected seconds of a comparison's runs."""
     each_s = cost_model.run("step", 1) + sum(cost_model.window(k) for k in request.windows)
     return cost_model.full(len(request.tokens)) + request.repeat * each_s
 
@@ -45,8 +45,8 @@ async def compare(
     ticket: Ticket,
     share: Share,
 ) -> Comparison:
-    """Runs everything `repeat` times, in turns, so that a busy moment of the machine falls on all alike. The `share` of
-    the backlog is told how far it is."""
+    """Runs all modes `repeat` times, in turns, so that a busy moment of the machine affects all alike. Reports progress
+    to `share`."""
     input_ids = sequence(vocabulary.eos_id, request.tokens)
     position = len(request.tokens)
     with pool.lease() as before, pool.lease() as after:

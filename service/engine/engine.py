@@ -1,14 +1,14 @@
 """One version of one model: `submit` admits a request, runs it and answers it.
 
-limits      judges a request by the model and the settings
-routing     chooses how a request is answered, by what the ways cost
-step        takes a step through a session: check out, run, commit, answer
-predict     answers requests that bring all of their tokens
-pending     is a request that was submitted, with its deadline
-answer      makes answers of what was run; top1_proof proves their first tokens
-forward     runs sequences in batches; chunked runs long ones as chunks side by side
+limits      checks a request against the model and the settings
+routing     chooses between recurrent and window, by cost
+step        takes a session's step: check out, run, commit, answer
+predict     answers requests without a session
+pending     holds a submitted request's result and deadline
+answer      builds answers from runs; top1_proof proves their first tokens
+forward     runs sequences in batches; chunked runs long ones as parallel chunks
 backlog     admits long requests that can finish by their deadlines
-shadow      gives some answers once more by the other mode, while the runner is idle
+shadow      repeats a sample of answers in the other mode, while the runner is idle
 """
 
 from __future__ import annotations
@@ -81,22 +81,22 @@ from wane.service.types import (
     StepRequest,
 )
 
-ENCODED_AT_ONCE = 4096  # characters up to which encoding is quicker than the way to a thread and back
+ENCODED_AT_ONCE = 4096  # characters; encoding a longer text on a thread pays off
 
 BEGUN_AT_ONCE = 32
-"""Predictions of one call that are begun in one turn of the event loop."""
+"""Predictions of one call that start in one turn of the event loop."""
 
 IN_COLUMNS = (None, Mode.AUTO)
-"""Modes of a step that may be taken in columns: those that leave it to the session how its state is rebuilt."""
+"""Modes of a step that may be taken in columns: those that let the session choose how its state is rebuilt."""
 
-TOKENIZER_DIGITS = 16  # of its digest, by which sessions name it: among the versions of one model they are unlike
+TOKENIZER_DIGITS = 16  # hex digits of the tokenizer's digest by which a session records it
 
 
 class Engine:
-    """Answers for one version of one model. Every method belongs to the event loop's thread.
+    """Answers for one version of one model. Every method must be called on the event loop's thread.
 
     Every method that answers may raise Overloaded, Unavailable (while draining) and DeadlineExceeded besides
-    its own errors. Cancelling a caller takes back what has not entered a batch.
+    its own errors. Cancelling a caller withdraws its work that has not entered a batch.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class Engine:
         shadow_runner: ShadowProcess | None = None,
         bits: bytes = b"",
     ) -> None:
-        """`clock` gives seconds, as the store's does; `cost_model` of runs and their `throughput` are measured if not
-        given. `direction` proves first tokens that `margin` does not, where a request asks for it; without one they are
-        not proved. `shadow_runner`: of the same model, for shadows; without one there are none. `bits`: a digest of
-        what the graphs compute on this machine; states that a store keeps are gone on from where it is the same.
+        """`clock` returns seconds, like the store's. `cost_model` and `throughput` are measured if not given.
+        `direction` proves first tokens that `margin` does not, if a request asks for it. `shadow_runner` runs the same
+        model for shadows; without it there are none. `bits` is a digest of what the graphs compute on this machine; a
+        state from the store is reused only if its digest is equal.
 
-        Raises ValueError where the settings do not fit the model.
+        Raises ValueError if the settings do not fit the model.
         """
         self.manifest = manifest
         self.vocabulary = vocabulary
@@ -249,18 +249,18 @@ class Engine:
 
     @property
     def asked(self) -> int:
-        """How many requests there were, ever."""
+        """Number of requests since the engine was made."""
         return self.admission.asked
 
     @property
     def cost_model(self) -> Costs:
-        """What an item takes of a run, by role: for lengths seen, shortest first."""
+        """Measured cost of an item of a run, by role: for lengths seen, shortest first."""
         return self._cost_model.document()
 
     def warm_up(self, propagation: Propagation | None = None) -> None:
-        """Makes the engine ready for its first request; `measure` does the rest. Blocks: belongs off the event loop.
+        """Makes the engine ready for its first request; `measure` does the rest. Blocks: call it off the event loop.
 
-        `propagation`: what small errors in a state come to; of models every layer of which is contractive.
+        `propagation` bounds how small errors in a state grow; given if every layer of the model is contractive.
         """
         self.scorer.propagation = propagation
         warm_up(
@@ -274,9 +274,9 @@ class Engine:
         self._cost_model.measure(self._runner, self.state_cache, self.vocabulary.eos_id, lengths)
 
     async def measure(self) -> None:
-        """Measures, between requests, how long sequences are cut best: until then they are run in order.
+        """Measures, between requests, how to cut long sequences into chunks; until then they are run in order.
 
-        Raises Unavailable once the engine is closed, and what the runner raises."""
+        Raises Unavailable if the engine is closed, and the runner's errors."""
         measuring = self._throughput.measure(self._runner, self.state_cache, self.manifest, self._max_batch)
         ended = object()
         while await self.batcher.run_between(partial(next, measuring, ended)) is not ended:
@@ -284,12 +284,13 @@ class Engine:
         if (pace_s := self._throughput.pace("scan").get(1)) is not None:
             self._cost_model.observe("scan", 1, IN_ORDER["scan"], IN_ORDER["scan"] * pace_s)
 
-    # Questions
+    # Requests
 
     async def encode(self, text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
-        """Token ids of `text`. Long texts are encoded off the event loop, and those that cannot but be over the
-        limit not at all. A `document` is only scored, and may be longer. Raises TooLarge over the limit,
-        InvalidRequest for what is no text.
+        """Returns the token ids of `text`. A long text is encoded off the event loop. A text that must exceed the limit
+        is refused before it is encoded. A `document` is only scored, and may be longer.
+
+        Raises TooLarge over the limit, InvalidRequest if `text` is not valid text.
         """
         try:
             self._limits.length(self.vocabulary.fewest_tokens(text), "at least ", document=document)
@@ -303,17 +304,17 @@ class Engine:
             self._limits.length(over.count, "at least ", document=document)
             raise
         except ValueError as error:
-            raise InvalidRequest(f"the input is no text: {error}", "input") from error
+            raise InvalidRequest(f"the input is not valid text: {error}", "input") from error
         self._limits.length(len(tokens), document=document)
         return tuple(tokens)
 
     def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
-        """Begins a request, which goes on by itself.
+        """Starts a request, which runs without further calls.
 
-        A `PredictRequest` asks what follows its tokens, or a session's state (nothing is appended). A `StepRequest`
-        appends tokens to a session and asks what follows; `position` and `replayed` of its answer are set. A step that
-        is cancelled, or late, before it enters a batch leaves no trace; after that it commits, and asking again replays
-        it.
+        A `PredictRequest` predicts the token after its own tokens, or after a session's; it appends nothing. A
+        `StepRequest` appends tokens to a session and predicts the next one; its answer has `position` and `replayed`.
+        A step that is cancelled or late before it enters a batch has no effect. After that it commits, and a retry
+        replays it.
 
         The answer raises InvalidRequest, TooLarge, UnknownSession, PositionConflict.
         """
@@ -342,8 +343,8 @@ class Engine:
         receiver: StepReceiver,
         number: int = 0,
     ) -> bool:
-        """Takes a step of one token in columns; `number` is the step's at its receiver. False, and nothing was done,
-        where the step needs more than columns: then it is to be submitted."""
+        """Takes a step of one token in columns; `receiver` gets its result under `number`. Returns False, without side
+        effects, if the step needs the general procedure: call `submit` then."""
         return (
             self.shadow is None
             and CURRENT.get() is None
@@ -357,7 +358,7 @@ class Engine:
         return await self._step_admitted(request, ticket)
 
     async def _step_admitted(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
-        """As `submit`, of a step that was checked and counted as admitted. `is_locked`: see `SessionSteps.step`."""
+        """Like `submit`, for a step that was checked and counted as admitted. `is_locked`: see `SessionSteps.step`."""
         try:
             if len(request.tokens) <= PIECE_TOKENS:
                 answer = await self.steps.step(request, ticket, is_locked=is_locked)
@@ -380,7 +381,7 @@ class Engine:
         return answer
 
     async def _predict_checked(self, request: PredictRequest, ticket: Ticket) -> Answer:
-        """As `submit`, of a request that was checked and that the backlog has let in."""
+        """Like `submit`, for a request that was checked and that the backlog has admitted."""
         self.admission.enter()
         try:
             if request.session is None:
@@ -393,16 +394,16 @@ class Engine:
         return answer
 
     def _check_prediction(self, request: PredictRequest) -> None:
-        """Raises InvalidRequest or TooLarge for what the limits do not allow."""
+        """Raises InvalidRequest or TooLarge if the request exceeds a limit."""
         self._limits.tokens(request.tokens)
         self._limits.top_k(request.top_k)
         if request.window is not None:
             self._limits.of_window(request.window)
 
     async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
-        """Many predictions side by side; each has its own answer or its own error, in order.
+        """Runs many predictions concurrently. Returns each one's answer or error, in order.
 
-        The backlog admits the call as a whole, by the work of all its requests: Overloaded if it does not.
+        The backlog admits the call as a whole, by the work of all its requests. Raises Overloaded if it does not.
         """
         results: list[Answer | Exception | None] = [None] * len(requests)
         expected: dict[int, float] = {}
@@ -437,7 +438,7 @@ class Engine:
         return [result for result in results if result is not None]
 
     async def score(self, request: ScoreRequest) -> Score:
-        """One log-probability for each given token. Raises InvalidRequest, TooLarge."""
+        """Returns one log-probability for each given token. Raises InvalidRequest, TooLarge."""
         logprobs: list[float | None] = []
         error_bounds: list[float | None] = []
         async with aclosing(await self.scoring(request)) as scoring:
@@ -452,12 +453,12 @@ class Engine:
                         logprobs=tuple(logprobs),
                         error_bounds=tuple(error_bounds) if request.truncated else None,
                     )
-        raise AssertionError("this is a bug: a scoring ends with a summary")
+        raise AssertionError("a score ended without a summary: this is a bug")
 
     async def scoring(self, request: ScoreRequest) -> Stream[Item]:
-        """As `score`, piece by piece: checks the request and runs the first, then returns the rest as they come.
+        """Like `score`, but streams: checks the request and runs the first piece, then returns the stream.
 
-        To be closed (`contextlib.aclosing`) however the iteration ends. Raises InvalidRequest, TooLarge.
+        The caller must close it (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
         """
         self._limits.tokens(request.tokens, document=True)
         with ExitStack() as stack:
@@ -469,7 +470,7 @@ class Engine:
         return scoring
 
     async def compare(self, request: CompareRequest) -> Comparison:
-        """Measures recurrent against every window asked for. Raises InvalidRequest, TooLarge."""
+        """Measures recurrent against every requested window. Raises InvalidRequest, TooLarge."""
         self._limits.tokens(request.tokens)
         self._limits.windows(request.windows)
         ticket = Ticket(request.deadline)
@@ -493,9 +494,9 @@ class Engine:
         return compared
 
     async def generate(self, request: GenerateRequest) -> Stream[GeneratedToken | Finish]:
-        """Checks the request and runs its prompt, then returns the tokens as they come, a `Finish` last.
+        """Checks the request and runs its prompt, then returns a stream of tokens that ends with a `Finish`.
 
-        To be closed (`contextlib.aclosing`) however the iteration ends. Raises InvalidRequest, TooLarge.
+        The caller must close it (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
         """
         self._limits.tokens(request.tokens)
         self._limits.generated(request.max_tokens)
@@ -519,8 +520,8 @@ class Engine:
         owner: Owner = ANYBODY,
         history: History | None = None,
     ) -> SessionView:
-        """Starts a session, under the id given or a fresh one, at position 0 or behind `history`: a `NewSession`. A
-        session of that id that is still as this request makes it is answered as it is.
+        """Creates a session, with the given id or a new one, at position 0 or after `history`. Returns a `NewSession`,
+        or a `SessionView` if a session with this id exists and is still as this request would make it.
 
         Raises SessionExists, InvalidRequest, TooLarge, QuotaExceeded.
         """
@@ -532,17 +533,17 @@ class Engine:
             return NewSession(**asdict(view)) if created else view
 
     async def get_session(self, session: str) -> SessionView:
-        """Looks at a session without touching its idle time. Raises UnknownSession."""
+        """Returns a session without touching its idle time. Raises UnknownSession."""
         return self.steps.view(await self.sessions.read(session), self.identity)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
-        """Ends a session, after the step that it may be in. Raises UnknownSession."""
+        """Deletes a session, after any step in flight. Raises UnknownSession."""
         with until(deadline):
             async with self.sessions.locks.held(session):
                 await self.sessions.delete(session)
 
     async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
-        """Cuts the session's tail back to `position`, after the step that it may be in.
+        """Cuts the session's tail back to `position`, after any step in flight.
 
         Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
         """
@@ -550,10 +551,10 @@ class Engine:
             async with self.sessions.locks.held(session):
                 return self.steps.view(await self.sessions.rewind(session, position), self.identity)
 
-    # Life
+    # Life cycle
 
     async def report(self) -> ModelReport:
-        """This model's part of /v1/report."""
+        """Returns this model's part of /v1/report."""
         return {
             "model": self.name,
             "model_version": self.version,
@@ -565,7 +566,7 @@ class Engine:
         }
 
     def publish(self) -> None:
-        """It is served from now on: what is measured of its model is measured of it."""
+        """Points the model's gauges at this engine, which is served from now on."""
         metrics, pool = self._metrics, self.state_cache
         metrics.model_info.labels(self.name, self.version, self.device).set(1)
         metrics.sessions_resident.labels(self.name).set_function(lambda: len(pool))
@@ -573,24 +574,24 @@ class Engine:
         metrics.queue_items.labels(self.name).set_function(lambda: self.batcher.waiting)
 
     def keep(self) -> None:
-        """From now on, looks after what is kept, now and then."""
+        """Starts the periodic housekeeping."""
         self._keeping = asyncio.create_task(self.housekeeper.run())
 
     def retire(self) -> None:
-        """Marks the engine as replaced or unloaded: its holders must ask the registry again."""
+        """Marks the engine as replaced or unloaded: a caller that holds it must ask the registry again."""
         self.retired = True
         if self.shadow is not None:
             self.shadow.close()
 
     async def drain(self) -> None:
-        """Takes no new requests (Unavailable), and waits for those that were admitted."""
+        """Refuses new requests (Unavailable), and waits for those in flight."""
         self.admission.close()
         if self.shadow is not None:
             self.shadow.close()
         await self.admission.idle()
 
     async def close(self) -> None:
-        """Takes no new requests, fails what is still queued, and ends the engine's threads."""
+        """Refuses new requests, fails queued ones, and stops the engine's threads."""
         self.admission.close()
         if self.shadow is not None:
             self.shadow.close()
@@ -603,6 +604,6 @@ class Engine:
         await self._resident.close()  # last: the steps of a batch that ran are committed to it
 
     def discard(self) -> None:
-        """Gives back at once what the garbage collector might keep for long; to be called last, after `close`."""
+        """Frees the runner and the states without waiting for the garbage collector. Call it last, after `close`."""
         self._runner.close()
         self.state_cache.close()

@@ -1,4 +1,4 @@
-"""Runs over one sequence, in pieces that a batch can hold: what the engine's requests are made of."""
+"""Runs one sequence through the batcher, in pieces that a batch can hold."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from wane.service.batching.ticket import Ticket
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
-# Longest piece of a sequence that one run takes, so that a long input does not hold up everybody else, and its
-# intermediate values stay small.
+# Longest piece of a sequence in one run, so that a long input does not delay other requests, and its intermediate
+# values stay small.
 PIECE_TOKENS = IN_ORDER["advance"]
 
 
 class RunResult:
-    """What a run over a sequence ends in. Arrays are views of the batch's, made when they are asked for."""
+    """The output of a run over a sequence. Arrays are views into the batch's, made on access."""
 
     __slots__ = ("_hidden", "row")
 
     def __init__(self, row: Row, hidden: NDArray[np.float32] | None = None) -> None:
-        """`row`: of a run with logits; `hidden`: where the row has none."""
+        """`row` is from a run with logits; `hidden` is given if the row has none."""
         self.row = row
         self._hidden = hidden
 
     @classmethod
     def of(cls, logits: NDArray[np.float32], hidden: NDArray[np.float32], radius: float | None = None) -> RunResult:
-        """Of arrays that are no batch's: logits (V), hidden (H)."""
+        """Returns a result made of arrays that belong to no batch: logits (V), hidden (H)."""
         return cls(Row(Outputs({"logits": logits[None], HIDDEN: hidden[None]}), 0, radius, None))
 
     @property
     def logits(self) -> NDArray[np.float32]:
         """float32 (V)."""
-        return _there(self.row.logits)
+        return _present(self.row.logits)
 
     @property
     def hidden(self) -> NDArray[np.float32]:
         """The output layer's input: float32 (H)."""
-        return _there(self.row.hidden) if self._hidden is None else self._hidden
+        return _present(self.row.hidden) if self._hidden is None else self._hidden
 
     @property
     def radius(self) -> float | None:
@@ -50,7 +50,7 @@ class RunResult:
 
     @property
     def trace(self) -> WindowTrace | None:
-        """What the proof by direction needs; None where the graph does not put it out."""
+        """The input of the proof by direction; None if the graph does not output it."""
         return self.row.trace
 
     @property
@@ -60,7 +60,7 @@ class RunResult:
 
     @property
     def top(self) -> Top | None:
-        """The largest logits; None where the graph does not put them out."""
+        """The largest logits; None if the graph does not output them."""
         return self.row.top
 
 
@@ -75,14 +75,14 @@ class Forward:
     async def window(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
     ) -> RunResult:
-        """Runs `tokens` from the zero state, in one run however long they are."""
+        """Runs `tokens` from the zero state, in a single run of any length."""
         row = await self._batcher.submit(Work("window", tokens, write=write, binding=binding), ticket)
         return RunResult(row)
 
     async def full(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
     ) -> RunResult:
-        """Runs `tokens` from the zero state: in one run, or in pieces where they are many."""
+        """Runs `tokens` from the zero state: in one run, or in pieces if they are many."""
         if len(tokens) <= PIECE_TOKENS:
             return await self.window(tokens, ticket, write=write, binding=binding)
         if write is not None:
@@ -93,8 +93,9 @@ class Forward:
     async def append(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
     ) -> RunResult:
-        """Runs `tokens` from the state in `read`, which stays as it is, and leaves the next state in `write`: in pieces
-        where they are many, and where that is quicker in chunks side by side, to the same states bit for bit."""
+        """Runs `tokens` from the state in `read`, which stays unchanged, and writes the next state to `write`.
+
+        Runs many tokens in pieces, or as parallel chunks if that is quicker; the states are bit-identical."""
         if len(tokens) == 1:
             row = await self._batcher.submit(Work("step", tokens, read=read, write=write, binding=binding), ticket)
             return RunResult(row)
@@ -102,22 +103,22 @@ class Forward:
         return await self.again(write, ticket, binding=binding)
 
     async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> RunResult:
-        """The answer of the state in `slot` once more, with no token consumed."""
+        """Returns the output of the state in `slot`, without running a token."""
         row = await self._batcher.submit(Work("head", read=slot, binding=binding), ticket)
         return RunResult(row, self._pool.gather_hidden([slot])[0])
 
 
 def sequence(eos_id: int, tokens: Sequence[int], *, truncated: bool = False) -> NDArray[np.int64]:
-    """A sequence as the model is fed it: with `<eos>`, the start token, first, int64 (1 + n); or, where `truncated`
-    says that the tokens only end a longer sequence, without it, int64 (n)."""
+    """Returns the model's input: the start token `<eos>`, then the tokens, int64 (1 + n). If `truncated`, the tokens
+    are the end of a longer sequence and there is no start token: int64 (n)."""
     return np.array(tokens if truncated else [eos_id, *tokens], np.int64)
 
 
 def tail(input_ids: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
-    """The last `k` of the tokens in `input_ids`, which ends at `position`; where these are all, its `<eos>` too."""
+    """Returns the last `k` tokens of `input_ids`, which ends at `position`; if `k` covers it, all with `<eos>`."""
     return input_ids if k >= position else input_ids[-k:]
 
 
-def _there(array: NDArray[np.float32] | None) -> NDArray[np.float32]:
+def _present(array: NDArray[np.float32] | None) -> NDArray[np.float32]:
     assert array is not None, "a graph without its output: this is a bug"
     return array

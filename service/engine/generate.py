@@ -26,11 +26,11 @@ from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateReq
 class TextStream:
     """Turns generated tokens into text as soon as it is certain.
 
-    Withheld are the bytes of an unfinished UTF-8 character, and an end of the text that may be the beginning of
-    a stop string. The text never holds a stop string nor anything behind it. A sequence of events also stops at
-    its `<eos>`; in text that is only a line break.
+    It withholds the bytes of an unfinished UTF-8 character, and an end of the text that may begin a stop string. The
+    text never contains a stop string or anything after it. A sequence of events also stops at its `<eos>`; in text
+    `<eos>` is only a line break.
 
-    `tokens` holds every token pushed, one that stopped the text among them.
+    `tokens` holds every pushed token, including the one that stopped the text.
     """
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str]) -> None:
@@ -44,11 +44,11 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All that is certain so far."""
+        """The text that is certain so far."""
         return "".join(self._text)
 
     def push(self, token: int, *, final: bool = False) -> str:
-        """Takes one token and returns the text that it made certain; `final` withholds nothing any more."""
+        """Takes one token and returns the text that it made certain; `final` withholds nothing."""
         assert not self.stopped, "a token after the stop: this is a bug"
         self.tokens.append(token)
         if self._vocabulary.kind == "events" and token == self._vocabulary.eos_id:
@@ -68,7 +68,7 @@ class TextStream:
         return certain
 
     def _open(self) -> int:
-        """Length of the longest end of the withheld text that a stop string begins with."""
+        """Returns the length of the longest end of the withheld text that begins a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(self._withheld)), 0, -1):
             if any(stop.startswith(self._withheld[-length:]) for stop in self._stop):
@@ -76,7 +76,7 @@ class TextStream:
         return 0
 
     def _piece(self, token: int, final: bool) -> str:
-        """What a token adds to the text: `Vocabulary.decode` of all of them, in pieces."""
+        """Returns the text that a token adds; the pieces join to `Vocabulary.decode` of all tokens."""
         vocabulary = self._vocabulary
         if vocabulary.kind == "bpe":
             raw = b"\n" if token == vocabulary.eos_id else vocabulary.token_bytes(token)
@@ -86,22 +86,22 @@ class TextStream:
 
 
 class Source(Protocol):
-    """Where a generation's distributions come from. `window` is the k of a windowed one."""
+    """Computes the distributions of a generation. `window` is the k in mode window."""
 
     @property
     def window(self) -> int | None: ...
 
     async def prompt(self) -> RunResult:
-        """What follows the prompt."""
+        """Runs the prompt."""
         ...
 
     async def feed(self, token: int) -> RunResult:
-        """What follows one token more."""
+        """Runs one more token."""
         ...
 
 
 class RecurrentSource:
-    """One step for each token, from the state in a slot."""
+    """Runs one step for each token, from the state in a slot."""
 
     window = None
 
@@ -120,9 +120,9 @@ class RecurrentSource:
 
 
 class WindowSource:
-    """A run of the last k tokens for each token.
+    """Runs the last k tokens for each token.
 
-    `position`: where the sequence is after `input_ids`; of a truncated one it counts one token more than there are.
+    `position` is the position after `input_ids`; for a truncated sequence it is one more than the given tokens.
     """
 
     def __init__(self, forward: Forward, input_ids: NDArray[np.int64], position: int, k: int, ticket: Ticket) -> None:
@@ -150,7 +150,7 @@ async def generate(
     ticket: Ticket,
     share: Share,
 ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-    """The tokens as they come, a `Finish` last. `share` is told how far the generation is."""
+    """Yields the tokens as they are drawn, then a `Finish`. Reports progress to `share`."""
     sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []

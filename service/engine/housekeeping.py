@@ -1,4 +1,4 @@
-"""Housekeeping, off the latency path: what is over is forgotten, and what is kept is checked, a part at a time."""
+"""Housekeeping outside of requests: expires idle states and sessions, and checks cached states, a part at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.sessions import Sessions
@@ -16,27 +16,27 @@ from wane.service.state.pool import RESERVED
 logger = logging.getLogger("wane.engine")
 
 EVERY_S = 1.0
-SLOTS_AT_ONCE = 256  # one and a half milliseconds for states of 4 KB: most of it their checksums
+SLOTS_AT_ONCE = 256  # takes 1.5 ms for states of 4 KB, mostly their checksums
 
 
 class IntegrityReport(TypedDict):
-    """How often every state was checked, and how many faults were found: each costs a rebuilding, and is logged."""
+    """Number of complete rounds over all states, and of faults found. Each fault costs a rebuild, and is logged."""
 
     rounds: int
     faults: int
 
 
 class Housekeeper:
-    """Looks after the states of one model: `look` once, or `run` to do so every second.
+    """Expires and checks the states of one model: `look` does so once, `run` every second.
 
-    A fault costs states, never answers: a state that is not to be believed is forgotten, and rebuilt by the next
-    token of its session. It is counted and logged, because it is a bug, or memory that fails.
+    A fault costs states, never answers: a corrupt state is dropped, and the next token of its session rebuilds it.
+    Faults are counted and logged, because each is a bug or a memory error.
     """
 
     def __init__(
         self, state_cache: StateCache, sessions: Sessions, metrics: Metrics, model: str, is_idle: Callable[[], bool]
     ) -> None:
-        """`is_idle` says whether no request is in progress."""
+        """`is_idle` returns whether no request is in flight."""
         self._state_cache = state_cache
         self._sessions = sessions
         self._is_idle = is_idle
@@ -48,16 +48,16 @@ class Housekeeper:
         self._faults_metric = metrics.state_faults.labels(model)
 
     async def run(self) -> None:
-        """Looks every second, until cancelled."""
+        """Calls `look` every second, until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
             try:
                 await self.look()
-            except Exception:  # an unreachable store comes back: housekeeping goes on
+            except Exception:  # an unreachable store comes back: housekeeping continues
                 logger.exception("the housekeeping of model %s failed", self._model)
 
     async def look(self) -> None:
-        """Forgets what is over, and checks the bookkeeping and the next few states."""
+        """Expires idle states and sessions, and checks the bookkeeping and the next few states."""
         known = await self._sessions.expire()
         self._parked.set(max(known - len(self._state_cache), 0))
         idle = self._is_idle()
@@ -71,9 +71,9 @@ class Housekeeper:
             self._faults += len(faults)
             self._faults_metric.inc(len(faults))
             for fault in faults:
-                logger.error("the states of model %s are not to be believed: %s", self._model, fault.text)
+                logger.error("the state cache of model %s has a fault: %s", self._model, fault.text)
             self._state_cache.mend(faults, idle=idle)
 
     def document(self) -> IntegrityReport:
-        """`integrity` of the report: how often all states have been checked, and what was found."""
+        """Returns `integrity` of the report."""
         return {"rounds": self._rounds, "faults": self._faults}

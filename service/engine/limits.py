@@ -1,4 +1,4 @@
-"""What one model, under one server's settings, takes: every refusal names what was wrong, where, and the limit."""
+"""The limits of one model under the server's settings. Each error names the field, its value and the limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wane.service.settings import Settings
 
 
 class Limits:
-    """Judges requests by the model's manifest and the settings."""
+    """Checks requests against the model's manifest and the settings."""
 
     def __init__(self, manifest: Manifest, settings: Settings) -> None:
         self._manifest = manifest
@@ -21,8 +21,9 @@ class Limits:
         self.window = min(manifest.window, self.max_window)
 
     def tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
-        """Raises TooLarge for too many, InvalidRequest for an id that the vocabulary does not have. A `document` is
-        only scored, and may be longer than another input."""
+        """Raises TooLarge if there are too many tokens, InvalidRequest if the vocabulary lacks one.
+
+        A `document` is only scored, and may be longer than another input."""
         size = self._size
         if len(tokens) == 1 and 0 <= tokens[0] < size:
             return
@@ -35,28 +36,28 @@ class Limits:
         )
 
     def longest(self, *, document: bool = False) -> int:
-        """The tokens that an input may have."""
+        """Returns the most tokens that an input may have."""
         return self._settings.max_scored_tokens if document else self._settings.max_input_tokens
 
     def length(self, count: int, how: str = "", *, document: bool = False) -> None:
-        """Raises TooLarge for more tokens than an input may have; `how` sure the count is, the message says too."""
+        """Raises TooLarge if the input has too many tokens. The message puts `how` before the count ("at least ")."""
         most = self.longest(document=document)
         if count > most:
             raise TooLarge(f"the input has {how}{count} tokens, but at most {most} are taken")
 
     def top_k(self, top_k: int) -> None:
-        """Raises InvalidRequest for more predictions than an answer may list."""
+        """Raises InvalidRequest if `top_k` is over the limit."""
         most = self._settings.top_k_limit
         if top_k > most:
             raise InvalidRequest(f"top_k is {top_k}, but must be at most {most}", "top_k")
 
     def windows(self, windows: Sequence[int]) -> None:
-        """As `of_window`, for a list of them."""
+        """Like `of_window`, for each window."""
         for index, window in enumerate(windows):
             self.of_window(window, f"windows[{index}]")
 
     def of_window(self, window: int, field: str = "window") -> None:
-        """Raises InvalidRequest for a k of 0 or of more tokens than the model, or the server, takes."""
+        """Raises InvalidRequest if the window is 0 or over the limit of the model or the server."""
         if not 1 <= window <= self.max_window:
             raise InvalidRequest(
                 f"{field} is {window}, but model {self._manifest.name} takes windows of 1 to {self.max_window} tokens",
@@ -64,7 +65,7 @@ class Limits:
             )
 
     def generated(self, max_tokens: int) -> None:
-        """Raises InvalidRequest for more tokens than one request may generate."""
+        """Raises InvalidRequest if `max_tokens` is over the limit."""
         most = self._settings.max_generated_tokens
         if max_tokens > most:
             raise InvalidRequest(f"max_tokens is {max_tokens}, but must be at most {most}", "max_tokens")

@@ -1,4 +1,4 @@
-"""From logits to log-probabilities, the most probable tokens, and one sampled by temperature, top-k and top-p."""
+"""Computes log-probabilities and the most probable tokens from logits, and samples by temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _made = partial(tuple.__new__, Prediction)
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Log-probabilities at temperature 1: float64 (V), from finite logits."""
+    """Returns log-probabilities at temperature 1: float64 (V), from finite logits."""
     shifted = logits.astype(np.float64) - logits.max()
     normalised: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
     return normalised
@@ -24,9 +24,9 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 def predictions(
     logits: NDArray[np.float32], count: int, vocabulary: Vocabulary, top: Top | None = None
 ) -> tuple[Prediction, ...]:
-    """The `count` most probable tokens, most probable first, the smaller id first among equals.
+    """Returns the `count` most probable tokens, most probable first, the smaller id first among equals.
 
-    `top`: of the same logits; where it holds as many, they are not looked at.
+    `top` holds the largest of the same logits; if it has `count` of them, the logits are not read.
     """
     count = min(count, len(logits))
     found = None if top is None else top.first(count)
@@ -34,7 +34,7 @@ def predictions(
         return listed(found, count, vocabulary)
     of_all = log_softmax(logits)
     least = np.partition(of_all, -count)[-count]
-    candidates = np.flatnonzero(of_all >= least)  # with all that tie for the last places
+    candidates = np.flatnonzero(of_all >= least)  # includes all ties for the last place
     order = candidates[np.argsort(-of_all[candidates], kind="stable")][:count]
     logprobs = of_all[order]
     return listed(
@@ -43,7 +43,7 @@ def predictions(
 
 
 def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
-    """The first `count` of them. There are some with every answer: hence no call for each of their fields."""
+    """Returns the first `count` as predictions. Every answer lists some, so this avoids a constructor call for each."""
     texts, partials = vocabulary.texts, vocabulary.partials
     ids = found.ids[:count]
     return tuple(
@@ -55,7 +55,7 @@ def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Predicti
 
 
 class Sampler:
-    """Draws tokens; the same seed and the same logits give the same tokens."""
+    """Draws tokens. Equal seeds and logits give equal tokens."""
 
     def __init__(self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> None:
         """`temperature` 0 always takes the most probable token; top_k and top_p of None keep all of them."""
@@ -65,14 +65,14 @@ class Sampler:
         self._random = np.random.default_rng(seed)
 
     def draw(self, logits: NDArray[np.float32]) -> tuple[int, float]:
-        """A token and its log-probability at temperature 1, before anything was left out."""
+        """Draws a token. Returns it and its log-probability at temperature 1, before top-k and top-p."""
         logprobs = log_softmax(logits)
         token = int(logprobs.argmax()) if self._temperature == 0 else self._sample(logprobs)
         return token, float(logprobs[token])
 
     def _sample(self, logprobs: NDArray[np.float64]) -> int:
-        """Temperature first, then the k most probable, then the fewest that make up the share p."""
-        # The largest becomes exactly 0, so that the smallest temperatures end in 0 and -inf, never in NaN.
+        """Applies the temperature, keeps the k most probable tokens, then the fewest that add up to p, and draws."""
+        # The largest becomes exactly 0, so that tiny temperatures give 0 and -inf, never NaN.
         with np.errstate(over="ignore"):
             scaled = (logprobs - logprobs.max()) / self._temperature
         order = np.argsort(-scaled, kind="stable")[: self._top_k]
@@ -80,7 +80,7 @@ class Sampler:
         weights /= weights.sum()
         cumulative = np.cumsum(weights)
         if self._top_p is not None:
-            # A token stays while those before it fall short of the share; so at least one does.
+            # A token is kept while those before it add up to less than p, so at least one is kept.
             keep = int(np.searchsorted(cumulative, self._top_p, side="left")) + 1
             order, cumulative = order[:keep], cumulative[:keep]
         drawn = self._random.random() * cumulative[-1]

@@ -1,4 +1,4 @@
-"""An answer on its way; and how many of an engine's are."""
+"""A submitted request's result, and the count of an engine's requests in flight."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ T = TypeVar("T")
 
 
 STILL_COMMITS = (
-    "the deadline passed while the step ran; it still commits: repeat it, with its position or its key, for the answer"
+    "the deadline passed while the step ran; it still commits: retry it with the same position or key to get the answer"
 )
 
 
 class Pending(EagerTask[T]):
-    """The result of a request that was submitted, with its deadline.
+    """The result of a submitted request, with its deadline.
 
-    Once work of the request that cannot be taken back has entered a batch, the request is carried through, whether or
-    not anybody waits for it. Before that, `cancel()` and the deadline take it back and leave no trace. They end the
-    search for a proof, too: it comes after the commit.
+    Once binding work of the request has entered a batch, the request is completed even if its caller leaves. Before
+    that, `cancel()` and the deadline withdraw it without a trace. They also end the search for a proof, which follows
+    the commit.
 
-    A coroutine comes to the result (`start`), or somebody else resolves it.
+    A coroutine computes the result (`start`), or another object resolves it.
     """
 
     __slots__ = ("_timer", "ticket")
@@ -42,16 +42,16 @@ class Pending(EagerTask[T]):
 
     @classmethod
     def of(cls, coroutine: Coroutine[Any, Any, T], ticket: Ticket) -> Self:
-        """The result of a coroutine, which begins at once: see `start`."""
+        """Starts a coroutine and returns its result: see `start`."""
         pending = cls()
         pending.start(coroutine, ticket)
         return pending
 
     def start(self, coroutine: Coroutine[Any, Any, T], ticket: Ticket) -> None:
-        """Runs a coroutine to the result; `ticket`: that of all of its work, with the deadline.
+        """Runs a coroutine to its result. `ticket` belongs to all of its work, and has the deadline.
 
-        The result calls back in the event loop's next turn. So the requests of one batch are all committed before the
-        first of them is encoded: 64 steps that do the same at the same time take a quarter less than one by one.
+        The result calls back in the event loop's next turn. So all requests of a batch are committed before the first
+        is encoded: 64 steps take a quarter less time together than one by one.
         """
         self._coroutine, self.ticket = coroutine, ticket
         self._run(coroutine.send, None)
@@ -59,18 +59,18 @@ class Pending(EagerTask[T]):
             self._timer = timers().at(ticket.deadline, self._ring)
 
     def cancel(self) -> None:
-        """The caller has left: takes the request back, unless it has entered a batch."""
+        """Withdraws the request, unless it has entered a batch: the caller has left."""
         if self.done:
             return
         self._callback = None
         self._abandon()
 
     def fail(self, error: BaseException) -> None:
-        """As a `Waiter`'s. An engine that is closed cancels what its threads have not begun."""
+        """Like `Waiter.fail`, but CancelledError becomes Unavailable: a closed engine cancels its threads' work."""
         super().fail(Unavailable("the server is stopping") if isinstance(error, asyncio.CancelledError) else error)
 
     def _ring(self) -> None:
-        """The deadline has passed."""
+        """Fails the request: its deadline has passed."""
         self._timer = None
         callback, self._callback = self._callback, None
         has_entered = self.ticket is not None and self.ticket.entered
@@ -100,20 +100,20 @@ class Pending(EagerTask[T]):
 
 
 class Admission:
-    """Counts one engine's requests; all methods belong to the event loop's thread."""
+    """Counts one engine's requests. All methods must be called on the event loop's thread."""
 
     def __init__(self) -> None:
         self.asked = 0
-        """Requests, ever."""
+        """Number of requests since the start."""
         self.active = 0
-        """Those that are not over."""
+        """Number of requests in flight."""
         self.closed = False
-        """Whether no more are taken."""
+        """Whether new requests are refused."""
         self._idle = asyncio.Event()
         self._idle.set()
 
     def enter(self) -> None:
-        """Counts a request, until it leaves. Raises Unavailable when no more are taken."""
+        """Counts a request as active until `leave`. Raises Unavailable after `close`."""
         if self.closed:
             raise Unavailable("the server is stopping")
         if not self.active:
@@ -122,14 +122,14 @@ class Admission:
         self.active += 1
 
     def leave(self, requests: int = 1) -> None:
-        """One request has ended, or several."""
+        """Counts one or several requests as ended."""
         self.active -= requests
         if not self.active:
             self._idle.set()
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Counts a request while it lasts. Raises Unavailable when no more are taken."""
+        """Counts a request as active within the context. Raises Unavailable after `close`."""
         self.enter()
         try:
             yield
@@ -137,9 +137,9 @@ class Admission:
             self.leave()
 
     def close(self) -> None:
-        """No more are taken."""
+        """Refuses new requests from now on."""
         self.closed = True
 
     async def idle(self) -> None:
-        """Waits until all are over."""
+        """Waits until no request is in flight."""
         await self._idle.wait()

@@ -1,4 +1,4 @@
-"""Requests that bring everything along: choose the way, run, answer."""
+"""Requests without a session: choose the mode, run, answer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Predictor:
         self._has_radius_output = has_radius_output
 
     def seconds(self, request: PredictRequest) -> float:
-        """What the runs of a prediction are expected to take."""
+        """Returns the expected seconds of a prediction's runs."""
         if request.mode is Mode.WINDOW:
             return self._cost_model.window(request.window or self._limits.window)
         if request.mode is Mode.AUTO:
@@ -60,13 +60,13 @@ class Predictor:
         return self._cost_model.full(1 + len(request.tokens))
 
     def generation_seconds(self, request: GenerateRequest) -> float:
-        """What the runs of a generation are expected to take, if nothing stops it early."""
+        """Returns the expected seconds of a generation's runs, if nothing stops it early."""
         if request.mode is Mode.WINDOW:
             return request.max_tokens * self._cost_model.window(request.window or self._limits.window)
         return self._cost_model.full(1 + len(request.tokens)) + request.max_tokens * self._cost_model.run("step", 1)
 
     async def predict(self, request: PredictRequest, ticket: Ticket) -> Answer:
-        """What follows the tokens."""
+        """Predicts the token after the request's tokens."""
         if request.mode is Mode.AUTO:
             ways = self._ways(request)
         else:
@@ -98,7 +98,7 @@ class Predictor:
         return sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
 
     def _ways(self, request: PredictRequest) -> tuple[int | None, ...]:
-        """The k that `auto` answers with, one after the other until one will do; None is all tokens."""
+        """Returns the windows that `auto` tries in turn until one meets the tolerance; None means all tokens."""
         position = len(request.tokens)
         return routing.ways(
             self._manifest.certificate,
@@ -114,11 +114,9 @@ class Predictor:
     def generate(
         self, request: GenerateRequest, identity: Identity, ticket: Ticket, share: Share, held: ExitStack
     ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-        """The tokens as they come. `held` takes what the generation needs while it lasts; its `share` of the backlog is
-        told how far it is.
+        """Yields the tokens as they are drawn. Puts the generation's slot into `held`, and reports progress to `share`.
 
-        `auto` is recurrent: once the prompt has been run its state is there, and nothing is cheaper than one step
-        for a token.
+        `auto` is recurrent here: after the prompt its state is available, and one step a token is the cheapest way.
         """
         input_ids = self._sequence(request)
         source: Source

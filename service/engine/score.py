@@ -1,18 +1,18 @@
-"""The log-probability of every token of a text, given those before it.
+"""Scores a text: the log-probability of every token, given the tokens before it.
 
-In order, or in chunks side by side (`service/chunked/chunked.py`); which joints these may have follows from what was
-asked for:
+The text runs in order, or as parallel chunks (`service/chunked/chunked.py`). The request decides which errors the
+joints of chunks may have:
 
-- a tolerance is a promise about `error_bound`. Where nothing is proved of the model there is no bound, so nothing but
-  an exact run meets one;
-- without a tolerance every joint is at most RESIDUAL, and `error_bound` says what is proved of that, if anything is.
+- With a tolerance, `error_bound` must meet it. If nothing is proved of the model, there is no bound, and only an exact
+  run meets a tolerance.
+- Without a tolerance every joint is at most RESIDUAL, and `error_bound` is the proved bound, if there is one.
 
-In a truncated sequence every answer has a bound of its own: that of the number of tokens before it, plus what the
-joints may add. A tolerance is for the joints only.
+In a truncated sequence every answer has its own bound: that for the number of tokens before it, plus what the joints
+may add. A tolerance applies to the joints only.
 
-The bound of a run with joints is the smaller of two, both with the rounding of two float32 runs added: the
-certificate's curve, at the tokens that chunks were warmed up over and one more, which the first answer knows; and what
-the joints that were measured can come to (`models/certificate/propagation.py`). It is the worst over all positions.
+The bound of a run with joints is the worst over all positions. It is the smaller of two, each plus the rounding of two
+float32 runs: the certificate's curve, at one token more than the chunks' warm-up, because the first answer knows its
+own token too; and the bound propagated from the measured joints (`models/certificate/propagation.py`).
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from wane.service.types import (
 )
 
 RESIDUAL = 1e-5
-"""The greatest difference of a unit of the state at a joint, where no tolerance was asked for."""
+"""The largest difference of a state's unit at a joint, if the request has no tolerance."""
 
 FED_AT_ONCE = 16_384
-"""Tokens that are made an array in one turn of the event loop."""
+"""Tokens that are copied into an array in one turn of the event loop."""
 
-LARGEST_EXPONENT = 700.0  # exp of more is no float64
+LARGEST_EXPONENT = 700.0  # exp of more overflows float64
 
 Item = ScoreProgress | ScoredTokens | ScoreSummary
 
 
 class Scorer:
-    """Scores by one model."""
+    """Scores with one model."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class Scorer:
         cost_model: CostModel,
         executor: Executor,
     ) -> None:
-        """`executor`: for arithmetic that would hold up the event loop."""
+        """`executor` runs arithmetic that would block the event loop."""
         self.propagation: Propagation | None = None
         self._certificate = manifest.certificate
         self._state = manifest.state
-        self._least: float | None = None  # what joints of nothing but rounding can come to
+        self._least: float | None = None  # the bound of joints with only rounding errors
         self.parallel = parallel
         self._pool = pool
         self._cost_model = cost_model
@@ -82,14 +82,14 @@ class Scorer:
 
     @cached_property
     def _cut_off(self) -> tuple[float | None, ...]:
-        """The bounds of answers that know the last 1, 2, ... tokens of more; the last one holds beyond, too."""
+        """The bounds of answers that know the last 1, 2, ... tokens of a longer sequence; the last holds for more."""
         certificate = self._certificate
         ends = range(1, max(len(certificate.error_bound), 1) + 1)
         found = [bounds.bound(certificate, known, known + 1) for known in ends]
         return tuple(None if one is None else one.variation for one in found)
 
     def seconds(self, request: ScoreRequest) -> float:
-        """What the runs of a score are expected to take."""
+        """Returns the expected seconds of a score's runs."""
         tokens = len(request.tokens)
         if request.method is ScoreMethod.PARALLEL:
             demand = Demand(RESIDUAL) if request.tolerance is None else EXACT
@@ -101,9 +101,9 @@ class Scorer:
     async def score(
         self, request: ScoreRequest, identity: Identity, ticket: Ticket, share: Share
     ) -> AsyncGenerator[Item, None]:
-        """What becomes known, as it does: the log-probabilities in order, then the score of all. To be closed. The
-        `share` of the backlog is told how far it is."""
-        await asyncio.sleep(0)  # to look through a long text took a turn of the event loop
+        """Yields the log-probabilities in order and the progress, then the summary. The caller must close it. Reports
+        progress to `share`."""
+        await asyncio.sleep(0)  # checking a long text took a turn of the event loop
         input_ids = await self._input_ids(request)
         demand = None
         if request.method is ScoreMethod.PARALLEL:
@@ -156,7 +156,7 @@ class Scorer:
         )
 
     async def _input_ids(self, request: ScoreRequest) -> NDArray[np.int64]:
-        """The sequence that the model is fed, as `forward.sequence` makes it, in several turns of the event loop."""
+        """Returns the model's input, like `forward.sequence`, but in several turns of the event loop."""
         parts = [sequence(self._eos_id, request.tokens[:FED_AT_ONCE], truncated=request.truncated)]
         for start in range(FED_AT_ONCE, len(request.tokens), FED_AT_ONCE):
             await asyncio.sleep(0)
@@ -164,8 +164,8 @@ class Scorer:
         return np.concatenate(parts)
 
     def _cut_off_at(self, known: range, joints: float | None) -> list[float | None]:
-        """The bounds of answers from the last n tokens of a truncated sequence, for each n in `known`; `joints` is the
-        most that the joints of the run may add to any."""
+        """Returns the bounds of answers from the last n tokens of a truncated sequence, for each n in `known`. `joints`
+        is the most that the run's joints may add."""
         found = [self._cut_off[min(tokens, len(self._cut_off)) - 1] for tokens in known]
         return [None if one is None or joints is None else min(one + joints, 1.0) for one in found]
 
@@ -174,7 +174,7 @@ class Scorer:
             return await anext(pieces, None)
 
     async def _demand(self, tolerance: float | None) -> Demand:
-        """The joints that are within a tolerance."""
+        """Returns the demand on joints that meets a tolerance."""
         if tolerance is None:
             return Demand(RESIDUAL)
         if tolerance == 0 or not self._bounded:
@@ -183,7 +183,7 @@ class Scorer:
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
-        if self._least > tolerance:  # whatever the joints are: as good as none will do, or what the curve knows of
+        if self._least > tolerance:  # even the best joints fail: only exact ones, or the curve, meet the tolerance
             return Demand(0.0, None, enough)
 
         async def judge(plan: ChunkPlan) -> bool:
@@ -193,9 +193,9 @@ class Scorer:
         return Demand(RESIDUAL, judge, enough)
 
     async def _bound(self, plan: ChunkPlan) -> float | None:
-        """How far any answer of the run can be from the run in order, in total variation."""
+        """Returns the largest total variation between an answer of the run and one of the run in order."""
         if not plan.residual:
-            found = bounds.bound(self._certificate, 0, 0)  # no token is left out
+            found = bounds.bound(self._certificate, 0, 0)  # no token is missing
             return None if found is None else found.variation
         if not self._bounded or plan.warm_up is None:
             return None
@@ -204,12 +204,12 @@ class Scorer:
 
     @property
     def _bounded(self) -> bool:
-        """Whether anything is proved."""
+        """Whether the certificate gives any bound."""
         certificate = self._certificate
         return certificate.rounding is not None and bool(certificate.error_bound or self.propagation)
 
     async def _moved(self, plan: ChunkPlan) -> float:
-        """What the joints that were measured can come to; 1 where nothing is known of that."""
+        """Returns the total variation that the measured joints can cause; 1 if it is unknown."""
         rounding = self._certificate.rounding
         if self.propagation is None or rounding is None:
             return 1.0

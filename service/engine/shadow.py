@@ -1,10 +1,9 @@
-"""A sample of live answers, given once more by the other mode, so that agreement is known of what is really served.
+"""Shadows: repeats a sample of live answers in the other mode, to measure agreement on live traffic.
 
-A live answer that is sampled is kept as it was given, with the tokens that it came from: what its session does later
-changes neither. The other mode runs in a process of its own, one piece at a time, and a piece is begun only while the
-runner of live work has nothing to do. Live work never waits for it in a queue, nor, as far as the system knows of
-processes that stand back, for a processor. What there is no idle time for is dropped, and counted. Nobody waits for a
-shadow: neither a caller, nor the end of the server.
+A sampled answer is copied together with its tokens, so later steps of its session change neither. The other mode runs
+in a separate process, one piece at a time, and a piece starts only while the live runner is idle. Live work never
+queues behind a shadow, and, if the system supports low-priority processes, does not compete with it for a processor.
+Samples without idle time are dropped and counted. Neither a client nor the shutdown waits for a shadow.
 """
 
 from __future__ import annotations
@@ -37,41 +36,41 @@ logger = logging.getLogger("wane.engine")
 
 MOST_CASES = 64
 MOST_TOKENS = 1 << 18
-"""Answers that may wait, and tokens of all of them: about two megabytes. More are dropped."""
+"""Limits on queued answers and on their tokens, about two megabytes. More are dropped."""
 
 PIECE_TOKENS = 64
-"""Longest piece of a sequence that is run before looking whether there is live work."""
+"""Longest piece of a sequence that runs between two checks for live work."""
 
 PAUSE_S = 0.001
-"""How long the runner is left alone after a batch: its answers are still to be sent."""
+"""Pause after a batch before a shadow starts: the batch's answers are still to be sent."""
 
 NO_TIME = Latency(0.0, 0.0, 0.0)
 
 
 class ShadowProcess(Protocol):
-    """What shadows run on: nobody else's, and one caller at a time but for `kill`."""
+    """The runner of shadows. Only `kill` may be called while another call runs."""
 
     cpu_s: float
-    """Processor time in seconds that the runs have taken elsewhere than on the thread that called."""
+    """Processor time in seconds that the runs have taken outside of the calling thread."""
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """As `Runner.run`. Raises RunnerLost where there can be no more runs."""
+        """Like `Runner.run`. Raises RunnerLost if no more runs are possible."""
         ...
 
     def kill(self) -> None:
-        """Ends it, without waiting for its end."""
+        """Kills the process without waiting for its exit."""
         ...
 
     def wait(self) -> None:
-        """Waits for its end."""
+        """Waits for the process to exit."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A live answer, and what the other mode is to run: `tokens`, int64 (n), from the zero state.
+    """A live answer, and the `tokens`, int64 (n), that the other mode runs from the zero state.
 
-    `plan` is that of both; `live` the part that answered, the recurrent one or the window's.
+    `plan` covers both modes; `live` is the part that answered, and `recurrent` its mode.
     """
 
     plan: AnswerPlan
@@ -81,7 +80,7 @@ class Case:
 
 
 class Shadow:
-    """One model's shadow answers. All methods belong to the event loop's thread."""
+    """One model's shadow answers. All methods must be called on the event loop's thread."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class Shadow:
         window: int,
         random: Random,
     ) -> None:
-        """`rate`: share of answers that are sampled, by `random`; `window`: the model's k."""
+        """`rate` is the share of answers that `random` samples; `window` is the model's k."""
         self._rate = rate
         self._runner = runner
         self._state = state
@@ -115,15 +114,15 @@ class Shadow:
 
     @property
     def idle(self) -> bool:
-        """Whether no shadow waits or runs."""
+        """Whether no shadow is queued or runs."""
         return not self._cases and self._work is None and self._running is None and self._timer is None
 
     def chosen(self) -> bool:
-        """Whether the next answer is sampled."""
+        """Returns whether the next answer is sampled."""
         return not self._closed and self._random.random() < self._rate
 
     def offer(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
-        """One of the sampled answers: copied, and dropped where too many wait."""
+        """Queues a copy of a sampled answer, or drops it if the queue is full."""
         case = self._case(plan, input_ids, live)
         if len(self._cases) == MOST_CASES or self._tokens + len(case.tokens) > MOST_TOKENS:
             self._report.shadowed("dropped")
@@ -133,7 +132,7 @@ class Shadow:
         self._wake()
 
     def close(self) -> None:
-        """Drops what waits, and ends the other process without waiting for it."""
+        """Drops the queued answers, and kills the other process without waiting for it."""
         if self._closed:
             return
         self._closed = True
@@ -151,7 +150,7 @@ class Shadow:
         self._thread.shutdown(wait=False)
 
     def _case(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> Case:
-        """What is kept of an answer: copies, for a row is a view of its whole batch."""
+        """Copies an answer into a case: its row is a view that would keep the whole batch in memory."""
         result = RunResult.of(live.result.logits.copy(), live.result.hidden.copy(), live.result.radius)
         recurrent = plan.mode is Mode.RECURRENT
         if recurrent:
@@ -164,12 +163,12 @@ class Shadow:
         return Case(plan, tokens, ModeResult(result, live.bound, live.latency), recurrent)
 
     def _wake(self) -> None:
-        """Looks for something to do once the runner has been idle for a moment."""
+        """Schedules the next piece, if there is one and none runs."""
         if (self._cases or self._work is not None) and self._timer is None and self._running is None:
             self._timer = asyncio.get_running_loop().call_later(PAUSE_S, self._begin)
 
     def _begin(self) -> None:
-        """Begins the next piece, if the runner is idle; else it says so when it is."""
+        """Starts the next piece, if the runner is idle; a busy runner calls `_wake` when it becomes idle."""
         self._timer = None
         if not self._batcher.idle:
             return
@@ -181,7 +180,7 @@ class Shadow:
         self._running.add_done_callback(self._end)
 
     def _end(self, done: asyncio.Future[tuple[Agreement | None, float]]) -> None:
-        """A piece has been run."""
+        """Records the result of a piece, and schedules the next."""
         self._running = None
         if self._closed or done.cancelled():
             return
@@ -202,7 +201,7 @@ class Shadow:
         self._wake()
 
     def _answer(self, case: Case) -> Iterator[Agreement | None]:
-        """Runs a case piece by piece, and ends in how far the two answers are apart."""
+        """Runs a case: yields None after each piece but the last, then the agreement of the two answers."""
         if case.recurrent:
             lengths = np.array([len(case.tokens)])
             outputs = self._runner.run("window", {"tokens": case.tokens[None], "lengths": lengths})
@@ -225,7 +224,7 @@ class Shadow:
         yield self._answer_builder.apart(case.plan, *pair)
 
     def _piece(self, work: Iterator[Agreement | None]) -> tuple[Agreement | None, float]:
-        """The next piece, and the processor time in seconds that it took; on the shadow's thread."""
+        """Runs the next piece on the shadow's thread. Returns its result and its processor time in seconds."""
         begun_s = time.thread_time() + self._runner.cpu_s
         found = next(work)
         return found, time.thread_time() + self._runner.cpu_s - begun_s

@@ -1,4 +1,4 @@
-"""What an engine has measured since it was started, for `/v1/report` and for Prometheus at once."""
+"""Statistics of an engine since its start, for `/v1/report` and Prometheus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import numpy as np
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from wane.service.batching.cost_model import Costs
 from wane.service.engine.agreement import AgreementBySource, AgreementStatistics, Source, violates
@@ -25,18 +25,18 @@ logger = logging.getLogger("wane.engine")
 PHASES = ("queue", "compute", "total")
 BUCKETS_MS = tuple(1e3 * bound for bound in REQUEST_SECONDS)
 ShadowOutcome = Literal["compared", "dropped", "failed"]
-RECENT = 4096  # latest durations that percentiles are taken over, exactly
+RECENT = 4096  # latest durations, over which percentiles are computed exactly
 
 
 class Bucket(TypedDict):
-    """How many values were at most `le_ms`; null: all of them."""
+    """The number of values that are at most `le_ms`; null: all values."""
 
     le_ms: float | None
     count: int
 
 
 class DurationsReport(TypedDict):
-    """One phase: percentiles of the latest values, and cumulative buckets of all, which add up over replicas."""
+    """One phase: percentiles of the latest values, and cumulative buckets of all values, which add up over replicas."""
 
     p50_ms: float | None
     p90_ms: float | None
@@ -47,7 +47,7 @@ class DurationsReport(TypedDict):
 
 
 class PhasesReport(TypedDict):
-    """Where the time went."""
+    """Latency by phase."""
 
     queue: DurationsReport
     compute: DurationsReport
@@ -55,15 +55,14 @@ class PhasesReport(TypedDict):
 
 
 class ModeReport(TypedDict):
-    """Predictions and steps that were answered by one mode."""
+    """Predictions and steps answered by one mode."""
 
     requests: int
     latency: PhasesReport
 
 
 class ShadowReport(TypedDict):
-    """What became of the live answers that were sampled; processor time in seconds. `dropped`: the runner was never
-    idle for them."""
+    """Sampled live answers by outcome, and their processor time in seconds. `dropped`: there was no idle time."""
 
     compared: int
     dropped: int
@@ -72,7 +71,7 @@ class ShadowReport(TypedDict):
 
 
 class StatsReport(TypedDict):
-    """A model's report, as far as `Stats` knows it."""
+    """The part of a model's report that `Stats` makes."""
 
     modes: dict[Mode, ModeReport]
     operations: dict[str, int]
@@ -89,7 +88,7 @@ class ModelReport(ModelDocument, StatsReport):
 
 
 class Report(TypedDict):
-    """What was measured while serving."""
+    """Measurements since the start."""
 
     device: str
     models: list[ModelReport]
@@ -97,7 +96,7 @@ class Report(TypedDict):
 
 @dataclass(slots=True)
 class Durations:
-    """One duration: its latest values, and a histogram of all of them."""
+    """The latest values of one duration, and a histogram of all values."""
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_MS) + 1))
@@ -110,7 +109,7 @@ class Durations:
         self.total_ms += value_ms
 
     def add_all(self, values_ms: Sequence[float]) -> list[int]:
-        """Counts many values; their buckets."""
+        """Counts many values. Returns their buckets' indexes."""
         buckets = [bisect_left(BUCKETS_MS, value_ms) for value_ms in values_ms]
         counts = self.counts
         for bucket in buckets:
@@ -120,7 +119,7 @@ class Durations:
         return buckets
 
     def document(self) -> DurationsReport:
-        """Percentiles of the latest values; cumulative buckets of all, which add up over replicas."""
+        """Returns percentiles of the latest values, and cumulative buckets of all values."""
         p50, p90, p99 = np.percentile(self.recent, (50, 90, 99)) if self.recent else (None, None, None)
         cumulative = np.cumsum(self.counts).tolist()
         return {
@@ -136,7 +135,7 @@ class Durations:
 
 
 class ModeStats:
-    """What is counted of one mode's predictions, here and for Prometheus, whose metrics are looked up once."""
+    """Statistics of one mode's predictions, here and in Prometheus, whose metrics are looked up once."""
 
     def __init__(self, metrics: Metrics, model: str, mode: Mode) -> None:
         self.durations = {phase: Durations() for phase in PHASES}
@@ -148,19 +147,19 @@ class ModeStats:
         self._proved = metrics.answers_top1_proved.labels(model, mode.value)
 
     def document(self) -> PhasesReport:
-        """The durations by phase."""
+        """Returns the durations by phase."""
         queue, compute, total = [durations.document() for durations in self.durations.values()]
         return {"queue": queue, "compute": compute, "total": total}
 
     def took(self, latency: Latency) -> None:
-        """One prediction took this long."""
+        """Counts the latency of one prediction."""
         values_ms = (latency.queue_ms, latency.compute_ms, latency.total_ms)
         for (durations, seconds), value_ms in zip(self._phases, values_ms, strict=True):
             durations.add(value_ms)
             seconds.observe(value_ms / 1e3)
 
     def made(self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int) -> None:
-        """Answers were made: of each, how long each of the phases took, in milliseconds, and its error bound."""
+        """Counts answers: their durations in milliseconds by phase, their error bounds, and how many are proved."""
         for (durations, seconds), values_ms in zip(self._phases, phases, strict=False):
             seconds.observe_all(durations.add_all(values_ms), sum(values_ms) / 1e3)
         for variation, count in Counter(variations).items():
@@ -185,10 +184,10 @@ class Stats:
         self._shadows: Counter[ShadowOutcome] = Counter()
         self._shadow_cpu_s = 0.0
         self._made: list[tuple[Answer, str | None]] = []  # not counted yet
-        metrics.agreement_bound_violations.labels(model)  # there from the start, at 0
+        metrics.agreement_bound_violations.labels(model)  # exported from the start, as 0
 
     def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
-        """A request was answered, or several; `mode` is the one that was used."""
+        """Counts one or several answered requests, under the mode that was used."""
         self._operations[operation] += requests
         if operation in ("predict", "step"):
             self._requests[mode] += requests
@@ -199,12 +198,12 @@ class Stats:
         count(requests)
 
     def took(self, mode: Mode, latency: Latency) -> None:
-        """One prediction of `mode` took this long. One of `both` counts there, and its two parts where they belong."""
+        """Counts the latency of one prediction of `mode`. A `both` prediction counts there, and its parts by mode."""
         self._of(mode).took(latency)
 
     def made(self, answer: Answer, operation: str | None) -> None:
-        """An answer was made; `operation`: of a request that somebody still waits for. All answers of one turn of the
-        event loop are counted together."""
+        """Counts an answer; `operation` is None if its caller has left. All answers of one turn of the event loop are
+        counted together."""
         if not self._made:
             asyncio.get_running_loop().call_soon(self._count_made)
         self._made.append((answer, operation))
@@ -212,7 +211,7 @@ class Stats:
     def stepped(
         self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int, waited_for: int
     ) -> None:
-        """A batch of steps was answered: as `ModeStats.made`; `waited_for`: answers that somebody still waits for."""
+        """Counts the answers of a batch of steps, like `ModeStats.made`; `waited_for` counts those with a caller."""
         self._of(Mode.RECURRENT).made(phases, variations, proved)
         self.answered("step", Mode.RECURRENT, waited_for)
 
@@ -238,17 +237,17 @@ class Stats:
         return found
 
     def shadowed(self, outcome: ShadowOutcome) -> None:
-        """One answer that was sampled has been compared, or failed, or was dropped because there was no time for it."""
+        """Counts the outcome of one sampled answer."""
         self._shadows[outcome] += 1
         self._metrics.shadow.labels(self._model, outcome).inc()
 
     def shadow_took(self, cpu_s: float) -> None:
-        """A shadow had the processor for so long."""
+        """Counts the processor time of a shadow."""
         self._shadow_cpu_s += cpu_s
         self._metrics.shadow_cpu_seconds.labels(self._model).inc(cpu_s)
 
     def compared(self, agreement: Agreement, source: Source) -> None:
-        """One pair of answers was compared."""
+        """Counts one compared pair of answers."""
         self._agreement.add(agreement)
         self._by_source[source].add(agreement)
         self._metrics.agreement_compared.labels(self._model).inc()
@@ -263,7 +262,7 @@ class Stats:
             )
 
     def document(self) -> StatsReport:
-        """`modes`, `operations`, `agreement` and `shadow` of the report."""
+        """Returns `modes`, `operations`, `agreement` and `shadow` of the report."""
         self._count_made()
         return {
             "modes": {

@@ -1,7 +1,7 @@
 """Requests to sessions: check out, run, commit, answer.
 
-Everything here happens in the session's turn. The store is read first, or remembered, and written last; in between, the
-next state is made in a slot of its own, so whatever fails on the way has changed nothing.
+Everything here runs under the session's lock. The record is read first, from the store or a cache, and written last. In
+between, the next state is made in a new slot, so a failure before the commit changes nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from wane.service.state.cache import CachedState
 from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import Answer, Identity, Mode, PredictRequest, SessionView, StateSource, StepRequest, id_of
 
-RETRIES = 3  # of a step without a position, after comparisons lost to another writer
+RETRIES = 3  # of a step whose commit lost to another writer
 NO_TOKENS = np.empty(0, np.int64)
 REBUILD_EMA_ALPHA = 1 / 64  # weight of the latest use of a state in the share of those that were found resident
-MOST_USES = 1e3  # uses of a state for each time that it had to be rebuilt: all that is told apart
+MOST_USES = 1e3  # cap on the estimated uses of a state per rebuild
 
 
 class SessionSteps:
-    """Answers from sessions; the only place, under the engine, that knows both a session and a run."""
+    """Answers from sessions. The only part of the engine that knows both sessions and runs."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class SessionSteps:
         self._replayed = metrics.steps_replayed.labels(manifest.name)
 
     async def predict(self, request: PredictRequest, session: str, ticket: Ticket) -> Answer:
-        """What the session says comes next; nothing is appended. Raises UnknownSession, InvalidRequest."""
+        """Predicts the session's next token without appending. Raises UnknownSession, InvalidRequest."""
         async with self._sessions.locks.held(session):
             record = await self._sessions.read(session)
             await self._sessions.touch(session)
@@ -82,8 +82,8 @@ class SessionSteps:
             )
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
-        """Appends tokens and answers, or answers again. A comparison lost to another writer is tried again on what that
-        writer left. `is_locked`: the session's lock was taken for the step, which leaves it in any case.
+        """Appends tokens and answers, or replays the last answer. If another writer commits first, retries on the new
+        record. `is_locked`: the caller holds the session's lock; the step releases it in any case.
 
         Raises UnknownSession, PositionConflict."""
         sessions = self._sessions
@@ -110,12 +110,12 @@ class SessionSteps:
             sessions.locks.leave(request.session)
 
     def seconds(self, request: StepRequest) -> float:
-        """What the runs of a step are expected to take; 0 of one that is short."""
+        """Returns the expected seconds of a step's runs; 0 if the step is short."""
         tokens = len(request.tokens)
         return self._cost_model.full(tokens) if tokens > PIECE_TOKENS else 0.0
 
     def view(self, record: SessionRecord, identity: Identity) -> SessionView:
-        """A session as its owner may see it."""
+        """Returns the session as its owner may see it."""
         resident = self._sessions.cached(record, behind=True, use=False)
         mode = routing.of_session(None, record.mode)
         kept = resident or self._sessions.kept(record)
@@ -136,12 +136,12 @@ class SessionSteps:
         )
 
     async def _append(self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket) -> Answer | None:
-        """Runs a step that comes next and commits it; None if the comparison was lost."""
+        """Runs the next step and commits it. Returns None if another writer committed first."""
         position = record.position + len(request.tokens)
         own = routing.of_session(None, record.mode)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
-        # One run from a state that is there needs no more than the new tokens, unless a sample of answers is taken.
+        # A run from a kept state needs only the new tokens, unless answers are sampled for shadows.
         if base is None or mode is not Mode.RECURRENT or self._answer_builder.sampler is not None:
             input_ids = np.concatenate([record.tail.ids(), np.array(request.tokens, np.int64)])
         else:
@@ -151,7 +151,7 @@ class SessionSteps:
             context_ids, dropped_tokens = self._rebuilding(position, input_ids, dropped_tokens)
         held = len(record.tail) + len(request.tokens)
         plan = self._plan(mode, position, None, held, rebuilt, dropped_tokens)
-        # A state that is there is kept up by a step that asks for a window, unless the session's own mode is that.
+        # A step by window also advances an existing state, unless window is the session's own mode.
         keeps = base is not None and own is not Mode.WINDOW
         recurrent: ModeResult | None = None
         window: ModeResult | None = None
@@ -212,23 +212,22 @@ class SessionSteps:
         prove: bool,
         replayed: bool | None = None,
     ) -> Answer:
-        """The answer of a session as it stands, however it is cheapest if `free`. A state that had to be rebuilt for
-        it stays resident.
+        """Answers from a session without appending, in the cheapest way if `free`. A state that was rebuilt stays
+        resident.
 
-        Raises InvalidRequest where the answer's bound does not meet the tolerance: before anything is run, if that
-        can be known.
+        Raises InvalidRequest if the answer's bound does not meet the tolerance; before the run, if the bound is known.
         """
         input_ids = context_ids = record.tail.ids()
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         if base is not None and free and tolerance is not None and record.dropped_tokens < base.dropped_tokens:
             known = record.position - base.dropped_tokens
             if not meets(bound(self._manifest.certificate, known, record.position), tolerance):
-                base, rebuilt = None, True  # the tail tells more than the state, and may be enough
+                base, rebuilt = None, True  # the tail has more tokens than the state knows, and may meet the tolerance
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         if base is None and free:
             context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)
         plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens)
-        # A run that puts out a radius may bring a better bound.
+        # A run that outputs a radius may give a better bound.
         if not self._has_radius_output or plan.state is StateSource.RESIDENT:
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
@@ -270,8 +269,9 @@ class SessionSteps:
     def _rebuilding(
         self, position: int, input_ids: NDArray[np.int64], dropped_tokens: int, tolerance: float | None = None
     ) -> tuple[NDArray[np.int64], int]:
-        """What to run for the state after `input_ids`, which ends at `position` and lacks the first `dropped_tokens`
-        tokens; and how many the state will then lack."""
+        """Returns the tokens to run to rebuild the state after `input_ids`, and how many tokens that state will lack.
+
+        `input_ids` ends at `position` and lacks the first `dropped_tokens` tokens."""
         found = self._share_found()
         k = routing.rebuilt_from(
             self._manifest.certificate,
@@ -286,20 +286,21 @@ class SessionSteps:
         return (input_ids, dropped_tokens) if k is None else (tail(input_ids, position, k), position - k)
 
     def _base(self, record: SessionRecord, *, needed: bool) -> tuple[CachedState | None, bool]:
-        """A state to go on from, if there is one: resident, as the session is or some tokens behind, or else, where one
-        is `needed`, that which the store keeps; and whether what comes of it, or of the tail alone, is rebuilt."""
+        """Returns a state to continue from, or None, and whether the answer's state counts as rebuilt.
+
+        Prefers a resident state, which may be some tokens behind; otherwise, if `needed`, the store's copy."""
         resident = self._sessions.cached(record, behind=True)
         if resident is not None or not needed:
             return resident, resident is None
         return self._sessions.restore(record), True
 
     def _unseen(self, record: SessionRecord, base: CachedState, request: StepRequest) -> NDArray[np.int64]:
-        """The tokens that a state has not seen: those that it is behind, and those of a step."""
+        """Returns the tokens that a state has not seen: those that it is behind, and the step's own."""
         tokens = np.array(request.tokens, np.int64)
         return tokens if base.position == record.position else np.concatenate([self._missed(record, base), tokens])
 
     def _missed(self, record: SessionRecord, base: CachedState) -> NDArray[np.int64]:
-        """The tokens that a state which is behind has not seen."""
+        """Returns the session's tokens that a state has not seen."""
         missed = record.position - base.position
         if not missed:
             return NO_TOKENS
@@ -307,13 +308,13 @@ class SessionSteps:
         return record.tail.ids()[-missed:]
 
     def _record_hit(self, record: SessionRecord, *, found: bool) -> None:
-        """A state was needed, and found or not. That of no tokens always is."""
+        """Records whether a needed state was resident. An empty session's state does not count."""
         if record.position:
             before = self._share_found()
             self.share_found = before + REBUILD_EMA_ALPHA * (found - before)
 
     def _share_found(self) -> float:
-        """Of the states that were needed, by steps in columns too, the share of those that were found resident."""
+        """Returns the share of needed states that were resident, including steps in columns."""
         hits, self._resident.hits = self._resident.hits, 0
         if hits:
             self.share_found = 1 - (1 - self.share_found) * (1 - REBUILD_EMA_ALPHA) ** hits
@@ -322,17 +323,17 @@ class SessionSteps:
     def _plan(
         self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, dropped_tokens: int
     ) -> AnswerPlan:
-        """How a session is answered that has `held` tokens in hand, and whose state knows all but `dropped_tokens`.
+        """Plans the answer of a session with `held` tokens, whose state knows all but `dropped_tokens`.
 
-        Raises InvalidRequest for a window longer than what is held of it.
+        Raises InvalidRequest if the window is longer than the `held` tokens.
         """
         k: int | None = None
         if mode is not Mode.RECURRENT:
             k = self._limits.window if window is None else window
-            if held <= position and k > held:  # held > position is all of the sequence: any k will do
+            if held <= position and k > held:  # held > position is the whole sequence: any k will do
                 if window is not None:
                     raise InvalidRequest(
-                        f"window is {window}, but only the last {held} tokens are kept of the session", "window"
+                        f"window is {window}, but the session keeps only its last {held} tokens", "window"
                     )
                 k = held
         origin = StateSource.REBUILT if rebuilt else StateSource.RESIDENT
@@ -340,7 +341,7 @@ class SessionSteps:
 
 
 def _check(found: Bound | None, tolerance: float | None) -> None:
-    """Raises InvalidRequest where the bound of a session's answer does not meet the tolerance, if there is one."""
+    """Raises InvalidRequest if the bound of a session's answer does not meet the tolerance."""
     if tolerance is None or meets(found, tolerance):
         return
     has = "no error bound" if found is None else f"an error bound of {found.variation:g}"

@@ -1,4 +1,4 @@
-"""Many steps of one call: those of different sessions side by side, those of one session in order."""
+"""Many steps of one call: different sessions' steps run concurrently, one session's in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wane.service.types import Answer, StepRequest, id_of
 
 
 class StepCall(Waiter[None]):
-    """The steps of one call that were taken in columns, by their numbers; done with the last of them."""
+    """The results of one call's steps in columns, by step number; done when the last has its result."""
 
     __slots__ = ("_general", "results", "waits_for")
 
@@ -22,22 +22,22 @@ class StepCall(Waiter[None]):
         super().__init__()
         self.results: dict[int, Answer | Exception] = {}
         self.waits_for = 0
-        """How many of them are not over."""
+        """Number of steps without a result."""
         self._general: list[Pending[Answer]] = []
 
     def cancel(self) -> None:
-        """The caller has left: takes back the steps that have not entered a batch."""
+        """Withdraws the steps that have not entered a batch: the caller has left."""
         super().cancel()
         for pending in self._general:
             pending.cancel()
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
         """See `StepReceiver`."""
-        self._came(StepAnswer(results, row), number)
+        self._record(StepAnswer(results, row), number)
 
     def step_failed(self, error: Exception, number: int) -> None:
         """See `StepReceiver`."""
-        self._came(error, number)
+        self._record(error, number)
 
     def step_again(self, pending: Pending[Answer], number: int) -> None:
         """See `StepReceiver`."""
@@ -46,12 +46,12 @@ class StepCall(Waiter[None]):
 
     def _settle(self, number: int, general: Waiter[Answer]) -> None:
         try:
-            self._came(general.result(), number)
+            self._record(general.result(), number)
         except Exception as error:
-            self._came(error, number)
+            self._record(error, number)
 
-    def _came(self, result: Answer | Exception, number: int) -> None:
-        """A step's first result: one whose deadline passed while it ran may have another."""
+    def _record(self, result: Answer | Exception, number: int) -> None:
+        """Records a step's first result: a step whose deadline passed while it ran may get a second one."""
         if number in self.results:
             return
         self.results[number] = result
@@ -64,10 +64,10 @@ class StepCall(Waiter[None]):
 async def step_many(
     submit: Callable[[StepRequest], Pending[Answer]], requests: Sequence[StepRequest]
 ) -> list[Answer | Exception]:
-    """The answer to each request, or what it raised, in their order.
+    """Returns each request's answer or error, in order.
 
-    Behind a step that failed, its session's others are not submitted, and fail with EarlierStepFailed: they were meant
-    to follow it. If the caller leaves, every step is cancelled.
+    After a failed step, the later steps of its session are not submitted and fail with EarlierStepFailed. If the caller
+    leaves, every step is cancelled.
     """
     results: list[Answer | Exception | None] = [None] * len(requests)
     by_session: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Results that come one after another, such as a generation's tokens or a score's pieces."""
+"""Streams of results, such as a generation's tokens or a score's pieces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Stream(Generic[T]):
-    """An asynchronous iterator over results. To be closed (`contextlib.aclosing`) however the iteration ends."""
+    """An asynchronous iterator over results. The caller must close it (`contextlib.aclosing`)."""
 
     def __init__(self, items: AsyncGenerator[T, None], first: T, share: Share, end: Callable[[], None]) -> None:
         self._items = items
@@ -22,10 +22,10 @@ class Stream(Generic[T]):
 
     @classmethod
     async def begin(cls, items: AsyncGenerator[T, None], share: Share, held: ExitStack) -> Self:
-        """Waits for the first result, so that a request which cannot be served fails before anything is said of it.
+        """Waits for the first result, so that a request which cannot be served fails before its response starts.
 
-        The stream takes over what `held` holds, and gives it back when it is over or closed. `share` takes turns only
-        while a result is awaited.
+        The stream takes over the resources in `held`, and releases them when it ends or is closed. `share` takes turns
+        only while a result is awaited.
         """
         first = await anext(items)
         share.pause()
@@ -48,7 +48,7 @@ class Stream(Generic[T]):
             self._share.pause()
 
     async def aclose(self) -> None:
-        """Ends the stream, however far it came."""
+        """Ends the stream, finished or not."""
         await self._items.aclose()
         self._over()
 

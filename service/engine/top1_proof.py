@@ -1,35 +1,35 @@
-"""Whether the first token of an answer is proved to be the never-interrupted model's: by its margin, or by direction.
+"""Proves that an answer's first token is also the never-interrupted model's: by its margin, or by direction.
 
 **By its margin** (`MarginProof`). With output rows V_a, logits are l_a = V_a . h + b_a. If the two models' h are at
 most E apart, the lead l_a - l_b of a token over another moves by at most |V_a - V_b|_2 E. So the first token is proved
-where, for every other b,
+if, for every other b,
 
     l_a - l_b  >  |V_a - V_b|_2 E + rounding of the four logits.
 
 Tokens for which that fails are rivals, which the proof by direction may rule out.
 
-The rounding is a theorem too: n terms summed in float32, in whatever order, are off by at most gamma = n u / (1 - n u)
-of the sum of their magnitudes, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2);
-here |V_a|_2 |h|_2 + |b_a|, and |h|_2 + E for the other run. All of it is evaluated in float64.
+The rounding is a theorem too: n terms summed in float32, in any order, are off by at most gamma = n u / (1 - n u) of
+the sum of their magnitudes, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2). Here
+that sum is |V_a|_2 |h|_2 + |b_a|, with |h|_2 + E for the other run. All of it is evaluated in float64.
 
-**By direction** (`DirectionProof`), on request, where the margin leaves rivals open. The margin test lets the output
-layer's input move anywhere within a radius. A gated model's window says more: how far each unit of each state may be
-from the run's. A lead is a function of these, so it moves by `sum_i |gradient_i| error_i` and what the gradient leaves
-out (`models/certificate/top1.py`). Let h be where exact arithmetic leads from the state and the stream that the graph
-put out. Token a is first, in the never-interrupted run in float32, if for every rival b
+**By direction** (`DirectionProof`), on request, if the margin leaves rivals. The margin test lets the output layer's
+input move anywhere within a radius. A gated model's window gives more: how far each unit of each state may be from the
+run's. A lead is a function of these units, so it moves by `sum_i |gradient_i| error_i` plus the remainder that the
+gradient leaves out (`models/certificate/top1.py`). Let h be the result of exact arithmetic from the state and the
+stream that the graph output. Token a is first, in the never-interrupted run in float32, if for every rival b
 
     (V_a - V_b) . h + b_a - b_b  >  moved + |V_a - V_b|_2 E + rounding of two logits.
 
-What is theorem in this, and what is measured:
+Which terms are theorems, and which are measured:
 
-- `moved` bounds how far the lead of any *exact* run that ends in these tokens is from that at h. Theorem, given that
-  stream, states and errors as put out are within R of those of an exact window: the two runs are then both around h,
-  and R is part of how far. Evaluated in float64, whose rounding is counted.
-- R is, of states, the certificate's `rounding.states`. The stream is what a front of finite reach makes of the last few
-  tokens, and the errors are products of gates: how far they are off is measured when the model is made ready, for
-  windows of random tokens, of held tokens and of cycles, times the safety factor of the certificate's rounding.
-- E is the certificate's rounding of two runs at `hidden`: one step's error as it was measured, carried by the theorem.
-- The rounding of the logits is a theorem (above). The one that answers needs none: a is what it says.
+- `moved` bounds the difference between the lead at h and that of any *exact* run that ends in these tokens. It is a
+  theorem, if the output stream, states and errors are within R of an exact window's: then both runs are around h, at a
+  distance that includes R. It is evaluated in float64, whose rounding is counted.
+- R, for states, is the certificate's `rounding.states`. The stream is computed by a front of finite reach from the last
+  few tokens, and the errors are products of gates. Their rounding is measured when the model is loaded, for windows of
+  random tokens, of held tokens and of cycles, times the safety factor of the certificate's rounding.
+- E is the certificate's rounding of two runs at `hidden`: the measured error of one step, propagated by the theorem.
+- The rounding of the logits is a theorem (above). The answering run needs none: its first token is a by definition.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from wane.service.batching.batch import Row, Top, WindowTrace
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
 UNIT = 2.0**-24  # u of float32
-OUTWARD = 1 + 1e-9  # relative: far above what float64 makes of distances and norms
-AT_ONCE = 64  # rows whose distance from the first token's row is computed in one go
+OUTWARD = 1 + 1e-9  # factor: far above float64's rounding of distances and norms
+AT_ONCE = 64  # rows whose distance from the first token's row is computed together
 
 
 class MarginProof:
-    """The output layer's geometry, of which whatever does not depend on a request is computed once."""
+    """Proves first tokens by their margin. All that does not depend on a request is computed once."""
 
     def __init__(self, weights: Weights) -> None:
         self._rows = head_weight(weights)
@@ -64,7 +64,7 @@ class MarginProof:
         self._gamma = terms * UNIT / (1 - terms * UNIT) * OUTWARD
         self._of_bias: NDArray[np.float64] = 2 * self._gamma * np.abs(weights["head.bias"].astype(np.float64))
         self._of_norm: NDArray[np.float64] = 2 * self._gamma * self._norms
-        # By token, as plain floats: of one or two at a time that is a good deal less work.
+        # By token, as plain floats: faster for one or two tokens at a time.
         self._norm_of: list[float] = self._norms.tolist()
         self._rounding_of: list[tuple[float, float]] = list(
             zip(self._of_norm.tolist(), self._of_bias.tolist(), strict=True)
@@ -76,13 +76,13 @@ class MarginProof:
     def proves(
         self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
     ) -> bool:
-        """Whether the first token of `logits` (V), which came of `hidden` (H), is first for every h within `error`
-        of it, in any float32 run of the output layer. `top`: of the same logits."""
+        """Returns whether the first token of `logits` (V), computed from `hidden` (H), is first for every h within
+        `error` of `hidden`, in any float32 run of the output layer. `top` holds the largest of the same logits."""
         settled = self.at_a_look(logits, hidden, error, top)
         return self.has_no_rival(logits, hidden, error) if settled is None else settled
 
     def proves_of_row(self, row: Row, error: float) -> bool:
-        """As `proves`, of a row that has logits and hidden."""
+        """Like `proves`, for a row that has logits and hidden."""
         largest = row.largest(2)
         settled: bool | None = None
         if largest is not None:
@@ -91,7 +91,7 @@ class MarginProof:
         if settled is not None:
             return settled
         logits, hidden = row.logits, row.hidden
-        assert logits is not None and hidden is not None, "a step without an answer: this is a bug"
+        assert logits is not None and hidden is not None, "a row without logits or hidden: this is a bug"
         return self.proves(logits, hidden, error)
 
     def settled(
@@ -101,10 +101,10 @@ class MarginProof:
         lengths: NDArray[np.float64],
         errors: NDArray[np.float64],
     ) -> NDArray[np.int8]:
-        """As `proves`, of B rows at once, by a look at the first two tokens: 1 proved, 0 not, -1 undecided, int8 (B).
+        """Like `proves`, for B rows, by their first two tokens only: 1 proved, 0 not, -1 undecided, int8 (B).
 
-        ids int64 and logits float64 (B, K >= 2), the largest first; lengths float64 (B): the 2-norm of what they came
-        of; errors float64 (B), as `error` of `proves`.
+        ids int64 and logits float64 (B, K >= 2), the largest first; lengths float64 (B): the 2-norms of `hidden`;
+        errors float64 (B), like `error` of `proves`.
         """
         first, second = ids[:, 0], ids[:, 1]
         lengths = lengths * OUTWARD + errors
@@ -124,10 +124,10 @@ class MarginProof:
     def at_a_look(
         self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
     ) -> bool | None:
-        """Whether it is, or None, where that takes a look at all tokens and not only at the second.
+        """Like `proves`, by the first two tokens only; None if the other tokens must be checked.
 
-        If the second is so far behind that it would not matter which row was its own, nobody comes before the first:
-        where the error is that of rounding, that settles nearly all. And one rival is enough: mostly it is the second.
+        If the second token is so far behind that its lead would hold for any row, no token comes before the first. For
+        rounding errors, that settles nearly all answers. One rival is enough for False: mostly it is the second token.
         """
         largest = None if top is None else top.first(2)
         if largest is not None:
@@ -165,8 +165,8 @@ class MarginProof:
     def rivals(
         self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, most: int
     ) -> NDArray[np.intp] | None:
-        """The tokens that may come before the first one of `logits` for an h within `error`, those that follow it most
-        closely first; none are left where it is proved. None: more than `most`, or nothing could prove it."""
+        """Returns the tokens that may come before the first one of `logits` for an h within `error`, the smallest lead
+        first; empty if the first token is proved. None: there are more than `most`, or no proof is possible."""
         if not math.isfinite(error):
             return None
         first = int(logits.argmax())
@@ -178,7 +178,7 @@ class MarginProof:
         second = int(lead.argmin())
         if lead[second] <= 0 or (most == 0 and not self._leads(lead, first, np.array([second]), error).all()):
             return None
-        # |V_a - V_b| <= |V_a| + |V_b| settles nearly all; the rest are looked at, nearest first.
+        # |V_a - V_b| <= |V_a| + |V_b| settles nearly all; the others are checked, nearest first.
         unsettled = np.flatnonzero(lead <= (self._norms + self._norms[first]) * error)
         unsettled = unsettled[np.argsort(lead[unsettled])]
         left: list[NDArray[np.intp]] = []
@@ -190,41 +190,41 @@ class MarginProof:
         return np.concatenate([*left, unsettled[:0]])
 
     def rounding(self, tokens: NDArray[np.intp] | slice | int, length: float) -> NDArray[np.float64]:
-        """Twice what float32 may put these tokens' logits off, for an h of at most this length: of two runs."""
+        """Returns the float32 rounding of these tokens' logits in two runs, for an h of at most this length."""
         result: NDArray[np.float64] = np.asarray(self._of_norm[tokens] * length + self._of_bias[tokens])
         return result
 
     def _leads(
         self, lead: NDArray[np.float64], first: int, others: NDArray[np.intp], error: float
     ) -> NDArray[np.bool_]:
-        """Whether the first token leads over each of the others by more than the error can take away."""
+        """Returns whether the first token's lead over each of the others exceeds what the error can take away."""
         apart = np.sqrt(np.square(self._rows[others].astype(np.float64) - self._rows[first]).sum(axis=1)) * OUTWARD
         result: NDArray[np.bool_] = lead[others] > apart * error
         return result
 
 
 MOST_RIVALS = 2048
-"""Of more, the test is not tried. A nearest rival that is not settled ends it after about a millisecond; one that goes
-through all of them takes some tens of milliseconds, on a thread of its own."""
+"""With more rivals, the test is not tried. It takes about a millisecond if the nearest rival is unsettled, and some
+tens of milliseconds for all of them, on a separate thread."""
 
 FIRST, MOST_AT_ONCE = 16, 512
-"""Rivals in the first go, and in any."""
+"""Rivals in the first chunk, and the most in any chunk."""
 
 WINDOWS = 12
-"""As many are run to measure what float32 makes of stream and errors."""
+"""Number of windows that measure the float32 rounding of stream and errors."""
 
 
 class DirectionProof:
-    """The test for one model, whose `window` graph puts out what it needs. Blocks: belongs off the event loop."""
+    """The test for one model whose `window` graph outputs a stream. Blocks: call it off the event loop."""
 
     def __init__(
         self, manifest: Manifest, weights: Weights, request: RequestBound, margin: MarginProof, runner: Runner
     ) -> None:
-        """Measures the graph's rounding: runs windows of random tokens beside the oracle's own bound, `request`.
+        """Measures the graph's rounding: compares windows of random tokens with the oracle's bound, `request`.
 
         `request` and `margin` are those of `weights`, `runner` runs their graphs.
         """
-        assert manifest.certificate.rounding is not None, "nothing is claimed without: this is a bug"
+        assert manifest.certificate.rounding is not None, "a proof without a measured rounding: this is a bug"
         self._architecture = manifest.architecture
         self._margin = margin
         self._request = request
@@ -249,13 +249,14 @@ class DirectionProof:
         margin: MarginProof,
         runner: Runner,
     ) -> DirectionProof | None:
-        """None where the graphs put out too little for the test, or no rounding was measured."""
+        """Returns the test; None if the graphs do not output a stream, or no rounding was measured."""
         if STREAM not in runner.outputs("window") or manifest.certificate.rounding is None:
             return None
         return cls(manifest, weights, request(), margin, runner)
 
     def proves(self, trace: WindowTrace, first: int, rivals: NDArray[np.intp]) -> bool:
-        """Whether token `first` comes before each of the rivals, the nearest first, in every run that ends so."""
+        """Returns whether `first` comes before each rival in every run that ends in the trace's tokens. `rivals` are
+        ordered by their lead, the smallest first."""
         bound = self._bound(trace)
         if not np.isfinite(bound.radius[0]):
             return False
@@ -271,8 +272,8 @@ class DirectionProof:
         lead -= 4 * roundoff(len(hidden)) * (2 * self._longest * length + biases)
         lead -= self._margin.rounding(first, farthest) + self._margin.rounding(rivals, farthest)
         lead -= apart * self._error
-        left = np.flatnonzero(~(lead > apart * bound.radius[0]))  # the others are proved by the radius already
-        start, size = 0, FIRST  # mostly it is one of the nearest that is not settled
+        left = np.flatnonzero(~(lead > apart * bound.radius[0]))  # the radius proves the others already
+        start, size = 0, FIRST  # an unsettled rival is mostly one of the nearest
         while start < len(left):
             now = left[start : start + size]
             start, size = start + size, min(8 * size, MOST_AT_ONCE)
@@ -282,7 +283,7 @@ class DirectionProof:
         return True
 
     def _bound(self, trace: WindowTrace) -> WindowBound:
-        """Where the exact run is that ends so."""
+        """Returns the bound of an exact run that ends in the trace's tokens."""
         return self._request.resume(
             trace.stream[None].astype(np.float64),
             np.array([trace.length]),
@@ -292,7 +293,7 @@ class DirectionProof:
         )
 
     def _measured(self, runner: Runner, window: int) -> float:
-        """The most that the stream is off, or an error too small, after windows of random, held and cycling tokens."""
+        """Returns the largest deviation of the stream, or shortfall of an error: random, held and cycling tokens."""
         random = np.random.default_rng(3)
         tokens = random.integers(self._architecture.vocabulary_size, size=(WINDOWS, window), dtype=np.int64)
         for row, period in enumerate((1, 1, 1, 2, 2, 3)):

@@ -1,4 +1,4 @@
-"""Runs a bundle's graphs on onnxruntime: the only file that knows it."""
+"""Runs a bundle's graphs on onnxruntime: the only file that imports it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ CPU = "CPUExecutionProvider"
 CUDA_DEVICE = 0
 
 FIRST_REGION_BYTES = 64 * 2**20
-"""What the shared arena asks the system for at first: a page of it that no run has used takes no memory."""
+"""First allocation of the shared arena. Its unused pages take no memory."""
 
 _sharing = threading.Lock()
 
 
 class OnnxRunner:
-    """One inference session for each role. The graphs point into the bundle's weights file by offset, so the
-    weights that answer are the very bytes that were verified."""
+    """One inference session for each role. The graphs point into the bundle's weights file by offset, so they run
+    exactly the verified bytes."""
 
     def __init__(self, bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> None:
         """Opens every graph of `bundle`; `threads` is the number of threads of one run.
 
-        Raises DeviceError if `device` is cuda and onnxruntime cannot use it. auto takes cuda where it works,
-        and says in the log where it does not though its provider is installed.
+        Raises DeviceError if `device` is cuda and onnxruntime cannot use it. auto takes cuda if it works, and logs a
+        warning if the provider is installed but does not start.
         """
         with _sharing:
             _share_arena()
@@ -50,7 +50,7 @@ class OnnxRunner:
         for role in bundle.manifest.graphs:
             session = _open(bundle, role, wants_cuda, threads)
             if wants_cuda and session.get_providers()[0] != CUDA:
-                # onnxruntime drops a provider that fails to start, with no more than a line on stderr.
+                # onnxruntime drops a provider that fails to start, with only a line on stderr.
                 if device == "cuda":
                     raise DeviceError(
                         "device is cuda, but onnxruntime's CUDA provider did not start: check the driver and the "
@@ -68,24 +68,24 @@ class OnnxRunner:
         return self._device
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """The names of a graph's outputs."""
+        """Returns the names of a graph's outputs."""
         return self._outputs[role]
 
     def close(self) -> None:
-        """Gives back what the graphs take: there are no runs any more."""
+        """Frees the graphs. `run` must not be called afterwards."""
         self._sessions.clear()
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs of one graph, by name; see `Runner` for shapes."""
+        """Runs one graph and returns its outputs by name; see `Runner` for shapes."""
         names = self._outputs[role]
         return dict(zip(names, self._sessions[role].run(names, dict(feeds)), strict=True))
 
 
 @cache
 def _share_arena() -> None:
-    """Makes one arena for the intermediate values of all graphs that run on the CPU. onnxruntime takes one a process.
+    """Registers one arena for the intermediate values of all CPU graphs. onnxruntime accepts one a process.
 
-    Without it each graph has an arena of its own, which stays as large as the graph's largest run was.
+    Without it each graph has its own arena, which stays as large as the graph's largest run.
     """
     place = onnxruntime.OrtMemoryInfo(
         "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
@@ -95,24 +95,24 @@ def _share_arena() -> None:
 
 
 def _open(bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
-    """An inference session for one graph."""
+    """Opens an inference session for one graph."""
     options = onnxruntime.SessionOptions()
     # Models are small: one run is a chain of small matrix products, and more than a thread or two costs more in
-    # synchronisation than it wins. Parallelism comes from batching and from replicas.
+    # synchronisation than it gains. Parallelism comes from batching and replicas.
     options.intra_op_num_threads = threads
-    # The graphs are chains, so there is nothing to run side by side.
+    # The graphs are chains: they have no parallel operators.
     options.inter_op_num_threads = 1
     options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-    # Idle threads sleep: several models share the cores, and a spinning one would take them from the others.
+    # Idle threads sleep: several models share the cores, and spinning threads would take them from other models.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     if not cuda:
         options.add_session_config_entry("session.use_env_allocators", "1")
-        # Weights lie outside the arena, so that a closed graph gives theirs back to the system.
+        # Weights are outside the arena, so that closing a graph frees them.
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
-    # Warnings of graph surgery are for exporters; errors are raised anyway.
+    # Warnings about graph rewrites are for exporters; errors are raised anyway.
     options.log_severity_level = 3
-    # TensorFloat-32 keeps ten bits of a product's factors: too few for what is said of agreement and of bounds.
+    # TensorFloat-32 keeps ten bits of a product's factors: too few for the claimed agreement and bounds.
     providers: list[Any] = [(CUDA, {"device_id": CUDA_DEVICE, "use_tf32": "0"}), CPU] if cuda else [CPU]
     return onnxruntime.InferenceSession(bundle.graph_path(role), options, providers=providers)

@@ -1,10 +1,10 @@
-"""A bundle's graphs in a process of their own, which has a processor only when nobody else wants one.
+"""Runs a bundle's graphs in a separate process, scheduled only on idle processors.
 
-A thread of that kind would not do: one that is put aside while it holds the interpreter's lock holds up all the others.
-Every message is a line of JSON and the bytes of the arrays that it names; nothing is unpickled.
+A low-priority thread would not do: while it waits for a processor, it may hold the interpreter's lock and block all
+other threads. Every message is a line of JSON and the bytes of the arrays that it names; nothing is unpickled.
 
-`python -m wane.service.runners.subprocess BUNDLE` is the process: it answers on its standard output, and ends with its
-input.
+`python -m wane.service.runners.subprocess BUNDLE` is the process. It answers on its standard output, and exits at the
+end of its input.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from wane.service.runners.runner import Array
 
 
 class RunnerLost(Exception):
-    """The process has ended."""
+    """The process has exited."""
 
 
 class SubprocessRunner:
-    """Runs one bundle's graphs on the CPU, on one thread of another process. One caller at a time, but for `kill`.
+    """Runs one bundle's graphs on the CPU, on one thread of another process. Only `kill` may be called while another
+    call runs.
 
     `cpu_s`: processor time in seconds that the runs have taken.
     """
 
     def __init__(self, bundle: Path) -> None:
-        """Starts the process, which reads the bundle by itself: the first run waits for that."""
+        """Starts the process, which loads the bundle; the first run waits for it."""
         self.cpu_s = 0.0
         process = subprocess.Popen(  # noqa: S603  (this interpreter, this module, and a folder)
             [sys.executable, "-m", "wane.service.runners.subprocess", str(bundle.resolve())],
@@ -50,31 +51,32 @@ class SubprocessRunner:
         self.process, self.asked, self._answers = process, process.stdin, process.stdout
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs of one graph, by name; see `Runner`. Raises RunnerLost, and RuntimeError where the run failed."""
+        """Runs one graph and returns its outputs by name; see `Runner`. Raises RunnerLost, or RuntimeError if the run
+        failed."""
         try:
             _write(self.asked, {"role": role}, feeds)
             said, outputs = _read(self._answers)
         except (OSError, ValueError) as error:
-            raise RunnerLost("the process that runs aside has ended") from error
+            raise RunnerLost("the runner's process has exited") from error
         self.cpu_s += said["cpu_s"]
         if said["failure"] is not None:
             raise RuntimeError(said["failure"])
         return outputs
 
     def kill(self) -> None:
-        """Ends the process, without waiting for its end. A run that waits raises RunnerLost."""
+        """Kills the process without waiting for its exit. A run in progress raises RunnerLost."""
         self.process.kill()
 
     def wait(self) -> None:
-        """Waits for the end of the process, after `kill`."""
+        """Waits for the process to exit, after `kill`."""
         self.process.wait()
         for pipe in (self.asked, self._answers):
-            with suppress(OSError):  # a pipe whose other end is gone cannot take what was still to be written
+            with suppress(OSError):  # a pipe whose other end is closed cannot flush its buffer
                 pipe.close()
 
 
 def _write(pipe: IO[bytes], said: Mapping[str, object], arrays: Mapping[str, Array]) -> None:
-    """One message."""
+    """Writes one message."""
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     shapes = [[name, array.dtype.str, array.shape] for name, array in whole.items()]
     pipe.write(json.dumps({**said, "arrays": shapes}).encode() + b"\n")
@@ -84,7 +86,7 @@ def _write(pipe: IO[bytes], said: Mapping[str, object], arrays: Mapping[str, Arr
 
 
 def _read(pipe: IO[bytes]) -> tuple[dict[str, Any], dict[str, Array]]:
-    """One message. Raises ValueError where there is none, or not all of one."""
+    """Reads one message. Raises ValueError if there is no complete message."""
     said = json.loads(pipe.readline())
     arrays: dict[str, Array] = {}
     for name, kind, shape in said.pop("arrays"):
@@ -95,9 +97,9 @@ def _read(pipe: IO[bytes]) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def main() -> None:
-    """Answers until there is nothing more to read."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to all; the one that is asked says when to end
-    with suppress(AttributeError, OSError):  # only Linux has such processes
+    """Answers messages until the end of the input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both processes; the server ends this one
+    with suppress(AttributeError, OSError):  # only Linux has SCHED_IDLE
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     asked, answers = sys.stdin.buffer, sys.stdout.buffer
     runner = OnnxRunner(Bundle.open(Path(sys.argv[1])), "cpu", threads=1)
@@ -107,7 +109,7 @@ def main() -> None:
             begun_s, failure, outputs = time.process_time(), None, {}
             try:
                 outputs = runner.run(said["role"], feeds)
-            except Exception as error:  # whatever a run raises is told to the one who asked for it
+            except Exception as error:  # the caller gets every error of a run
                 failure = str(error)
             _write(answers, {"cpu_s": time.process_time() - begun_s, "failure": failure}, outputs)
 

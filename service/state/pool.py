@@ -1,10 +1,10 @@
 """Memory for states: one contiguous array for each state tensor, a row ("slot") for each state.
 
-A slot is counted: its users retain it and release it, and it is free at zero. A state is written to a slot
-of its own and takes the place of its predecessor only once it is committed, so a run that fails has changed nothing.
+Slots are reference-counted: users retain and release a slot, and it is free at zero. A state is written to a new slot
+and replaces its predecessor only when it is committed, so a failed run changes nothing.
 
-Counting belongs to the event loop's thread. `gather` and `scatter` may run on the runner's: they only touch slots
-that are retained for the batch in hand.
+Slots are counted on the event loop's thread. `gather` and `scatter` may run on the runner's thread: they only touch
+slots that are retained for their batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from wane.service.errors import Overloaded
 from wane.service.runners.runner import NEXT, Array
 
 ZERO: Final = 0  # the slot that holds the zero state
-START: Final = 1  # the slot that holds the state after <eos>, with which every sequence starts
+START: Final = 1  # the slot that holds the state after <eos>, the start of every sequence
 RESERVED: Final = 2
 HIDDEN: Final = "hidden"
 FLOAT32_BYTES: Final = 4
@@ -34,9 +34,9 @@ class StatePool:
     """Slots for states, within a budget in bytes."""
 
     def __init__(self, state: Sequence[StateTensor], hidden: int, budget_bytes: int) -> None:
-        """`hidden` is the width of the output layer's input, kept with every state.
+        """`hidden` is the width of the output layer's input, which is kept with every state.
 
-        Raises ValueError where the budget does not hold a handful of states.
+        Raises ValueError if the budget is too small for FEWEST_SLOTS states.
         """
         shapes = {tensor.name: tensor.shape for tensor in state} | {HIDDEN: (hidden,)}
         self.slot_bytes = FLOAT32_BYTES * sum(int(np.prod(shape)) for shape in shapes.values())
@@ -47,19 +47,19 @@ class StatePool:
                 f"need {FEWEST_SLOTS * self.slot_bytes}"
             )
         self._names = [tensor.name for tensor in state]
-        # Zeroed memory is the system's until it is first written: an idle server does not pay for its budget.
+        # The system commits zeroed memory only when it is first written: an idle server does not use its budget.
         self.arrays: dict[str, Array] = {
             name: np.zeros((self.capacity, *shape), np.float32) for name, shape in shapes.items()
         }
-        self._writes = np.zeros(self.capacity, np.uint32)  # how often each slot was written to
-        self.users = array("i", bytes(4 * RESERVED))  # of the slots that were ever used: it grows with them
+        self._writes = np.zeros(self.capacity, np.uint32)  # number of writes to each slot
+        self.users = array("i", bytes(4 * RESERVED))  # of the slots ever used: it grows with them
         self.free = array("i")
-        self._untouched = RESERVED  # slots from here on have never been used
+        self._untouched = RESERVED  # the first slot that was never used
 
     # Counting
 
     def acquire(self) -> int:
-        """A slot with one user. Raises Overloaded when every slot is in use."""
+        """Returns a slot with one user. Raises Overloaded if every slot is in use."""
         if self.free:
             slot = self.free.pop()
         elif self._untouched < self.capacity:
@@ -72,17 +72,17 @@ class StatePool:
         return slot
 
     def _add_slot(self) -> None:
-        """One slot more is used for the first time."""
+        """Extends the lists by one slot, which is used for the first time."""
         self.users.append(0)
 
     def retain(self, slot: int) -> None:
-        """One user more. The reserved slots are never freed and need none."""
+        """Adds a user. The reserved slots are never freed, and not counted."""
         if slot >= RESERVED:
             assert self.users[slot], "a free slot cannot be retained: this is a bug"
             self.users[slot] += 1
 
     def release(self, slot: int) -> None:
-        """One user less; the last one frees the slot."""
+        """Removes a user; the last one frees the slot."""
         if slot >= RESERVED:
             users = self.users[slot] = self.users[slot] - 1
             assert users >= 0, "a slot was released once too often: this is a bug"
@@ -90,7 +90,7 @@ class StatePool:
                 self.free.append(slot)
 
     def release_all(self, slots: Iterable[int]) -> None:
-        """As `release`, of each."""
+        """Like `release`, for each slot."""
         users, free = self.users, self.free
         for slot in slots:
             if slot >= RESERVED:
@@ -101,9 +101,9 @@ class StatePool:
 
     @contextmanager
     def lease(self) -> Iterator[int]:
-        """A slot to write a state to, until the end of the block (or longer, if it is retained).
+        """Yields a slot to write a state to, and releases it at the end of the block.
 
-        Raises Overloaded when every slot is in use by requests.
+        Raises Overloaded if requests use every slot.
         """
         slot = self.acquire()
         try:
@@ -122,48 +122,48 @@ class StatePool:
 
     @property
     def untouched(self) -> int:
-        """Slots from here on have never been used."""
+        """The first slot that was never used."""
         return self._untouched
 
     @property
     def used(self) -> int:
-        """How many slots are in use."""
+        """Number of slots in use."""
         return self._untouched - RESERVED - len(self.free)
 
     @property
     def used_bytes(self) -> int:
-        """Memory of the slots in use."""
+        """Memory of the slots in use, in bytes."""
         return self.slot_bytes * self.used
 
     # Values
 
     def room(self, rows: int) -> dict[str, Array]:
-        """Memory for the states of `rows` slots, for `gather`."""
+        """Returns buffers for the states of `rows` slots, for `gather`."""
         return {name: np.empty((rows, *self.arrays[name].shape[1:]), np.float32) for name in self._names}
 
     def gather(
         self, slots: Sequence[int] | NDArray[np.intp], room: Mapping[str, Array] | None = None
     ) -> dict[str, Array]:
-        """The states of B slots by name, each float32 (B, *shape): copies.
+        """Returns copies of the states of B slots by name, each float32 (B, *shape).
 
-        In `room`, where it is given, until that is used again: memory fresh from the system takes longer to come by
-        than states to copy.
+        If `room` is given, the copies are in it, and valid until its next use: allocating memory takes longer than
+        copying the states.
         """
         rows = np.asarray(slots, np.intp)
         if room is None:
             return {name: self.arrays[name].take(rows, 0) for name in self._names}
         states = {name: room[name][: len(rows)] for name in self._names}
         for name, values in states.items():
-            self.arrays[name].take(rows, 0, values, "clip")  # any other mode goes by way of a copy
+            self.arrays[name].take(rows, 0, values, "clip")  # other modes make a buffered copy
         return states
 
     def gather_hidden(self, slots: Sequence[int]) -> NDArray[np.float32]:
-        """The output layer's input at B slots: float32 (B, H), a copy."""
+        """Returns a copy of the output layer's input at B slots: float32 (B, H)."""
         hidden: NDArray[np.float32] = self.arrays[HIDDEN][np.asarray(slots, np.intp)]
         return hidden
 
     def scatter(self, slots: Sequence[int | None], outputs: Mapping[str, Array]) -> None:
-        """Writes a run's `next.<name>` and `hidden`, row by row, to B slots; None keeps nothing of its row."""
+        """Writes a run's `next.<name>` and `hidden`, row by row, to B slots; None skips its row."""
         kept = [row for row, slot in enumerate(slots) if slot is not None]
         if not kept:
             return
@@ -172,22 +172,22 @@ class StatePool:
         self.write(np.array([slot for slot in slots if slot is not None], np.intp), outputs)
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array]) -> None:
-        """As `scatter`, of rows that are all kept."""
-        assert slots.min() != ZERO, "the zero state is not to be written: this is a bug"
+        """Like `scatter`, without skipped rows."""
+        assert slots.min() != ZERO, "a write to the zero state: this is a bug"
         for name in self._names:
             self.arrays[name][slots] = outputs[NEXT + name]
         self.arrays[HIDDEN][slots] = outputs[HIDDEN]
         self._writes[slots] += 1
 
     def pack(self, slot: int) -> bytes:
-        """What a slot holds, as bytes."""
+        """Returns a slot's values as bytes."""
         return b"".join([values[slot].tobytes() for values in self.arrays.values()])
 
     def unpack(self, slot: int, packed: bytes) -> None:
-        """Writes to a slot what `pack` gave of another. Raises ValueError for what is no state of this model."""
+        """Writes the result of `pack` to a slot. Raises ValueError if its size is not that of this model's states."""
         if len(packed) != self.slot_bytes:
-            raise ValueError(f"a state of {len(packed)} bytes, where this model's has {self.slot_bytes}")
-        assert slot not in (ZERO, START), "the reserved states are not to be written: this is a bug"
+            raise ValueError(f"the state has {len(packed)} bytes, but this model's states have {self.slot_bytes}")
+        assert slot not in (ZERO, START), "a write to a reserved state: this is a bug"
         offset = 0
         for values in self.arrays.values():
             row = values[slot]
@@ -196,28 +196,28 @@ class StatePool:
         self._writes[slot] += 1
 
     def written(self, slot: int) -> int:
-        """How often a slot was written to, modulo 2^32."""
+        """Returns the number of writes to a slot, modulo 2^32."""
         return int(self._writes[slot])
 
     def checksum(self, slot: int) -> int:
-        """CRC-32 of what a slot holds."""
+        """Returns the CRC-32 of a slot's values."""
         value = 0
         for values in self.arrays.values():
             value = zlib.crc32(values[slot], value)
         return value
 
     def close(self) -> None:
-        """Gives the memory back: there are no values any more."""
+        """Frees the memory. The values must not be used afterwards."""
         self.arrays.clear()
 
     # Integrity
 
     def miscounts(self) -> list[str]:
-        """What is wrong with the counting: nothing ever may be. Each slot that was used is free, once, or in use."""
+        """Returns the faults of the reference counts: each slot that was ever used must be free, once, or in use."""
         users = np.frombuffer(self.users.tobytes(), np.int32)[: self._untouched]
         free = np.frombuffer(self.free.tobytes(), np.int32)
         if len(free) and not RESERVED <= free.min() <= free.max() < self._untouched:
-            return ["a slot is free that there is not"]
+            return ["a free slot does not exist"]
         is_free = np.zeros(self._untouched, bool)
         is_free[free] = True
         wrong = {
@@ -225,13 +225,13 @@ class StatePool:
             "a slot was released once too often": (users < 0).any(),
             "a slot is both in use and free": (users[is_free] > 0).any(),
             "a slot is lost": (users[RESERVED:] == 0)[~is_free[RESERVED:]].any(),
-            "what is used is not what is counted": np.count_nonzero(users) != self.used,
+            "the number of used slots is wrong": np.count_nonzero(users) != self.used,
             "the zero state was written to": any(values[ZERO].any() for values in self.arrays.values()),
         }
         return [text for text, is_wrong in wrong.items() if is_wrong]
 
     def recount(self) -> None:
-        """Makes free whatever nobody uses, and nothing else; and the zero state zero again."""
+        """Rebuilds the list of free slots from the reference counts, and resets the zero state."""
         for slot in range(RESERVED, self._untouched):
             self.users[slot] = max(self.users[slot], 0)
         self.free = array("i", [slot for slot in range(RESERVED, self._untouched) if not self.users[slot]])

@@ -27,7 +27,7 @@ VOCABULARY = byte_vocabulary()
 
 
 class ThreadedRunner(FakeRunner):
-    """Knows of every run whether the event loop's thread did it."""
+    """Records of every run whether it was on the event loop's thread."""
 
     def __init__(self, vocabulary_size: int) -> None:
         super().__init__(vocabulary_size)
@@ -55,17 +55,17 @@ class Rig:
         self.tickets: list[Ticket] = []
 
     def ask(self, *tokens: int, deadline: float | None = None, binding: bool = False) -> asyncio.Task[Row]:
-        """A window over `tokens`, on its way."""
+        """Submits a window over `tokens`."""
         self.tickets.append(Ticket(deadline))
         work = Work("window", np.array(tokens, np.int64), binding=binding)
         return asyncio.ensure_future(self.batcher.submit(work, self.tickets[-1]))
 
     def step(self, token: int) -> asyncio.Task[Row]:
-        """A step from the zero state, on its way."""
+        """Submits a step from the zero state."""
         return asyncio.ensure_future(self.batcher.submit(Work("step", np.array([token])), Ticket()))
 
     async def hold(self) -> asyncio.Task[Row]:
-        """Keeps the runner busy with a first request until the gate is opened."""
+        """Keeps the runner busy with a first request until the gate opens."""
         self.runner.gate.clear()
         first = self.ask(1)
         await self.runner.until_busy()
@@ -78,7 +78,7 @@ class Rig:
         return self.metrics.registry.get_sample_value("wane_queue_dropped_total", {"model": "fake", "reason": reason})
 
     def waited_s(self) -> dict[Role, float | None]:
-        """The time that work has waited in the queue, by the roles that it was for."""
+        """Returns the total queue time in seconds, by role."""
         sample = self.metrics.registry.get_sample_value
         return {
             role: sample("wane_queue_wait_seconds_total", {"model": "fake", "role": role})
@@ -97,12 +97,12 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 async def turn() -> None:
-    """Lets every task that is ready come up to its next wait."""
+    """Runs every ready task up to its next wait."""
     for _ in range(3):
         await asyncio.sleep(0)
 
 
-async def test_what_queued_up_while_the_runner_was_busy_is_the_next_batch(rig: Rig) -> None:
+async def test_work_queued_while_the_runner_is_busy_is_the_next_batch(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(token) for token in range(2, 7)]
     await turn()
@@ -116,7 +116,7 @@ async def test_requests_of_one_turn_of_the_event_loop_share_a_batch(rig: Rig) ->
     assert rig.sizes() == [5]
 
 
-async def test_every_item_has_the_row_that_it_would_have_alone(rig: Rig) -> None:
+async def test_an_item_in_a_batch_has_the_same_row_as_alone(rig: Rig) -> None:
     questions = [(2,), (3, 4), (5,), (6, 7)]
     rows = await asyncio.gather(*(rig.ask(*tokens) for tokens in questions))
     assert rig.sizes() == [4]
@@ -125,7 +125,7 @@ async def test_every_item_has_the_row_that_it_would_have_alone(rig: Rig) -> None
         assert row.logits.tolist() == rig.runner.logits(tokens).tolist()
 
 
-async def test_a_batch_is_at_most_max_batch_and_the_oldest_go_first(rig: Rig) -> None:
+async def test_a_batch_has_at_most_max_batch_items_oldest_first(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(token) for token in range(2, 13)]
     await turn()
@@ -135,7 +135,7 @@ async def test_a_batch_is_at_most_max_batch_and_the_oldest_go_first(rig: Rig) ->
     assert rig.runner.calls[1][1] == [[token] for token in range(2, 10)]
 
 
-async def test_a_full_queue_refuses_before_anything_was_done(rig: Rig) -> None:
+async def test_a_full_queue_refuses_without_running(rig: Rig) -> None:
     first = await rig.hold()
     waiting = [rig.ask(token) for token in range(2, 18)]
     await turn()
@@ -147,7 +147,7 @@ async def test_a_full_queue_refuses_before_anything_was_done(rig: Rig) -> None:
     assert all([99] not in rows for _, rows in rig.runner.calls)
 
 
-async def test_a_sequence_whose_turn_cannot_come_before_its_deadline_is_refused_at_once(
+async def test_a_sequence_that_cannot_run_before_its_deadline_is_refused(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
@@ -157,7 +157,7 @@ async def test_a_sequence_whose_turn_cannot_come_before_its_deadline_is_refused_
     now = asyncio.get_running_loop().time()
     first = await rig.hold()
     in_time, too_late = now + 9 * each_s + 3600, now + 3600
-    waiting = [rig.ask(token, deadline=now + TIMEOUT_S) for token in range(2, 10)]  # as many as a batch
+    waiting = [rig.ask(token, deadline=now + TIMEOUT_S) for token in range(2, 10)]  # a full batch
     await turn()
     rig.batcher.sequence_s *= 3600
     with pytest.raises(Overloaded, match=r"8 requests are ahead, which take about 3600\.0 s; .* is in 3") as caught:
@@ -185,7 +185,7 @@ async def test_a_queue_full_of_sequences_refuses_no_steps(rig: Rig) -> None:
     assert rig.runner.roles()[:3] == ["window", "step", "window"]
 
 
-async def test_a_batch_that_would_not_grow_follows_the_one_that_runs_without_waiting_for_the_event_loop(
+async def test_a_full_batch_follows_the_running_one_without_the_event_loop(
     rig: Rig,
 ) -> None:
     first = await rig.hold()
@@ -200,7 +200,7 @@ async def test_a_batch_that_would_not_grow_follows_the_one_that_runs_without_wai
     assert rig.sizes() == [1, 8, 3]
 
 
-async def test_a_batch_that_may_still_grow_is_left_in_the_queue(rig: Rig) -> None:
+async def test_a_batch_that_may_still_grow_stays_in_the_queue(rig: Rig) -> None:
     first = await rig.hold()
     some = [rig.ask(token) for token in range(2, 6)]
     await turn()
@@ -211,7 +211,7 @@ async def test_a_batch_that_may_still_grow_is_left_in_the_queue(rig: Rig) -> Non
     assert rig.sizes() == [1, 7]
 
 
-async def test_a_step_comes_before_a_batch_that_waits_for_the_runner(rig: Rig) -> None:
+async def test_a_step_runs_before_a_batch_that_was_handed_over(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(token) for token in range(2, 13)]
     await turn()
@@ -224,7 +224,7 @@ async def test_a_step_comes_before_a_batch_that_waits_for_the_runner(rig: Rig) -
     assert rig.runner.calls[2][1] == [[token] for token in range(2, 10)]
 
 
-async def test_what_waits_for_the_runner_when_the_server_stops_is_not_run(rig: Rig) -> None:
+async def test_work_queued_at_shutdown_is_not_run(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(token) for token in range(2, 13)]
     await turn()
@@ -238,12 +238,12 @@ async def test_what_waits_for_the_runner_when_the_server_stops_is_not_run(rig: R
     assert rig.sizes() == [1]
 
 
-async def test_a_waiter_who_leaves_while_a_full_batch_waits_for_the_runner_is_skipped(rig: Rig) -> None:
+async def test_a_cancelled_item_of_a_batch_that_was_handed_over_is_skipped(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(token) for token in range(2, 10)]
     await turn()
-    for gone in others[:7]:
-        gone.cancel()
+    for left in others[:7]:
+        left.cancel()
     await turn()
     rig.runner.gate.set()
     await asyncio.gather(first, others[7])
@@ -251,7 +251,7 @@ async def test_a_waiter_who_leaves_while_a_full_batch_waits_for_the_runner_is_sk
     assert rig.skipped("abandoned") == 7
 
 
-async def test_binding_work_that_is_taken_back_is_in_no_batch(rig: Rig) -> None:
+async def test_binding_work_that_is_taken_back_has_not_entered_a_batch(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(token, binding=True) for token in range(2, 10)]
     await turn()
@@ -263,7 +263,7 @@ async def test_binding_work_that_is_taken_back_is_in_no_batch(rig: Rig) -> None:
     assert entered == [False] * 8
 
 
-async def test_a_request_that_was_let_in_once_is_not_refused_half_way(rig: Rig) -> None:
+async def test_a_full_queue_accepts_more_work_of_an_admitted_request(rig: Rig) -> None:
     first = await rig.hold()
     waiting = [rig.ask(token) for token in range(2, 18)]
     await turn()
@@ -276,21 +276,21 @@ async def test_a_request_that_was_let_in_once_is_not_refused_half_way(rig: Rig) 
     await asyncio.gather(first, more, *waiting)
 
 
-async def test_a_waiter_who_left_is_skipped_and_counted(rig: Rig) -> None:
+async def test_a_cancelled_item_is_skipped_and_counted(rig: Rig) -> None:
     first = await rig.hold()
-    gone, stays = rig.ask(2), rig.ask(3)
+    left, stays = rig.ask(2), rig.ask(3)
     await turn()
-    gone.cancel()
+    left.cancel()
     await turn()
     rig.runner.gate.set()
     await asyncio.gather(first, stays)
-    assert gone.cancelled()
+    assert left.cancelled()
     assert [[2]] not in [rows for _, rows in rig.runner.calls]
     assert rig.runner.calls[1][1] == [[3]]
     assert rig.skipped("abandoned") == 1
 
 
-async def test_a_deadline_that_passed_in_the_queue_is_answered_and_never_run(rig: Rig) -> None:
+async def test_an_item_whose_deadline_passed_in_the_queue_is_not_run(rig: Rig) -> None:
     first = await rig.hold()
     now = asyncio.get_running_loop().time()
     late, early = rig.ask(2, deadline=now), rig.ask(3, deadline=now + 3600)
@@ -303,7 +303,7 @@ async def test_a_deadline_that_passed_in_the_queue_is_answered_and_never_run(rig
     assert rig.skipped("deadline") == 1
 
 
-async def test_binding_work_marks_its_request_when_it_enters_a_batch_and_not_before(rig: Rig) -> None:
+async def test_binding_work_marks_its_ticket_when_it_enters_a_batch(rig: Rig) -> None:
     first = await rig.hold()
     second = rig.ask(2, binding=True)
     await turn()
@@ -324,14 +324,14 @@ async def test_one_bad_item_fails_alone(rig: Rig, caplog: pytest.LogCaptureFixtu
     assert "a poisoned token" in caplog.text
 
 
-async def test_an_output_that_is_no_number_fails_alone(rig: Rig) -> None:
+async def test_an_item_with_a_nan_output_fails_alone(rig: Rig) -> None:
     rig.runner.hot = 3
     rows = await asyncio.gather(*(rig.ask(token) for token in (2, 3, 4)), return_exceptions=True)
     assert rig.sizes() == [3]
     assert [isinstance(row, Row) for row in rows] == [True, False, True]
 
 
-async def test_items_of_different_roles_are_never_in_one_batch(rig: Rig) -> None:
+async def test_a_batch_has_items_of_one_role(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(2), rig.step(3), rig.ask(4), rig.step(5)]
     await turn()
@@ -340,7 +340,7 @@ async def test_items_of_different_roles_are_never_in_one_batch(rig: Rig) -> None
     assert rig.runner.calls[1:] == [("step", [[3], [5]]), ("window", [[2], [4]])]
 
 
-async def test_a_long_and_a_short_sequence_are_not_padded_to_one_another(rig: Rig) -> None:
+async def test_sequences_of_very_different_lengths_are_not_in_one_batch(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(*range(2, 42)), rig.ask(2), rig.ask(3), rig.ask(*range(3, 41))]
     await turn()
@@ -355,13 +355,13 @@ def test_padding_is_at_most_half_of_a_batch(role: Role) -> None:
     assert not fits(role, longest=40, total=42, items=3)
 
 
-def test_a_batch_of_many_positions_is_full_before_max_batch() -> None:
+def test_positions_limit_a_batch_before_max_batch() -> None:
     assert fits("scan", 256, 8 * 256, 8)
     assert not fits("scan", 256, 9 * 256, 9)
     assert fits("step", 1, 4096, 4096)
 
 
-async def test_slots_are_kept_while_work_is_queued_though_its_owner_let_go(rig: Rig) -> None:
+async def test_queued_work_keeps_its_slots_after_its_owner_released_them(rig: Rig) -> None:
     first = await rig.hold()
     slot = rig.pool.acquire()
     work = Work("window", np.array([2]), write=slot)
@@ -378,7 +378,7 @@ async def test_slots_are_kept_while_work_is_queued_though_its_owner_let_go(rig: 
     assert slot >= RESERVED
 
 
-async def test_a_closed_batcher_refuses_new_work_and_fails_what_is_queued(rig: Rig) -> None:
+async def test_a_closed_batcher_refuses_new_work_and_fails_queued_work(rig: Rig) -> None:
     first = await rig.hold()
     queued = rig.ask(2)
     await turn()
@@ -405,7 +405,7 @@ async def test_a_ticket_splits_its_time_into_queue_and_compute(rig: Rig) -> None
     assert latency.queue_ms + latency.compute_ms <= latency.total_ms
 
 
-async def test_what_has_waited_is_counted_by_its_role_whether_it_was_run_or_skipped_and_what_was_refused_is_not(
+async def test_queue_time_of_run_and_skipped_items_is_counted_by_role(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
@@ -413,15 +413,15 @@ async def test_what_has_waited_is_counted_by_its_role_whether_it_was_run_or_skip
     rig = Rig(max_batch_size=2, max_queue=4)
     assert rig.waited_s() == {"window": 0, "step": 0}
     first = await rig.hold()
-    windows = [rig.ask(token) for token in range(2, 6)]  # two of them are handed over to the runner
+    windows = [rig.ask(token) for token in range(2, 6)]  # the first two are handed over
     await turn()
     with pytest.raises(Overloaded):
         await rig.ask(99)
     clock.now_s += 2
     steps = [rig.step(token) for token in range(2, 5)]
     await turn()
-    for gone in (windows[3], steps[2]):
-        gone.cancel()
+    for left in (windows[3], steps[2]):
+        left.cancel()
     clock.now_s += 5
     rig.runner.gate.set()
     await asyncio.gather(first, *windows[:3], *steps[:2])
@@ -430,14 +430,14 @@ async def test_what_has_waited_is_counted_by_its_role_whether_it_was_run_or_skip
     assert rig.waited_s() == {"window": 4 * 7, "step": 3 * 5}
 
 
-async def test_steps_that_are_known_to_be_quick_are_run_by_the_event_loop() -> None:
+async def test_quick_steps_run_on_the_event_loop() -> None:
     rig = Rig(inline_s=60.0)
     try:
         for _ in range(3):
             row = await rig.step(2)
             assert row.logits is not None
             assert row.logits.tolist() == rig.runner.logits([2]).tolist()
-        for _ in range(2):  # of two nothing is known yet, and then it is
+        for _ in range(2):  # the first batch of two has no expected time yet
             await asyncio.gather(rig.step(2), rig.step(3))
         await rig.ask(2)  # a window may be long
         await rig.ask(2)
@@ -451,7 +451,7 @@ async def test_steps_that_are_known_to_be_quick_are_run_by_the_event_loop() -> N
     assert rig.pool.used_bytes == 0
 
 
-async def test_steps_that_take_longer_than_that_are_not() -> None:
+async def test_slow_steps_do_not_run_on_the_event_loop() -> None:
     rig = Rig(inline_s=1e-9)
     try:
         for _ in range(3):
@@ -461,7 +461,7 @@ async def test_steps_that_take_longer_than_that_are_not() -> None:
     assert rig.runner.inline == [False, False, False]
 
 
-async def test_steps_are_not_run_by_the_event_loop_while_the_runner_is_at_a_window() -> None:
+async def test_steps_wait_for_a_running_window() -> None:
     rig = Rig(inline_s=60.0)
     try:
         await rig.step(2)
@@ -477,7 +477,7 @@ async def test_steps_are_not_run_by_the_event_loop_while_the_runner_is_at_a_wind
     assert rig.runner.inline == [False, False, True]
 
 
-async def test_a_window_is_on_its_way_before_the_steps_ahead_of_it_are_handed_out() -> None:
+async def test_a_window_starts_before_the_steps_before_it_are_handed_out() -> None:
     rig = Rig(inline_s=60.0)
     try:
         await rig.step(2)
@@ -494,7 +494,7 @@ async def test_a_window_is_on_its_way_before_the_steps_ahead_of_it_are_handed_ou
     assert idle == [False, True]
 
 
-async def test_more_steps_than_a_batch_holds_are_run_by_the_event_loop_a_batch_at_a_turn() -> None:
+async def test_the_event_loop_runs_one_batch_of_steps_a_turn() -> None:
     rig = Rig(max_batch_size=2, inline_s=60.0)
     try:
         await asyncio.gather(rig.step(2), rig.step(3))
@@ -507,7 +507,7 @@ async def test_more_steps_than_a_batch_holds_are_run_by_the_event_loop_a_batch_a
     assert rig.runner.inline == [False, True, True, True]
 
 
-def test_work_beside_a_request_s_own_is_traced_with_it_wherever_it_begins() -> None:
+def test_concurrent_work_of_a_request_is_traced_with_it() -> None:
     traced = cast(Traced, object())
     token = CURRENT.set(traced)
     ticket = Ticket()

@@ -15,7 +15,7 @@ from wane.service.types import Mode, PredictRequest
 PIECE = 512
 
 
-def test_between_what_was_measured_cost_is_linear_and_beyond_it_proportional() -> None:
+def test_costs_are_linear_between_points_and_proportional_beyond() -> None:
     cost_model = CostModel(PIECE)
     cost_model.observe("window", 1, 16, 2.0)
     cost_model.observe("window", 1, 64, 5.0)
@@ -38,7 +38,7 @@ def test_costs_follow_a_change_of_load() -> None:
     assert cost_model.run("step", 1) == pytest.approx(17.0, rel=1e-4)
 
 
-def test_a_long_sequence_costs_its_pieces_and_a_head() -> None:
+def test_a_long_sequence_costs_the_sum_of_its_pieces_and_a_head() -> None:
     cost_model = CostModel(PIECE)
     cost_model.observe("window", 1, PIECE, 7.0)
     cost_model.observe("advance", 1, PIECE, 5.0)
@@ -49,7 +49,7 @@ def test_a_long_sequence_costs_its_pieces_and_a_head() -> None:
     assert cost_model.full(2 * PIECE + 100) == 11.25
 
 
-def test_a_sequence_whose_chunks_run_side_by_side_costs_what_they_are_expected_to() -> None:
+def test_a_sequence_in_parallel_chunks_costs_their_expected_time() -> None:
     cost_model = CostModel(PIECE)
     cost_model.observe("advance", 1, PIECE, 5.0)
     cost_model.observe("head", 1, 1, 0.25)
@@ -58,11 +58,11 @@ def test_a_sequence_whose_chunks_run_side_by_side_costs_what_they_are_expected_t
     assert cost_model.full(4 * PIECE) == 3.25
 
 
-def test_what_was_never_run_costs_nothing_yet() -> None:
+def test_a_role_without_runs_costs_nothing() -> None:
     assert CostModel(PIECE).full(10_000) == 0.0
 
 
-def test_warm_up_measures_every_role_alone_and_counts_the_quickest_run() -> None:
+def test_measure_takes_the_quickest_run_of_every_role() -> None:
     vocabulary = byte_vocabulary()
     runner, cost_model = FakeRunner(vocabulary.size), CostModel(PIECE)
     pool = StatePool(make_manifest(vocabulary).state, HIDDEN, 1 << 16)
@@ -73,7 +73,7 @@ def test_warm_up_measures_every_role_alone_and_counts_the_quickest_run() -> None
     assert cost_model.run("step", 1) == cost_model.run("head", 1) == cost_model.window(2) == cost_model.window(4) == 2.0
 
 
-def test_a_model_that_cannot_be_measured_says_why() -> None:
+def test_a_failed_measurement_raises_its_error() -> None:
     vocabulary = byte_vocabulary()
     runner = FakeRunner(vocabulary.size)
     runner.poison = vocabulary.eos_id
@@ -82,7 +82,7 @@ def test_a_model_that_cannot_be_measured_says_why() -> None:
         CostModel(PIECE).measure(runner, pool, vocabulary.eos_id, (2,))
 
 
-async def test_an_engine_measures_what_it_serves_and_reports_it() -> None:
+async def test_an_engine_reports_its_measured_costs() -> None:
     harness = EngineHarness(cost_model=CostModel(PIECE))
     await harness.engine.submit(PredictRequest(tuple(range(2, 12))))
     report = await harness.engine.report()
@@ -95,7 +95,7 @@ async def test_an_engine_measures_what_it_serves_and_reports_it() -> None:
 
 
 class Quick(InOrder):
-    """Four chunks side by side are said to take a tenth of the time in order, warmed up over 300 tokens each."""
+    """A profile in which four parallel chunks take a tenth of the time in order, with 300 tokens of warm-up each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Quick(InOrder):
 
 
 @pytest.mark.parametrize(("throughput", "mode"), [(None, Mode.WINDOW), (Quick(), Mode.RECURRENT)])
-async def test_all_of_a_long_input_is_run_where_its_chunks_cost_less_than_a_window(
+async def test_auto_runs_all_tokens_if_chunks_cost_less_than_a_window(
     make_harness: Callable[..., EngineHarness], throughput: Quick | None, mode: Mode
 ) -> None:
     harness = make_harness(
@@ -116,7 +116,7 @@ async def test_all_of_a_long_input_is_run_where_its_chunks_cost_less_than_a_wind
     assert (answer.mode, answer.error_bound == 0.0) == (mode, mode is Mode.RECURRENT)
 
 
-def test_what_chunks_take_is_known_for_every_segment() -> None:
+def test_the_expected_time_of_chunks_covers_every_segment() -> None:
     harness = EngineHarness(throughput=Quick())
     parallel = harness.engine.forward.parallel
     segment = 1e-7 * (SEGMENT_TOKENS + 3 * 300)
@@ -127,7 +127,7 @@ def test_what_chunks_take_is_known_for_every_segment() -> None:
     assert parallel.seconds(SEGMENT_TOKENS + 2700) == pytest.approx(segment + 360e-6)
 
 
-def test_of_a_size_that_was_never_run_nothing_is_known() -> None:
+def test_a_batch_size_without_runs_has_no_expected_time() -> None:
     times = RunTimeModel()
     times.took("step", 1, 0.001, here=True)
     assert times.expected("step", 2) == math.inf
@@ -135,7 +135,7 @@ def test_of_a_size_that_was_never_run_nothing_is_known() -> None:
 
 
 @pytest.mark.parametrize(("items", "like"), [(1, 1), (3, 4), (33, 64), (64, 64)])
-def test_a_batch_counts_as_one_of_the_next_power_of_two(items: int, like: int) -> None:
+def test_a_batch_size_is_rounded_up_to_a_power_of_two(items: int, like: int) -> None:
     times = RunTimeModel()
     times.took("step", like, 0.001, here=True)
     assert times.expected("step", items) == 0.001
@@ -149,7 +149,7 @@ def test_runs_of_the_event_loop_are_averaged() -> None:
     assert times.expected("step", 8) == pytest.approx(0.001 + RUN_EMA_ALPHA * 0.008)
 
 
-def test_of_runs_on_the_other_thread_which_may_have_waited_the_quickest_counts() -> None:
+def test_the_quickest_run_on_the_runners_thread_counts() -> None:
     times = RunTimeModel()
     for seconds in (0.004, 0.002, 0.009):
         times.took("step", 8, seconds, here=False)

@@ -1,6 +1,6 @@
-"""Sessions under load on a shipped model: what is answered is right, and answered once, whatever else happens.
+"""Sessions under load on a shipped model: every answer is right, and given once.
 
-Every test has more sessions than states, so that states are evicted and rebuilt all the time.
+Every test has more sessions than states, so that states are constantly evicted and rebuilt.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRe
 
 MODEL = next((path for path in PATHS if path.name == "gated-stable"), PATHS[0])
 SESSIONS = 60
-STATES = 36  # a batch of steps takes two for each: the state before, and the one after
-LOGPROB = 1e-4  # float32 rounding of other graphs and other batches
+STATES = 36  # a batch of steps takes two for each step: the state before, and the one after
+LOGPROB = 1e-4  # float32 rounding between different graphs and batches
 
 
 class Counted:
-    """A runner whose runs are counted, by role and by how many rows they had."""
+    """A runner that counts its runs, by role and number of rows."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -49,7 +49,7 @@ class Counted:
 
 
 class Load:
-    """An engine with room for a few states, its runner, and what was really appended to every session."""
+    """An engine with few states, its runner, and the tokens appended to every session."""
 
     def __init__(self, max_queue: int = 1024, session_history_tokens: int | None = None) -> None:
         bundle, runner = opened(MODEL)
@@ -62,7 +62,7 @@ class Load:
         margin = MarginProof(bundle.weights())
         self.metrics = Metrics()
         self.engine = Engine(manifest, bundle.vocabulary, margin, self.runner, self.store, settings, self.metrics)
-        # The engine's own would also measure what runs cost: these sessions are recurrent, whatever that is.
+        # The engine's own warm-up would also measure costs, which these recurrent sessions do not need.
         warm_up(self.runner, self.engine.state_cache, bundle.vocabulary.eos_id, window=1, max_batch_size=1)
         self.runner.rows.clear()
         self.appended: dict[str, list[int]] = {}
@@ -83,7 +83,7 @@ class Load:
         return random.randrange(2, self.engine.vocabulary.size)
 
     async def step(self, session: str) -> Answer:
-        """Appends a token where the session is, and notes it once it was answered."""
+        """Appends a token at the session's position, and records it after the answer."""
         token = self.token()
         request = StepRequest(session, (token,), expected_position=len(self.appended[session]))
         answer = await self.engine.submit(request)
@@ -92,7 +92,7 @@ class Load:
         return answer
 
     async def check(self) -> None:
-        """Every session is where its clients left it, and answers as the model does on all of its tokens."""
+        """Asserts that every session is at its clients' position and answers like the model on all of its tokens."""
         for session, tokens in self.appended.items():
             answer = await self.engine.submit(PredictRequest(session=session, top_k=20))
             assert answer.position == len(tokens)
@@ -127,7 +127,7 @@ async def make_load() -> AsyncIterator[Callable[..., Load]]:
         await load.engine.close()
 
 
-async def test_sessions_that_lose_their_states_all_the_time_answer_as_if_they_did_not(
+async def test_sessions_answer_right_while_their_states_are_evicted(
     make_load: Callable[..., Load],
 ) -> None:
     load = make_load()
@@ -146,7 +146,7 @@ async def test_sessions_that_lose_their_states_all_the_time_answer_as_if_they_di
     await load.check()
 
 
-async def test_sessions_that_come_back_together_are_rebuilt_together(make_load: Callable[..., Load]) -> None:
+async def test_sessions_that_return_together_are_rebuilt_in_one_batch(make_load: Callable[..., Load]) -> None:
     load = make_load()
     sessions = await load.start(16)
     await asyncio.gather(*(load.engine.submit(StepRequest(session, (5, 6, 7))) for session in sessions))
@@ -164,7 +164,7 @@ async def test_sessions_that_come_back_together_are_rebuilt_together(make_load: 
     await load.check()
 
 
-async def test_a_session_rebuilt_from_a_cut_tail_says_how_far_off_it_is_at_most(make_load: Callable[..., Load]) -> None:
+async def test_the_error_bound_of_a_session_rebuilt_from_a_cut_tail_holds(make_load: Callable[..., Load]) -> None:
     load = make_load(session_history_tokens=20)
     (session,) = await load.start(1)
     tokens = tuple(load.token() for _ in range(200))
@@ -176,13 +176,13 @@ async def test_a_session_rebuilt_from_a_cut_tail_says_how_far_off_it_is_at_most(
         whole = await load.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))
         assert answer.state is state
         first, second = ({one.token_id: one.probability for one in found.predictions} for found in (answer, whole))
-        # No more than the total variation: of the tokens that both list.
+        # A lower bound of the total variation: over the tokens that both list.
         apart = sum(abs(first[token] - second[token]) for token in first.keys() & second.keys()) / 2
         assert answer.error_bound is not None
         assert 0 < apart <= answer.error_bound
 
 
-async def test_a_full_queue_refuses_steps_and_those_leave_no_trace(make_load: Callable[..., Load]) -> None:
+async def test_steps_refused_by_a_full_queue_have_no_effect(make_load: Callable[..., Load]) -> None:
     load = make_load(max_queue=5)
     sessions = await load.start(20)
     outcomes: Counter[str] = Counter()
@@ -203,9 +203,7 @@ async def test_a_full_queue_refuses_steps_and_those_leave_no_trace(make_load: Ca
 
 
 @pytest.mark.parametrize("leave", ["cancelled", "late"])
-async def test_of_steps_whose_clients_leave_each_is_appended_once_or_not_at_all(
-    make_load: Callable[..., Load], leave: str
-) -> None:
+async def test_a_step_whose_client_leaves_is_appended_at_most_once(make_load: Callable[..., Load], leave: str) -> None:
     load = make_load()
     sessions = await load.start(12)
     loop = asyncio.get_running_loop()
@@ -215,30 +213,30 @@ async def test_of_steps_whose_clients_leave_each_is_appended_once_or_not_at_all(
         tokens = load.appended[session]
         for turn in range(12):
             request = StepRequest(session, (load.token(),), expected_position=len(tokens))
-            gone = turn % 2 == 0
-            if gone and leave == "late":
+            leaves = turn % 2 == 0
+            if leaves and leave == "late":
                 with pytest.raises(DeadlineExceeded):
                     await load.engine.submit(StepRequest(session, request.tokens, deadline=loop.time()))
-                outcomes["gone"] += 1
-            elif gone:
+                outcomes["left"] += 1
+            elif leaves:
                 step = asyncio.ensure_future(load.engine.submit(request))
                 for _ in range(random.randrange(12)):
                     await asyncio.sleep(0)
-                outcomes["gone"] += step.cancel()
+                outcomes["left"] += step.cancel()
                 await asyncio.wait([step])
-            answer = await load.engine.submit(request)  # once more: it is appended now, or a replay
+            answer = await load.engine.submit(request)  # a retry: appended now, or replayed
             tokens.extend(request.tokens)
             outcomes["replayed"] += bool(answer.replayed)
             assert answer.position == len(tokens)
 
     await asyncio.gather(*map(client, sessions))
-    assert outcomes["gone"] > 0
+    assert outcomes["left"] > 0
     assert outcomes["replayed"] == load.sample("wane_steps_replayed_total")
     assert sum(map(len, load.appended.values())) == 12 * 12
     await load.check()
 
 
-async def test_two_clients_on_one_session_append_each_position_once_and_both_know_which(
+async def test_two_clients_of_one_session_append_each_position_once(
     make_load: Callable[..., Load],
 ) -> None:
     load = make_load()
@@ -269,7 +267,7 @@ async def test_two_clients_on_one_session_append_each_position_once_and_both_kno
     await load.check()
 
 
-async def test_two_clients_on_one_session_without_positions_are_both_appended_in_turn(
+async def test_two_clients_of_one_session_without_positions_append_all_tokens(
     make_load: Callable[..., Load],
 ) -> None:
     load = make_load()
@@ -285,7 +283,7 @@ async def test_two_clients_on_one_session_without_positions_are_both_appended_in
     await load.check()
 
 
-async def test_more_requests_than_there_are_states_are_answered_or_refused_and_none_is_lost(
+async def test_requests_beyond_the_states_are_answered_or_refused(
     make_load: Callable[..., Load],
 ) -> None:
     load = make_load()
@@ -294,6 +292,6 @@ async def test_more_requests_than_there_are_states_are_answered_or_refused_and_n
     assert all(isinstance(result, Answer | Overloaded) for result in results)
     assert sum(isinstance(result, Answer) for result in results) == sum(map(len, load.appended.values()))
     refused = [result for result in results if isinstance(result, WaneError)]
-    assert refused, "every step needs a slot of its own, and there are fewer"
+    assert refused, "every step needs its own slot, and there are fewer"
     assert "states are in use" in str(refused[0])
     await load.check()

@@ -19,7 +19,7 @@ class Waiting:
 
 
 class TenthOfASlice(CostModel):
-    """A sequence takes so much of a slice for every ten tokens, where no steps come."""
+    """Ten tokens of a sequence take a tenth of a slice without steps."""
 
     def __init__(self) -> None:
         super().__init__(512)
@@ -44,7 +44,7 @@ def make(items: Sequence[Waiting] = (), cost_model: CostModel | None = None) -> 
 
 
 def taken(queue: FairScheduler[Waiting], step_s: float = SLICE_S, window_s: float = SLICE_S) -> tuple[Role, int]:
-    """The role and the size of the next batch, which took so long as its role says."""
+    """Takes the next batch, records its run time by role, and returns its role and size."""
     items = queue.take(stays)
     assert items and len({item.work.role for item in items}) == 1
     role = items[0].work.role
@@ -52,18 +52,18 @@ def taken(queue: FairScheduler[Waiting], step_s: float = SLICE_S, window_s: floa
     return role, len(items)
 
 
-def test_a_line_is_served_in_its_order_and_an_empty_queue_has_no_batch() -> None:
+def test_a_line_is_first_in_first_out_and_an_empty_queue_has_no_batch() -> None:
     items = [waiting("step") for _ in range(10)]
     queue = make(items)
     assert [queue.take(stays), queue.take(stays), queue.take(stays)] == [items[:8], items[8:], []]
 
 
-def test_steps_come_before_sequences_that_waited_longer() -> None:
+def test_steps_run_before_older_sequences() -> None:
     queue = make([*(waiting("window", 10) for _ in range(3)), waiting("step")])
     assert [taken(queue), taken(queue)] == [("step", 1), ("window", 3)]
 
 
-def test_while_both_wait_each_has_half_of_the_time() -> None:
+def test_two_lines_share_the_runner_equally() -> None:
     windows, steps = [waiting("window", 10) for _ in range(400)], [waiting("step") for _ in range(800)]
     queue, spent_s = make([*windows, *steps], TenthOfASlice()), {"step": 0.0, "window": 0.0}
     for _ in range(60):
@@ -73,17 +73,17 @@ def test_while_both_wait_each_has_half_of_the_time() -> None:
     assert min(spent_s.values()) > 5 * SLICE_S
 
 
-def test_between_two_batches_of_steps_there_is_one_slice_at_most() -> None:
+def test_at_most_one_slice_runs_between_two_batches_of_steps() -> None:
     queue = make([waiting("window", 10) for _ in range(100)], TenthOfASlice())
     roles: list[Role] = []
-    for _ in range(20):  # a step comes whenever a batch has been taken
+    for _ in range(20):  # a step arrives after every batch
         roles.append(taken(queue, step_s=SLICE_S / 5)[0])
         queue.put(waiting("step"))
     assert "window window" not in " ".join(roles)
 
 
 @pytest.mark.parametrize("role", ["step", "window"])
-def test_what_comes_to_an_empty_line_finds_nothing_saved_up_against_it(role: Role) -> None:
+def test_a_line_that_was_empty_starts_without_debt(role: Role) -> None:
     other: Role = "window" if role == "step" else "step"
     queue = make([waiting(other) for _ in range(8 * 9)])
     for _ in range(8):
@@ -94,43 +94,43 @@ def test_what_comes_to_an_empty_line_finds_nothing_saved_up_against_it(role: Rol
     assert taken(queue)[0] == "window"
 
 
-def test_a_batch_of_sequences_ends_where_it_would_take_longer_than_a_slice() -> None:
+def test_a_batch_of_sequences_takes_at_most_a_slice() -> None:
     queue = make([waiting("window", 20) for _ in range(12)], TenthOfASlice())
     assert [taken(queue) for _ in range(3)] == [("window", 5), ("window", 5), ("window", 2)]
 
 
-def test_a_slice_is_shorter_where_a_step_has_come_since_the_last_one() -> None:
+def test_a_slice_is_shorter_after_a_step() -> None:
     queue = make([waiting("window", 20) for _ in range(16)], TenthOfASlice())
     assert taken(queue) == ("window", 5)
     queue.put(waiting("step"))
     assert [taken(queue) for _ in range(4)] == [("step", 1), ("window", 3), ("window", 5), ("window", 3)]
 
 
-def test_the_longest_of_a_batch_says_what_it_takes() -> None:
+def test_the_longest_sequence_limits_its_batch() -> None:
     queue = make([waiting("advance", tokens) for tokens in (10, 20, 40, 30, 10)], TenthOfASlice())
     assert [[item.work.length for item in queue.take(stays)] for _ in range(3)] == [[10, 20, 30], [40, 10], []]
 
 
-def test_a_sequence_that_takes_longer_by_itself_is_run_alone() -> None:
+def test_a_sequence_longer_than_a_slice_runs_alone() -> None:
     queue = make([waiting("window", 1000), waiting("window", 1000)], TenthOfASlice())
     assert [taken(queue), taken(queue)] == [("window", 1), ("window", 1)]
 
 
-def test_chunks_and_scans_are_cut_by_those_who_make_them() -> None:
+def test_the_scheduler_does_not_cut_chunks_and_scans() -> None:
     chunks = [waiting("advance", 90, chunk=True) for _ in range(8)]
     scans = [waiting("scan", 90) for _ in range(8)]
     queue = make([*chunks, waiting("advance", 90), *scans], TenthOfASlice())
     assert [taken(queue), taken(queue), taken(queue)] == [("advance", 8), ("advance", 1), ("scan", 8)]
 
 
-def test_what_left_is_dropped_and_makes_no_batch_empty_that_need_not_be() -> None:
-    gone = Waiting(Work("step", np.zeros(1, np.int64)), left=True)
-    queue = make([gone, waiting("window")])
+def test_an_abandoned_item_is_dropped_and_the_other_line_runs() -> None:
+    abandoned = Waiting(Work("step", np.zeros(1, np.int64)), left=True)
+    queue = make([abandoned, waiting("window")])
     assert taken(queue) == ("window", 1)
     assert len(queue) == 0
 
 
-def test_lines_are_counted_by_themselves_and_cleared_together() -> None:
+def test_lines_are_counted_separately_and_cleared_together() -> None:
     items = [waiting("step"), waiting("head"), waiting("window")]
     queue = make(items)
     assert (queue.before("step"), queue.before("scan"), len(queue)) == (2, 1, 3)
@@ -138,7 +138,7 @@ def test_lines_are_counted_by_themselves_and_cleared_together() -> None:
     assert len(queue) == 0
 
 
-def test_a_queue_is_full_when_the_next_batch_of_sequences_would_not_grow_and_no_step_waits() -> None:
+def test_a_queue_is_full_if_its_batch_cannot_grow_and_no_step_waits() -> None:
     queue = make([waiting("window", 20) for _ in range(9)], TenthOfASlice())
     queue.take(stays)  # five fill a slice
     assert not queue.full
@@ -148,7 +148,7 @@ def test_a_queue_is_full_when_the_next_batch_of_sequences_would_not_grow_and_no_
     assert not queue.full
 
 
-def test_a_batch_that_is_put_back_is_the_first_of_its_line_again() -> None:
+def test_a_batch_that_is_put_back_is_first_in_its_line() -> None:
     items = [waiting("window", 20) for _ in range(12)]
     queue = make(items, TenthOfASlice())
     batch = queue.take(stays)

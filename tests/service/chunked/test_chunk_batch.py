@@ -12,25 +12,25 @@ TOKENS = np.arange(21)  # the last cell has one token
 
 
 def states(*values: float) -> dict[str, np.ndarray]:
-    """One unit a state, as many states as values."""
+    """Returns a state of one unit for each value."""
     return {"s": np.array(values, np.float32)[:, None]}
 
 
 def rows(count: int) -> list[Row]:
-    """What `advance` puts out beside states."""
+    """Returns rows without outputs, like those of `advance`."""
     return [Row(Outputs({}), row, None, None) for row in range(count)]
 
 
 @pytest.fixture
 def segment() -> ChunkBatch:
-    """Of six cells; the second chunk starts a little off, and the third a lot."""
+    """A segment of six cells; the second chunk has a small joint, the third a large one."""
     made = ChunkBatch("advance", LAYOUT, TOKENS, None, states(0.0))
     made.started(range(6), states(0.0, 1.0, 2.5, 3.0, 9.0, 5.0))
     made.ended(range(6), states(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), rows(6))
     return made
 
 
-def test_cells_are_counted_along_the_sequence_and_run_column_by_column(segment: ChunkBatch) -> None:
+def test_cells_are_numbered_along_the_sequence_and_run_by_column(segment: ChunkBatch) -> None:
     assert segment.cells == 6
     assert [list(segment.column(part)) for part in range(2)] == [[0, 2, 4], [1, 3, 5]]
     assert [segment.work(cell, 0, 0, binding=False).length for cell in range(6)] == [4, 4, 4, 4, 4, 1]
@@ -41,19 +41,19 @@ def test_cells_are_counted_along_the_sequence_and_run_column_by_column(segment: 
     assert [list(short.column(part)) for part in range(2)] == [[0, 2, 4], [1, 3]]
 
 
-def test_joints_are_where_a_cell_starts_from_elsewhere(segment: ChunkBatch) -> None:
+def test_a_joint_is_where_a_cell_starts_from_another_state(segment: ChunkBatch) -> None:
     assert segment.residuals().tolist() == [0.0, 0.0, 0.5, 0.0, 5.0, 0.0]
     assert [segment.residual(cell) for cell in range(1, 6)] == [0.0, 0.5, 0.0, 5.0, 0.0]
     assert segment.joints()["s"].tolist() == [5.0]
 
 
-def test_a_joint_moves_on_when_its_cell_is_run_again(segment: ChunkBatch) -> None:
+def test_a_repeated_cell_moves_its_joint(segment: ChunkBatch) -> None:
     segment.started(range(4, 5), segment.end(3))
     segment.ended(range(4, 5), states(4.75), rows(1))
     assert segment.residuals().tolist() == [0.0, 0.0, 0.5, 0.0, 0.0, 0.25]
 
 
-def test_states_that_are_no_numbers_are_the_same_or_infinitely_far_apart(segment: ChunkBatch) -> None:
+def test_non_finite_states_are_equal_or_infinitely_far_apart(segment: ChunkBatch) -> None:
     segment.started(range(1, 5), states(np.inf, np.nan, np.inf, 1.0))
     segment.ended(range(4), states(np.inf, np.nan, -np.inf, np.nan), rows(4))
     assert segment.residuals().tolist() == [0.0, 0.0, 0.0, np.inf, np.inf, 0.0]

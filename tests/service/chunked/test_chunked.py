@@ -32,11 +32,11 @@ from wane.service.types import (
 )
 
 WIDTH = 4
-STEPS = 16  # tokens of a cell, where runs are said to be slow
+STEPS = 16  # tokens of a cell at the profile's slow pace
 
 
-class Told(InOrder):
-    """Four chunks side by side are said to be quickest, and warmed up over so many tokens by limit."""
+class FixedProfile(InOrder):
+    """A profile in which four parallel chunks are quickest; `warm_ups` gives the warm-up tokens by limit."""
 
     def __init__(self, warm_ups: Mapping[float, int]) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ def text(count: int, seed: int = 0) -> tuple[int, ...]:
 async def both(
     harness: EngineHarness | Served, tokens: tuple[int, ...], tolerance: float | None
 ) -> tuple[Score, Score]:
-    """In order, and side by side."""
+    """Scores in order and in parallel chunks."""
     in_order = await harness.engine.score(ScoreRequest(tokens))
     parallel_cost = await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, tolerance))
     return in_order, parallel_cost
 
 
 class Served:
-    """An engine on a shipped bundle, whose long texts are cut as told."""
+    """An engine on a shipped bundle, with a fixed profile."""
 
     def __init__(self, name: str, warm_ups: Mapping[float, int]) -> None:
         (path,) = (path for path in PATHS if path.name == name)
@@ -75,15 +75,15 @@ class Served:
             MemoryStore(16, 3600, 2**20),
             Settings(),
             Metrics(),
-            throughput=Told(warm_ups),
+            throughput=FixedProfile(warm_ups),
         )
         self.engine.warm_up(bundle.propagation())
 
 
-async def test_a_model_that_forgets_in_time_is_run_side_by_side_as_if_in_order(
+async def test_parallel_chunks_equal_a_run_in_order_if_the_model_forgets(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
-    harness = make_harness(throughput=Told({0.0: 300}))
+    harness = make_harness(throughput=FixedProfile({0.0: 300}))
     in_order, parallel_cost = await both(harness, text(2700), 0)
     assert parallel_cost.logprobs == in_order.logprobs
     assert (parallel_cost.chunks, parallel_cost.warm_up, parallel_cost.rounds) == (WIDTH, 300, 1)
@@ -92,10 +92,10 @@ async def test_a_model_that_forgets_in_time_is_run_side_by_side_as_if_in_order(
 
 
 @pytest.mark.parametrize("decay", [1.0, 1.01])
-async def test_a_model_that_does_not_forget_is_run_again_until_it_is_exact(
+async def test_chunks_of_a_model_that_does_not_forget_are_repeated_until_exact(
     make_harness: Callable[..., EngineHarness], decay: float
 ) -> None:
-    harness = make_harness(throughput=Told({0.0: 32}))
+    harness = make_harness(throughput=FixedProfile({0.0: 32}))
     harness.runner.decay = np.float32(decay)
     tokens = text(500)
     in_order, parallel_cost = await both(harness, tokens, 0)
@@ -105,7 +105,7 @@ async def test_a_model_that_does_not_forget_is_run_again_until_it_is_exact(
     assert (parallel_cost.chunks, parallel_cost.max_residual, parallel_cost.error_bound) == (WIDTH, 0.0, 0.0)
 
 
-async def test_the_shipped_lstm_which_does_not_forget_is_exact_at_tolerance_0() -> None:
+async def test_the_shipped_lstm_is_exact_at_tolerance_0() -> None:
     served = Served("lstm", {0.0: 64})
     tokens = tuple(np.random.default_rng(1).integers(served.bundle.vocabulary.size, size=1100).tolist())
     in_order, parallel_cost = await both(served, tokens, 0)
@@ -115,11 +115,11 @@ async def test_the_shipped_lstm_which_does_not_forget_is_exact_at_tolerance_0() 
     assert parallel_cost.logprobs == pytest.approx(in_order.logprobs, abs=2e-5)
 
 
-async def test_after_a_segment_in_vain_the_rest_is_run_in_order(
+async def test_after_a_segment_of_repeated_cells_the_rest_runs_in_order(
     make_harness: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 512)
-    harness = make_harness(throughput=Told({0.0: 32}))
+    harness = make_harness(throughput=FixedProfile({0.0: 32}))
     harness.runner.decay = np.float32(1.0)
     in_order, parallel_cost = await both(harness, text(2048), 0)
     assert parallel_cost.logprobs == in_order.logprobs
@@ -127,11 +127,11 @@ async def test_after_a_segment_in_vain_the_rest_is_run_in_order(
     assert [len(rows[0]) for role, rows in harness.runner.calls if role == "scan"][-6:] == [256] * 6
 
 
-async def test_chunks_that_are_often_run_again_are_warmed_up_longer_from_then_on(
+async def test_often_repeated_chunks_get_a_longer_warm_up(
     make_harness: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 4096)
-    harness = make_harness(throughput=Told({0.0: 150}))
+    harness = make_harness(throughput=FixedProfile({0.0: 150}))
     in_order, parallel_cost = await both(harness, text(8192), 0)
     assert parallel_cost.logprobs == in_order.logprobs
     assert parallel_cost.rounds > 1
@@ -139,29 +139,31 @@ async def test_chunks_that_are_often_run_again_are_warmed_up_longer_from_then_on
     assert {150 % STEPS, 300 % STEPS} <= warm_ups
 
 
-async def test_cells_are_run_again_only_until_they_meet_what_was_computed(
+async def test_cells_are_repeated_only_until_they_meet_the_first_states(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
-    harness = make_harness(throughput=Told({0.0: 16}))
+    harness = make_harness(throughput=FixedProfile({0.0: 16}))
     tokens = text(2048)
     in_order, parallel_cost = await both(harness, tokens, 0)
     assert parallel_cost.logprobs == in_order.logprobs
     assert 1 < parallel_cost.rounds < len(tokens) / STEPS * 0.75
 
 
-async def test_without_a_tolerance_the_residual_is_small_and_told(make_harness: Callable[..., EngineHarness]) -> None:
-    harness = make_harness(throughput=Told({RESIDUAL: 16}))
+async def test_without_a_tolerance_the_residual_is_small_and_reported(
+    make_harness: Callable[..., EngineHarness],
+) -> None:
+    harness = make_harness(throughput=FixedProfile({RESIDUAL: 16}))
     in_order, parallel_cost = await both(harness, text(2048), None)
     assert 0 < parallel_cost.max_residual <= RESIDUAL
-    assert parallel_cost.error_bound is None  # nothing is proved of this one
+    assert parallel_cost.error_bound is None  # nothing is proved of this model
     assert parallel_cost.logprobs != in_order.logprobs
     assert parallel_cost.logprobs == pytest.approx(in_order.logprobs, abs=1e-3)
 
 
-async def test_where_nothing_is_proved_a_tolerance_is_met_by_an_exact_run(
+async def test_an_unproved_model_meets_a_tolerance_by_an_exact_run(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
-    harness = make_harness(throughput=Told({RESIDUAL: 16, 0.0: 32}))
+    harness = make_harness(throughput=FixedProfile({RESIDUAL: 16, 0.0: 32}))
     in_order, parallel_cost = await both(harness, text(1024), 0.5)
     assert parallel_cost.logprobs == in_order.logprobs
     assert parallel_cost.error_bound == 0.0
@@ -169,12 +171,10 @@ async def test_where_nothing_is_proved_a_tolerance_is_met_by_an_exact_run(
 
 @pytest.mark.parametrize("name", ["rnn-stable", "lstm-stable"])
 @pytest.mark.parametrize("tolerance", [None, 1e-2, 2e-4, 1e-7])
-async def test_what_is_proved_of_joints_is_within_the_tolerance_and_bounds_what_is_seen(
-    name: str, tolerance: float | None
-) -> None:
+async def test_the_bound_of_joints_is_within_the_tolerance_and_holds(name: str, tolerance: float | None) -> None:
     served = Served(name, {RESIDUAL: 128, 0.0: 256})
     size = served.bundle.vocabulary.size
-    # One token over and over; few; and many: what a model forgets least is not known.
+    # One token repeated, few tokens, and all: which the model forgets least is unknown.
     random = np.random.default_rng(2)
     documents = [random.integers(0, count, size=1400) + low for count, low in ((1, 7), (3, 11), (size, 0))]
     for document in documents:
@@ -182,14 +182,14 @@ async def test_what_is_proved_of_joints_is_within_the_tolerance_and_bounds_what_
         bound = parallel_cost.error_bound
         assert bound is not None and bound <= (2e-3 if tolerance is None else tolerance)
         seen = np.abs(np.exp(known(parallel_cost.logprobs)) - np.exp(known(in_order.logprobs))).max()
-        assert seen <= bound or (bound == 0 and seen < 1e-6)  # 0 does not count that other batches round otherwise
+        assert seen <= bound or (bound == 0 and seen < 1e-6)  # a bound of 0 ignores the rounding of other batches
     await served.engine.close()
 
 
-async def test_a_warm_up_that_the_certificate_says_is_enough_needs_no_small_residual(
+async def test_a_warm_up_that_the_curve_covers_accepts_a_large_residual(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
-    harness = make_harness(certified=True, max_window=200, throughput=Told({RESIDUAL: 150}))
+    harness = make_harness(certified=True, max_window=200, throughput=FixedProfile({RESIDUAL: 150}))
     enough = harness.manifest.certificate.smallest_window(0.1)
     assert enough is not None and enough < 150
     in_order, parallel_cost = await both(harness, text(1500), 0.1)
@@ -202,7 +202,7 @@ async def test_a_warm_up_that_the_certificate_says_is_enough_needs_no_small_resi
 
 
 class Strict(Propagation):
-    """Any joint at all is the end of the world."""
+    """Accepts no joint."""
 
     def __init__(self) -> None:
         pass
@@ -211,8 +211,8 @@ class Strict(Propagation):
         return 1e6 if any(joint.any() for joint in joints.values()) else 0.0
 
 
-async def test_joints_that_do_not_meet_the_tolerance_are_taken_out(make_harness: Callable[..., EngineHarness]) -> None:
-    harness = make_harness(certified=True, max_window=200, throughput=Told({RESIDUAL: 100}))
+async def test_joints_over_the_tolerance_are_removed(make_harness: Callable[..., EngineHarness]) -> None:
+    harness = make_harness(certified=True, max_window=200, throughput=FixedProfile({RESIDUAL: 100}))
     harness.engine.scorer.propagation = Strict()
     tolerance = 1e-4
     enough = harness.manifest.certificate.smallest_window(tolerance)
@@ -223,7 +223,7 @@ async def test_joints_that_do_not_meet_the_tolerance_are_taken_out(make_harness:
     assert parallel_cost.rounds > 1
 
 
-async def test_where_rounding_alone_is_over_the_tolerance_chunks_are_warmed_up_until_they_are_exact() -> None:
+async def test_chunks_are_exact_if_rounding_alone_exceeds_the_tolerance() -> None:
     served = Served("gated-stable", {RESIDUAL: 200, 0.0: 400})
     tokens = tuple(np.random.default_rng(1).integers(served.bundle.vocabulary.size, size=3600).tolist())
     in_order, parallel_cost = await both(served, tokens, 1e-2)
@@ -233,7 +233,7 @@ async def test_where_rounding_alone_is_over_the_tolerance_chunks_are_warmed_up_u
 
 
 async def test_a_short_text_and_one_in_order_are_one_chunk(make_harness: Callable[..., EngineHarness]) -> None:
-    harness = make_harness(throughput=Told({0.0: 100}))
+    harness = make_harness(throughput=FixedProfile({0.0: 100}))
     for request in (ScoreRequest(text(40), ScoreMethod.PARALLEL, 0), ScoreRequest(text(2000), tolerance=0.1)):
         summary = await harness.engine.score(request)
         assert (summary.chunks, summary.warm_up, summary.rounds) == (1, None, 1)
@@ -241,10 +241,10 @@ async def test_a_short_text_and_one_in_order_are_one_chunk(make_harness: Callabl
 
 
 @pytest.mark.parametrize("method", list(ScoreMethod))
-async def test_a_document_comes_in_order_with_progress(
+async def test_a_document_is_streamed_in_order_with_progress(
     make_harness: Callable[..., EngineHarness], method: ScoreMethod
 ) -> None:
-    harness = make_harness(throughput=Told({0.0: 32}))
+    harness = make_harness(throughput=FixedProfile({0.0: 32}))
     tokens = text(1500)
     whole = await harness.engine.score(ScoreRequest(tokens, method, 0))
     seen: list[float | None] = []
@@ -264,12 +264,12 @@ async def test_a_document_comes_in_order_with_progress(
     assert summary.perplexity == pytest.approx(np.exp(-np.mean(known(whole.logprobs))))
 
 
-async def test_a_hundred_thousand_tokens_go_through_in_bounded_memory(
+async def test_a_hundred_thousand_tokens_take_bounded_memory(
     make_harness: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 8192)
-    monkeypatch.setattr(layout, "RUN_SECONDS", 1e9)  # long cells, for the fake is slow
-    harness = make_harness(throughput=Told({0.0: 300}))
+    monkeypatch.setattr(layout, "RUN_SECONDS", 1e9)  # long cells, because the fake is slow
+    harness = make_harness(throughput=FixedProfile({0.0: 300}))
 
     async def peak(count: int) -> int:
         tokens = text(count)
@@ -287,13 +287,13 @@ async def test_a_hundred_thousand_tokens_go_through_in_bounded_memory(
             tracemalloc.stop()
 
     shorter, longer = await peak(20_000), await peak(100_000)
-    assert longer - shorter < 80_000 * 32  # the tokens, three times over at most; not their states
+    assert longer - shorter < 80_000 * 32  # the tokens, at most three times; not their states
 
 
 async def test_other_requests_are_answered_while_a_document_is_scored(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
-    harness = make_harness(throughput=Told({0.0: 300}))
+    harness = make_harness(throughput=FixedProfile({0.0: 300}))
     scoring = asyncio.create_task(harness.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
     await harness.runner.until_busy()
     await harness.engine.submit(PredictRequest((10, 11)))
@@ -303,8 +303,8 @@ async def test_other_requests_are_answered_while_a_document_is_scored(
     assert roles.index("window") <= 3
 
 
-async def test_a_scoring_that_is_given_up_gives_back_its_states(make_harness: Callable[..., EngineHarness]) -> None:
-    harness = make_harness(throughput=Told({0.0: 300}))
+async def test_a_cancelled_score_releases_its_states(make_harness: Callable[..., EngineHarness]) -> None:
+    harness = make_harness(throughput=FixedProfile({0.0: 300}))
     scoring = asyncio.create_task(harness.engine.score(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0)))
     await harness.runner.until_busy()
     await harness.runner.until_busy()
@@ -314,13 +314,13 @@ async def test_a_scoring_that_is_given_up_gives_back_its_states(make_harness: Ca
     async with aclosing(await harness.engine.scoring(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0))) as streamed:
         await anext(streamed)
         await anext(streamed)
-    # That nothing is held is seen when the harness closes.
+    # The harness checks at its end that no slot is in use.
 
 
-async def test_a_deadline_in_the_middle_of_a_document_ends_it(
+async def test_a_deadline_ends_a_document_in_the_middle(
     make_harness: Callable[..., EngineHarness], travel: Callable[[float], None]
 ) -> None:
-    harness = make_harness(throughput=Told({0.0: 300}))
+    harness = make_harness(throughput=FixedProfile({0.0: 300}))
     deadline = asyncio.get_running_loop().time() + 60
     request = ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0, deadline)
     async with aclosing(await harness.engine.scoring(request)) as scoring:
@@ -332,14 +332,14 @@ async def test_a_deadline_in_the_middle_of_a_document_ends_it(
 
 
 async def test_a_run_that_fails_in_the_middle_fails_the_document(make_harness: Callable[..., EngineHarness]) -> None:
-    harness = make_harness(throughput=Told({0.0: 300}))
+    harness = make_harness(throughput=FixedProfile({0.0: 300}))
     harness.runner.poison = 1
     tokens = (*text(2000), 1, *text(600))
     with pytest.raises(WaneError, match="the model failed to run"):
         await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, 0))
 
 
-async def test_a_document_may_be_longer_than_other_inputs_and_not_endless(
+async def test_a_document_has_its_own_longer_limit(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
     harness = make_harness(max_input_tokens=20, max_scored_tokens=30)
@@ -352,12 +352,12 @@ async def test_a_document_may_be_longer_than_other_inputs_and_not_endless(
 
 
 @pytest.mark.parametrize("decay", [0.9, 1.0])
-async def test_a_long_prompt_is_run_side_by_side_to_the_very_same_state(
+async def test_a_long_prompt_in_parallel_chunks_has_the_same_state(
     make_harness: Callable[..., EngineHarness], decay: float
 ) -> None:
     tokens = text(2700)
     answers = []
-    for throughput in (None, Told({0.0: 300})):
+    for throughput in (None, FixedProfile({0.0: 300})):
         harness = make_harness(throughput=throughput)
         harness.runner.decay = np.float32(decay)
         answers.append(await harness.engine.submit(PredictRequest(tokens, Mode.RECURRENT)))
@@ -368,10 +368,10 @@ async def test_a_long_prompt_is_run_side_by_side_to_the_very_same_state(
     assert parallel_cost.error_bound == 0.0
 
 
-async def test_a_generation_and_a_session_go_on_from_a_long_prompt(make_harness: Callable[..., EngineHarness]) -> None:
+async def test_a_generation_and_a_session_continue_a_long_prompt(make_harness: Callable[..., EngineHarness]) -> None:
     prompt = text(1500)
     texts, steps = [], []
-    for throughput in (None, Told({0.0: 300})):
+    for throughput in (None, FixedProfile({0.0: 300})):
         harness = make_harness(throughput=throughput)
         async with aclosing(
             await harness.engine.generate(GenerateRequest(prompt, max_tokens=5, temperature=0))

@@ -25,7 +25,7 @@ STEEP = {1: 1e-5, 8: 2e-6, 64: 1e-6}
 
 @pytest.mark.parametrize("tokens", [128, 1000, 4096, 65_536, 100_000])
 @pytest.mark.parametrize("warm_up", [1, 16, 64, 300])
-def test_a_layout_covers_the_segment_and_leaves_room_to_warm_up(tokens: int, warm_up: int) -> None:
+def test_a_layout_covers_the_segment_and_fits_the_warm_up(tokens: int, warm_up: int) -> None:
     found = lay_out(tokens, warm_up, "scan", STEEP, STEEP)
     segment = min(tokens, SEGMENT_TOKENS)
     if found is None:
@@ -36,11 +36,11 @@ def test_a_layout_covers_the_segment_and_leaves_room_to_warm_up(tokens: int, war
     assert found.chunks > 1
 
 
-def test_where_a_token_costs_the_same_side_by_side_it_is_run_in_order() -> None:
+def test_sequences_run_in_order_if_chunks_are_no_quicker() -> None:
     assert lay_out(65_536, 16, "scan", FLAT, FLAT) is None
 
 
-def test_what_warming_up_costs_is_counted() -> None:
+def test_the_cost_of_warm_up_is_counted() -> None:
     wide = lay_out(4096, 30, "scan", STEEP, STEEP)
     assert wide is not None and wide.chunks == 64
     narrow = lay_out(4096, 30, "scan", STEEP, {**STEEP, 64: 1e-4})
@@ -48,12 +48,12 @@ def test_what_warming_up_costs_is_counted() -> None:
     assert lay_out(4096, 30, "scan", STEEP, dict.fromkeys(STEEP, 0.001)) is None
 
 
-def test_without_a_pace_everything_is_run_in_order() -> None:
+def test_without_a_pace_all_sequences_run_in_order() -> None:
     assert lay_out(65_536, 16, "scan", {}, {}) is None
     assert lay_out(65_536, 16, "scan", STEEP, {}) is None
 
 
-def test_a_run_takes_no_longer_than_others_may_wait() -> None:
+def test_a_run_takes_at_most_run_seconds() -> None:
     quick = lay_out(65_536, 64, "scan", STEEP, STEEP)
     assert quick is not None and quick.steps * quick.chunks <= 4096
     slow = {width: 20 * pace for width, pace in STEEP.items()}
@@ -66,7 +66,7 @@ def test_a_run_takes_no_longer_than_others_may_wait() -> None:
 
 
 def result(measuring: Generator[None, None, T]) -> T:
-    """What a measurement ends in."""
+    """Runs a measurement and returns its result."""
     while True:
         try:
             next(measuring)
@@ -74,17 +74,17 @@ def result(measuring: Generator[None, None, T]) -> T:
             return end.value  # type: ignore[no-any-return]
 
 
-def test_the_warm_up_is_the_fewest_tokens_after_which_little_was_left_for_good() -> None:
+def test_the_warm_up_is_the_fewest_tokens_with_a_lasting_small_residual() -> None:
     seen = ThroughputProfile([(16, 1e-1), (32, 1e-4), (64, 1e-3), (128, 1e-6), (256, 0.0)])
     assert seen.warm_up(1e-1) == 32
-    assert seen.warm_up(1e-3) == 128  # a quarter of it was passed at 64 once more
+    assert seen.warm_up(1e-3) == 128  # at 64 it is over a quarter again
     assert seen.warm_up(0.0) == 256
     assert ThroughputProfile([(16, 0.0), (32, 1.0)]).warm_up(1.0) is None
     assert ThroughputProfile([]).warm_up(1.0) is None
     assert MARGIN == 0.25
 
 
-def test_what_is_left_is_measured_between_runs_over_the_same_tokens(harness: EngineHarness) -> None:
+def test_residuals_are_measured_between_runs_over_the_same_tokens(harness: EngineHarness) -> None:
     pool, size = harness.engine.state_cache, harness.vocabulary.size
     measured = result(layout.measure_forgetting(harness.runner, pool, size))
     left = dict(measured)
@@ -96,7 +96,7 @@ def test_what_is_left_is_measured_between_runs_over_the_same_tokens(harness: Eng
 
 
 @pytest.mark.parametrize("role", ["advance", "scan"])
-def test_paces_are_the_quickest_of_every_width_that_a_batch_holds(
+def test_the_pace_of_a_width_is_its_quickest_run(
     harness: EngineHarness, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "POSITIONS", 64)
@@ -110,7 +110,7 @@ def test_paces_are_the_quickest_of_every_width_that_a_batch_holds(
     assert {ran for ran, _ in harness.runner.calls} == {role}
 
 
-def test_nothing_is_known_before_it_is_measured(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_known_before_the_measurement(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "POSITIONS", 64)
     throughput = ThroughputProfile()
     assert (throughput.pace("scan"), throughput.pace("advance"), throughput.warm_up(1.0)) == ({}, {}, None)

@@ -1,13 +1,12 @@
-"""Takes one random history of steps through two engines that differ only in whether steps are taken in columns.
+"""Plays one random history of steps on two engines, of which only one takes steps in columns.
 
     python -m tests.service.engine.columns_fuzz --steps 1000000
     python -m tests.service.engine.columns_fuzz --steps 50000 --bundle models/bundles/lstm
 
-Compares every answer, error and session record, bit for bit; latencies aside, and with a bundle the rounding.
+Compares every answer, error and session record, bit for bit, except for latencies and, with a bundle, rounding.
 
-An episode is one history on two new engines. Every second one has room for all states. In the others states are
-evicted: those of the one engine at other moments than those of the other, so that where an answer's state comes from is
-not compared.
+An episode is one history on two new engines. Every second one has room for all states. In the others the two engines
+evict states at different times, so the source of an answer's state is not compared.
 """
 
 from __future__ import annotations
@@ -40,28 +39,28 @@ from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
 from wane.service.types import Answer, History, Mode, Prediction, PredictRequest, SessionView, StepRequest
 
-TOKENS = 24  # that steps have; the last one but one fails its run, and the last one ends in NaN
+TOKENS = 24  # tokens of ordinary steps; POISON fails its run, and HOT ends in NaN
 POISON, HOT, UNKNOWN = TOKENS, TOKENS + 1, 1_000_000
 SESSIONS = 40
 MAX_BATCH = 8
 EPISODE_STEPS = 2_000
 TTL_S = 512.0
-BRANCH_BITS = 32  # of a revision: those behind them are random
+BRANCH_BITS = 32  # low bits of a revision; the higher ones are random
 SLOTS_OF_FEW = 2 + 3 * MAX_BATCH
 FIELDS = [field.name for field in fields(Answer) if field.name != "latency"]
 OF_STATES = ("state", "error_bound", "state_error_bound")
-"""Fields that tell where a state comes from, and what is known of it."""
+"""Fields that depend on the source of a state."""
 OF_BITS = ("predictions", "top1_proved")
-"""Fields that rounding changes. A run that rebuilds a state puts out no sum of all logits, which is then summed up with
-more digits; and rows of a real run depend on how many others there are."""
-ROUNDING = 1e-4  # of a log-probability
+"""Fields that rounding changes. A run that rebuilds a state does not output the sum of all logits, which is then
+computed with more digits; and rows of a real run depend on the number of other rows."""
+ROUNDING = 1e-4  # largest difference of two log-probabilities
 
 
 MakeEngine = Callable[[Store, Clock, Settings], tuple[Engine, Metrics, Any]]
 
 
 class PlainStore:
-    """A store in memory whose sessions are not buffered: as any other store than `MemoryStore`."""
+    """A store in memory whose sessions are not buffered, like any store other than `MemoryStore`."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -72,7 +71,7 @@ class PlainStore:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What the two engines did not do alike."""
+    """An action on which the two engines differ."""
 
     episode: int
     turn: int
@@ -82,7 +81,7 @@ class Difference:
 
 
 def fake_engine(store: Store, clock: Clock, settings: Settings) -> tuple[Engine, Metrics, Any]:
-    """An engine on the fake runner, with its own."""
+    """Makes an engine on the fake runner; returns it with its metrics and runner."""
     names = [f"t{index}" for index in range(TOKENS)]
     given = settings.model_dump(exclude_unset=True)
     harness = EngineHarness(vocabulary=name_vocabulary(names=names), store=store, certified=True, clock=clock, **given)
@@ -91,7 +90,7 @@ def fake_engine(store: Store, clock: Clock, settings: Settings) -> tuple[Engine,
 
 
 def bundle_engine(path: Path) -> MakeEngine:
-    """Makes engines on a bundle's graphs, run by ONNX Runtime."""
+    """Returns a maker of engines on a bundle's graphs, run by ONNX Runtime."""
     bundle = Bundle.read(path)
     runner = OnnxRunner(bundle, "cpu", threads=1)
     margin = MarginProof(bundle.weights())
@@ -116,16 +115,16 @@ class Side:
         self.engine, self.metrics, self.runner = make(self.store, self.clock, settings)
 
     def count(self, name: str) -> int:
-        """The value of a counter."""
+        """Returns the value of a counter."""
         labels = {"model": self.engine.name}
         return int(self.metrics.registry.get_sample_value(name, labels) or 0)
 
     async def settled(self) -> None:
-        """Waits until no request is in progress."""
+        """Waits until no request is in flight."""
         await self.engine.admission.idle()
 
     async def record(self, session: str) -> object:
-        """A session as the store has it; of its revision, how often it was changed since it began or was rewound."""
+        """Returns the session's record from the store, with only the counting bits of its revision."""
         found = await self.store.get(session)
         return found and found._replace(revision=found.revision % (1 << BRANCH_BITS))
 
@@ -137,13 +136,13 @@ class Side:
 
 @dataclass(slots=True)
 class Turn:
-    """Requests of one turn of the event loop, and who leaves: before a batch has begun, or while one runs."""
+    """Requests of one turn of the event loop, and the indexes of those that are cancelled or late."""
 
     requests: list[StepRequest | PredictRequest]
     leave: set[int]
     late: set[int]
     reads: list[str]
-    ends: list[str]  # sessions that are deleted behind the steps
+    ends: list[str]  # sessions that are deleted after the steps
     held: bool = False
 
 
@@ -163,7 +162,7 @@ class Episode:
         self._make = make
 
     async def run(self, steps: int, progress: Callable[[int], object]) -> None:
-        """Plays the history until it has so many steps, or the engines differ."""
+        """Plays the history until it has `steps` steps, or the engines differ."""
         self.sides = [self._side(in_columns=True), self._side(in_columns=False)]
         try:
             while self.counted["steps"] < steps and not self.differences:
@@ -194,7 +193,7 @@ class Episode:
             settings = settings.model_copy(update={"state_budget_bytes": SLOTS_OF_FEW * bytes_each})
         return Side(self._make, settings, in_columns=in_columns)
 
-    # What happens.
+    # Actions.
 
     async def _next(self) -> None:
         chance = self.random.random()
@@ -221,7 +220,7 @@ class Episode:
             await self._play(self._turn())
 
     def _session(self) -> str:
-        """As good as always one that there is."""
+        """Draws a session that nearly always exists."""
         if self.positions and self.random.random() < 0.99:
             return self.random.choice([*self.positions])
         return f"s{self.random.randrange(SESSIONS)}"
@@ -242,7 +241,7 @@ class Episode:
                 continue
             step = self._step(session, 2 + index if held else random.randrange(2, TOKENS))
             turn.requests.append(step)
-            # The general procedure knows a repeated step at once, and touches its session even if nobody waits.
+            # The general procedure recognises a repeated step early, and touches its session even after a cancel.
             may_leave = step.expected_position is None and step.idempotency_key is None
             if random.random() < 0.05 and not held and may_leave:
                 turn.leave.add(len(turn.requests) - 1)
@@ -291,14 +290,14 @@ class Episode:
 
     async def _play(self, turn: Turn) -> None:
         running = [await self._submit(side, turn) for side in self.sides]
-        if turn.held:  # of those that run at both, some leave
+        if turn.held:  # cancels some of the steps that run on both sides
             both = [index for index in range(len(turn.requests)) if all(index in one[2] for one in running)]
-            gone = {index for index in both if self.random.random() < 0.3}
+            leaving = {index for index in both if self.random.random() < 0.3}
             for side, (pending, _, _) in zip(self.sides, running, strict=True):
-                for index in gone:
+                for index in leaving:
                     pending[index].cancel()
                 side.runner.gate.set()
-            turn.leave |= gone
+            turn.leave |= leaving
         outcomes = []
         for side, (pending, tasks, _) in zip(self.sides, running, strict=True):
             found = [None if index in turn.leave else await outcome(one) for index, one in enumerate(pending)]
@@ -321,7 +320,9 @@ class Episode:
                 self.last[request.session] = replace(request, expected_position=one.position - len(request.tokens))
 
     async def _submit(self, side: Side, turn: Turn) -> tuple[list[Pending[Answer]], list[asyncio.Task[None]], set[int]]:
-        """Submits a turn's requests in one turn of the event loop. What waits; of a held turn, which of it runs."""
+        """Submits a turn's requests in one turn of the event loop.
+
+        Returns the pending results, the deletions and, for a held turn, the indexes of the steps that run."""
         if turn.held:
             side.runner.gate.clear()
         passed = asyncio.get_running_loop().time() - 1
@@ -365,7 +366,7 @@ class Episode:
             self.differences.append(Difference(self.number, self.turns, action, one, other))
 
     def _shown(self, result: object) -> object:
-        """What of a result is compared."""
+        """Returns the part of a result that is compared."""
         hidden: tuple[str, ...] = () if self.is_exact else OF_STATES
         if not (self.is_exact and self.sides[0].runner):
             hidden += OF_BITS
@@ -380,7 +381,7 @@ class Episode:
 
 
 def alike(some: Sequence[Prediction], others: Sequence[Prediction]) -> bool:
-    """Whether the log-probabilities are the same but for rounding, of each rank and of each token."""
+    """Returns whether the log-probabilities are equal up to rounding, by rank and by token."""
     known = {one.token_id: one.logprob for one in some}
     pairs = [(one.logprob, other.logprob) for one, other in zip(some, others, strict=True)]
     pairs += [(known[one.token_id], one.logprob) for one in others if one.token_id in known]
@@ -388,7 +389,7 @@ def alike(some: Sequence[Prediction], others: Sequence[Prediction]) -> bool:
 
 
 async def outcome(waited: Awaitable[Any]) -> object:
-    """A result, or what was raised instead."""
+    """Returns the result, or the error that was raised."""
     try:
         return await waited
     except Exception as error:
@@ -398,7 +399,7 @@ async def outcome(waited: Awaitable[Any]) -> object:
 async def run(
     steps: int, seed: int, make: MakeEngine = fake_engine, progress: Callable[[int], object] = lambda _: None
 ) -> tuple[Counter[str], list[Difference]]:
-    """Plays episodes until there were so many steps: what was counted, and the differences of the first that differ."""
+    """Plays episodes of `steps` steps in total. Returns the counts, and the differences of the first that has any."""
     counted: Counter[str] = Counter()
     number = 0
     while counted["steps"] < steps:
@@ -413,7 +414,7 @@ async def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plays the histories, and prints what came of them; 1 if there is a difference."""
+    """Plays the histories and prints the result. Returns 1 if there is a difference."""
     parser = argparse.ArgumentParser(prog="python -m tests.service.engine.columns_fuzz", description=__doc__)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)

@@ -20,7 +20,7 @@ def make(**changes: Any) -> Agreement:
     return replace(agreement, **changes)
 
 
-def test_distances_are_those_of_the_definitions() -> None:
+def test_distances_match_their_definitions() -> None:
     agreement = compare(P, Q, HERE, THERE, None, False)
     assert agreement.total_variation == pytest.approx(0.3)
     assert agreement.kl == pytest.approx(
@@ -31,7 +31,7 @@ def test_distances_are_those_of_the_definitions() -> None:
     assert agreement.top1_match is False
 
 
-def test_a_shift_of_all_logits_is_a_logit_difference_and_no_variation() -> None:
+def test_a_shift_of_all_logits_does_not_change_the_variation() -> None:
     agreement = compare(P, P + 2, HERE, HERE, None, False)
     assert agreement.total_variation == pytest.approx(0.0, abs=1e-6)
     assert agreement.max_logit_difference == pytest.approx(2.0)
@@ -43,7 +43,7 @@ def test_a_shift_of_all_logits_is_a_logit_difference_and_no_variation() -> None:
     ("bound", "shown"), [(None, (None, None)), (Bound(0.5, 0.25, 0.5), (0.5, 0.25)), (Bound(0, 0, 1e-6), (0.0, 0.0))]
 )
 @pytest.mark.parametrize("proved", [True, False])
-def test_what_is_claimed_stands_beside_what_is_measured(
+def test_an_agreement_has_its_bounds_and_proof(
     bound: Bound | None, shown: tuple[float | None, float | None], proved: bool
 ) -> None:
     agreement = compare(P, P, HERE, HERE, bound, proved)
@@ -55,7 +55,9 @@ def test_what_is_claimed_stands_beside_what_is_measured(
     ("bound", "distance", "violated"),
     [(None, 1.0, False), (0.1, 0.09, False), (0.1, 0.11, True), (0.0, 1e-6, False), (0.0, 1e-4, True)],
 )
-def test_a_bound_is_violated_by_more_than_rounding(bound: float | None, distance: float, violated: bool) -> None:
+def test_a_distance_over_the_bound_plus_rounding_violates_it(
+    bound: float | None, distance: float, violated: bool
+) -> None:
     assert violates(make(error_bound=bound, total_variation=distance)) is violated
 
 
@@ -67,7 +69,7 @@ def test_states_further_apart_than_their_bound_violate_it(bound: float | None, d
 
 
 @pytest.mark.parametrize(("proved", "match"), [(True, True), (True, False), (False, True), (False, False)])
-def test_a_proof_that_is_seen_to_be_wrong_is_a_violation(proved: bool, match: bool) -> None:
+def test_a_wrong_proof_is_a_violation(proved: bool, match: bool) -> None:
     assert violates(make(top1_proved=proved, top1_match=match)) is (proved and not match)
 
 
@@ -94,7 +96,7 @@ def test_the_running_figures_count_every_pair() -> None:
     }
 
 
-def test_figures_over_nothing_are_null_and_not_zero() -> None:
+def test_figures_without_comparisons_are_null() -> None:
     document = AgreementStatistics().document()
     assert document["compared"] == document["bound_violations"] == 0
     assert document["total_variation"] == {"mean": None, "max": None}

@@ -1,4 +1,4 @@
-"""Long requests are let in if they can be over by their deadlines; the others are refused at once."""
+"""Long requests are admitted if they can finish by their deadlines, and otherwise refused immediately."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wane.service.types import CompareRequest, GenerateRequest, Mode, PredictReq
 
 
 class Requests:
-    """A backlog, and the requests that were let in and are not over."""
+    """A backlog, and the admitted requests in flight."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -45,7 +45,7 @@ def requests() -> Iterator[Requests]:
     assert requests.backlog.seconds == 0
 
 
-def test_as_many_are_let_in_as_can_be_over_in_time_and_the_others_are_told_when_to_come_again(
+def test_a_request_that_cannot_finish_in_time_is_refused_with_retry_after(
     requests: Requests,
 ) -> None:
     for _ in range(4):
@@ -57,11 +57,11 @@ def test_as_many_are_let_in_as_can_be_over_in_time_and_the_others_are_told_when_
     assert requests.backlog.seconds == 24
 
 
-def test_a_request_that_finds_no_other_is_let_in_however_long_it_is_expected_to_take(requests: Requests) -> None:
+def test_a_request_alone_is_always_admitted(requests: Requests) -> None:
     requests.enter(1000, 30)
 
 
-def test_one_that_would_make_another_late_is_refused_and_one_that_is_late_anyway_holds_up_nobody(
+def test_a_request_that_would_make_another_late_is_refused(
     requests: Requests,
 ) -> None:
     requests.enter(10, 15)
@@ -81,27 +81,27 @@ def test_a_short_request_is_neither_refused_nor_counted(requests: Requests) -> N
     assert requests.backlog.seconds == 10
 
 
-def test_a_shorter_one_is_over_before_the_longer_ones_are(requests: Requests) -> None:
+def test_a_shorter_request_finishes_before_longer_ones(requests: Requests) -> None:
     for _ in range(2):
         requests.enter(10, None)
-    requests.enter(1, MARGIN * 3 + 0.01)  # three take turns until it is over
+    requests.enter(1, MARGIN * 3 + 0.01)  # three take turns until it finishes
     with pytest.raises(Overloaded):
         requests.enter(1, MARGIN * 3)
 
 
-def test_what_is_done_is_expected_no_more(requests: Requests) -> None:
+def test_progress_reduces_the_backlog(requests: Requests) -> None:
     first = requests.enter(20, 30)
     with pytest.raises(Overloaded):
         requests.enter(10, 30)
     requests.clock.now_s += 10
     first.progress(0.5)
     assert requests.backlog.seconds == 10
-    first.progress(0.25)  # what was done stays done
+    first.progress(0.25)  # progress never goes back
     assert requests.backlog.seconds == 10
     requests.enter(4, 30)
 
 
-def test_what_takes_longer_than_expected_makes_the_others_expected_to(requests: Requests) -> None:
+def test_slower_work_raises_the_pace_for_all(requests: Requests) -> None:
     first = requests.enter(10, None)
     requests.clock.now_s += 3 * MEASURED_S
     first.progress(MEASURED_S / 10)
@@ -110,20 +110,20 @@ def test_what_takes_longer_than_expected_makes_the_others_expected_to(requests: 
         requests.enter(5, MARGIN * 14)
 
 
-def test_a_request_that_fails_leaves_nothing_behind(requests: Requests) -> None:
+def test_a_failed_request_leaves_the_backlog(requests: Requests) -> None:
     with pytest.raises(KeyError), requests.backlog.share(10, None):
         raise KeyError
     assert requests.backlog.seconds == 0
 
 
-def test_a_request_that_ends_early_leaves_the_pace_alone(requests: Requests) -> None:
+def test_a_request_that_ends_early_does_not_change_the_pace(requests: Requests) -> None:
     for _ in range(12):
         with requests.backlog.share(10, None):
             requests.clock.now_s += 1
     assert requests.backlog.pace == 1
 
 
-def test_the_end_of_one_request_does_not_move_the_pace_of_another(requests: Requests) -> None:
+def test_the_end_of_a_request_does_not_change_the_pace_of_another(requests: Requests) -> None:
     first = requests.enter(10, None)
     with requests.backlog.share(10, None):
         requests.clock.now_s += 16  # 8 s for each
@@ -132,7 +132,7 @@ def test_the_end_of_one_request_does_not_move_the_pace_of_another(requests: Requ
     assert requests.backlog.pace == 1
 
 
-def test_time_in_which_a_request_waits_for_its_client_does_not_count(requests: Requests) -> None:
+def test_time_spent_waiting_for_a_client_does_not_count(requests: Requests) -> None:
     first = requests.enter(10, None)
     second = requests.enter(10, None)
     for share in (first, second):
@@ -147,7 +147,7 @@ def test_time_in_which_a_request_waits_for_its_client_does_not_count(requests: R
     assert requests.backlog.pace == 1
 
 
-def test_a_request_is_admitted_while_every_other_one_waits_for_its_client(requests: Requests) -> None:
+def test_a_request_is_admitted_while_all_others_wait_for_their_clients(requests: Requests) -> None:
     first = requests.enter(100, None)
     first.pause()
     requests.enter(6, 5).pause()
@@ -157,7 +157,7 @@ def test_a_request_is_admitted_while_every_other_one_waits_for_its_client(reques
         requests.enter(6, 5)
 
 
-def test_requests_whose_deadlines_have_passed_hold_up_nobody(requests: Requests) -> None:
+def test_requests_past_their_deadlines_do_not_count(requests: Requests) -> None:
     requests.enter(100, 5)
     requests.enter(1, None)
     requests.clock.now_s += 6
@@ -165,7 +165,7 @@ def test_requests_whose_deadlines_have_passed_hold_up_nobody(requests: Requests)
     assert requests.backlog.seconds == 7
 
 
-def test_a_check_looks_at_each_request_a_few_times(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_reads_each_request_a_few_times(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in range(1, 401):
         requests.enter(seconds, None)
     reads, left = 0, vars(Share)["left_s"]
@@ -233,7 +233,7 @@ ASKED: dict[str, Ask] = {
 
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_would_be_late(
+async def test_long_requests_are_counted_and_refused_if_they_would_be_late(
     make_harness: MakeHarness, asked: Ask
 ) -> None:
     harness = make_harness(cost_model=Slow())
@@ -249,13 +249,13 @@ async def test_every_long_request_is_counted_while_it_lasts_and_refused_if_it_wo
         await asked(engine, loop.time() + 0.1)
     assert refused.value.retry_after_s > 0
     assert harness.sample("wane_queue_rejected_total") == 1
-    assert len(runner.calls) == calls, "nothing was run for what was refused"
+    assert len(runner.calls) == calls, "a refused request runs nothing"
     runner.gate.set()
     await first
     assert engine.backlog.seconds == 0
 
 
-async def test_the_inputs_of_one_call_are_admitted_or_refused_together_by_the_work_of_all(
+async def test_the_inputs_of_one_call_are_admitted_together(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(cost_model=Slow())
@@ -265,7 +265,7 @@ async def test_the_inputs_of_one_call_are_admitted_or_refused_together_by_the_wo
     with engine.backlog.share(1000, None), pytest.raises(Overloaded):
         await engine.predict_many(short * 500)
     assert harness.sample("wane_queue_rejected_total") == 1
-    assert not harness.runner.calls, "nothing was run for what was refused"
+    assert not harness.runner.calls, "a refused request runs nothing"
     harness.runner.gate.clear()
     call = asyncio.create_task(engine.predict_many([*short * 500, PredictRequest((-1,))]))
     await harness.runner.until_busy()
@@ -277,7 +277,7 @@ async def test_the_inputs_of_one_call_are_admitted_or_refused_together_by_the_wo
     assert engine.backlog.seconds == 0
 
 
-async def test_other_work_runs_while_the_inputs_of_one_call_are_begun(
+async def test_other_work_runs_while_the_inputs_of_one_call_start(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, loop = harness.engine, asyncio.get_running_loop()
@@ -301,7 +301,7 @@ async def test_other_work_runs_while_the_inputs_of_one_call_are_begun(
     assert max(begun.values()) == BEGUN_AT_ONCE
 
 
-async def test_what_is_short_is_answered_beside_what_is_long(make_harness: MakeHarness) -> None:
+async def test_short_requests_are_answered_during_long_ones(make_harness: MakeHarness) -> None:
     harness = make_harness(cost_model=Slow())
     engine, loop = harness.engine, asyncio.get_running_loop()
     await engine.create_session("s")
@@ -313,13 +313,13 @@ async def test_what_is_short_is_answered_beside_what_is_long(make_harness: MakeH
         await engine.score(ScoreRequest((7,) * 40, deadline=deadline))
 
 
-async def test_a_request_whose_deadline_has_passed_is_told_so(make_harness: MakeHarness) -> None:
+async def test_a_request_past_its_deadline_fails_with_deadline_exceeded(make_harness: MakeHarness) -> None:
     engine = make_harness(cost_model=Slow()).engine
     with engine.backlog.share(1000, None), pytest.raises(DeadlineExceeded):
         await engine.submit(PredictRequest(LONG, Mode.RECURRENT, deadline=asyncio.get_running_loop().time() - 1))
 
 
-async def test_a_score_tells_how_far_it_is(make_harness: MakeHarness) -> None:
+async def test_a_score_reports_its_progress(make_harness: MakeHarness) -> None:
     engine = make_harness(cost_model=Slow()).engine
     async with aclosing(await engine.scoring(ScoreRequest(LONG))) as scoring:
         left = [round(engine.backlog.seconds / engine.backlog.pace, 3) async for _ in scoring]
@@ -342,7 +342,7 @@ async def score_closed_after_a_piece(engine: Engine) -> None:
     [(closed_after_three_tokens, 0.202 * 2 / 200), (score_closed_after_a_piece, PIECE_TOKENS / 2 / 1e3)],
     ids=["generate", "score"],
 )
-async def test_a_stream_that_ends_early_counts_only_for_what_was_run(
+async def test_a_stream_that_ends_early_counts_only_its_runs(
     make_harness: MakeHarness,
     ask: Callable[[Engine], Coroutine[Any, Any, None]],
     expected_s: float,
@@ -356,7 +356,7 @@ async def test_a_stream_that_ends_early_counts_only_for_what_was_run(
 
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-async def test_a_request_that_was_run_counts_as_worked_off(
+async def test_a_finished_request_counts_all_of_its_work(
     make_harness: MakeHarness, asked: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_harness(cost_model=Slow()).engine
@@ -378,7 +378,7 @@ async def test_a_request_that_was_run_counts_as_worked_off(
     assert worked
 
 
-async def test_a_replayed_step_counts_for_nothing(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replayed_step_counts_no_work(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_harness(cost_model=Slow()).engine
     await engine.create_session("s")
     await engine.submit(StepRequest("s", LONG, expected_position=0))
@@ -389,7 +389,7 @@ async def test_a_replayed_step_counts_for_nothing(make_harness: MakeHarness, mon
     assert not worked
 
 
-async def test_a_stream_that_nobody_reads_neither_slows_the_pace_nor_refuses_a_request(
+async def test_an_unread_stream_does_not_affect_the_pace_or_admission(
     make_harness: MakeHarness,
 ) -> None:
     engine, clock = make_harness(cost_model=Slow()).engine, Clock()

@@ -25,7 +25,7 @@ NOTHING = Certificate(contractive=False, layers=())
 @pytest.mark.parametrize("certificate", [CERTIFICATE, NOTHING], ids=["contractive", "nothing known"])
 @pytest.mark.parametrize(("k", "position"), [(5, 5), (6, 5), (0, 0)])
 @pytest.mark.parametrize("radius", [None, 0.5])
-def test_an_answer_that_knows_every_token_is_exact_whatever_is_proved(
+def test_an_answer_that_knows_every_token_is_exact(
     certificate: Certificate, k: int, position: int, radius: float | None
 ) -> None:
     found = bound(certificate, k, position, radius)
@@ -35,18 +35,16 @@ def test_an_answer_that_knows_every_token_is_exact_whatever_is_proved(
 
 
 @pytest.mark.parametrize(("k", "state", "variation"), [(1, 0.8, 1.0), (2, 0.4, 0.3), (3, 0.2, 0.1), (9, 0.2, 0.1)])
-def test_a_window_has_the_curve_s_bound_and_a_longer_one_than_the_curve_its_last(
-    k: int, state: float, variation: float
-) -> None:
+def test_a_window_beyond_the_curve_has_its_last_bound(k: int, state: float, variation: float) -> None:
     assert bound(CERTIFICATE, k, 100) == Bound(state + ROUNDING, variation, state + ROUNDING)
 
 
-def test_a_bound_that_says_nothing_is_told_as_such() -> None:
+def test_a_vacuous_bound_is_one() -> None:
     found = bound(CERTIFICATE, 1, 100)
     assert found is not None and found.variation == 1.0
 
 
-def test_the_smaller_of_curve_and_radius_counts_for_state_and_answer_each() -> None:
+def test_the_smaller_of_curve_and_radius_is_the_bound() -> None:
     found = bound(CERTIFICATE, 2, 100, 0.1)
     assert found is not None
     assert found.state == found.runs == 0.1 + ROUNDING
@@ -56,12 +54,12 @@ def test_the_smaller_of_curve_and_radius_counts_for_state_and_answer_each() -> N
 
 
 @pytest.mark.parametrize("radius", [None, 0.1])
-def test_nothing_is_claimed_where_rounding_was_not_measured(radius: float | None) -> None:
+def test_there_is_no_bound_without_a_measured_rounding(radius: float | None) -> None:
     assert bound(NOTHING, 4, 5, radius) is None
     assert bound(CERTIFICATE.model_copy(update={"rounding": None}), 4, 5, radius) is None
 
 
-def test_a_run_can_be_bounded_where_no_curve_is() -> None:
+def test_a_radius_gives_a_bound_without_a_curve() -> None:
     without = CERTIFICATE.model_copy(update={"state_error": (), "error_bound": ()})
     assert bound(without, 4, 5) is None
     found = bound(without, 4, 5, 0.1)
@@ -77,5 +75,5 @@ def test_a_run_can_be_bounded_where_no_curve_is() -> None:
         (Bound(1.0, 0.25, 1.0), 0.2, False),
     ],
 )
-def test_a_tolerance_is_met_by_a_bound_that_is_no_larger(found: Bound | None, tolerance: float, met: bool) -> None:
+def test_a_bound_meets_a_tolerance_that_is_not_smaller(found: Bound | None, tolerance: float, met: bool) -> None:
     assert meets(found, tolerance) is met

@@ -1,4 +1,4 @@
-"""Whatever is claimed of an answer is true of the never-interrupted model: random models, streams, cuts, rebuilds."""
+"""Bounds and proofs of answers hold against the never-interrupted model: random models, streams, cuts, rebuilds."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ACTIONS = ("step", "step", "step", "window", "both", "recall", "evict", "rewind"
 
 @dataclass
 class Tally:
-    """What was claimed: answers, those with a bound that says something, and those proved."""
+    """Counts of answers, of those with a non-trivial bound, and of those with a proof."""
 
     answers: int = 0
     bounded: int = 0
     proved: int = 0
 
     def check(self, small: Small, tokens: list[int], answer: Answer) -> None:
-        """Holds one answer against the model that was never interrupted."""
+        """Compares one answer with the never-interrupted model."""
         truth, _ = small.uninterrupted(tokens)
         self._check(answer, truth)
         if answer.agreement is not None:
@@ -54,7 +54,7 @@ class Tally:
 
 
 async def drive(small: Small, actions: list[str], random: np.random.Generator, tally: Tally) -> None:
-    """One session, whose states are dropped, rebuilt and cut, and the same tokens without a session beside it."""
+    """Drives one session whose states are dropped, rebuilt and cut, and predicts from the same tokens without it."""
     engine = small.engine
     session = (await engine.create_session()).session
     tokens: list[int] = []
@@ -100,7 +100,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
                 tally.check(small, tokens, await engine.submit(request))
     view = await engine.get_session(session)
     answer = await engine.submit(PredictRequest(session=session, top_k=EVERYTHING))
-    if view.error_bound is not None:  # what is said before the run holds after it; the run may know better
+    if view.error_bound is not None:  # a bound from before the run holds after it; the run may find a smaller one
         assert answer.error_bound is not None and answer.error_bound <= view.error_bound
     report: Any = await engine.report()
     assert report["agreement"]["bound_violations"] == 0
@@ -117,7 +117,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
     beside=st.booleans(),
     actions=st.lists(st.sampled_from(ACTIONS), min_size=5, max_size=30),
 )
-def test_no_answer_is_further_from_the_uninterrupted_model_than_it_says(
+def test_every_error_bound_holds_against_the_uninterrupted_model(
     cell: Cell, block: str, layers: int, seed: int, recurrent: float, beside: bool, actions: list[str]
 ) -> None:
     small = Small(cell, block, layers, seed, recurrent, beside=beside)
@@ -125,7 +125,7 @@ def test_no_answer_is_further_from_the_uninterrupted_model_than_it_says(
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["curve", "beside the run"])
-def test_of_models_that_forget_fast_much_is_claimed_and_all_of_it_is_true(beside: bool) -> None:
+def test_fast_forgetting_models_have_bounds_and_proofs_that_hold(beside: bool) -> None:
     tally = Tally()
     for seed in range(2 if beside else 6):
         for cell in CELLS:

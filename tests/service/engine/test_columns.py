@@ -1,4 +1,4 @@
-"""Steps of one token in columns: deadlines, clients that leave, failures, and what becomes of the others of a batch."""
+"""Steps of one token in columns: deadlines, cancelled steps, failures, and their effect on other steps of a batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POISON, HOT = 40, 41
 
 @pytest.fixture
 async def started(harness: EngineHarness) -> EngineHarness:
-    """With the sessions a, b and c, each after one token, whose next steps are columns."""
+    """An engine with the sessions a, b and c, each after one token, whose next steps are taken in columns."""
     await start_sessions(harness)
     harness.runner.poison, harness.runner.hot = POISON, HOT
     harness.runner.calls.clear()
@@ -39,19 +39,19 @@ async def started(harness: EngineHarness) -> EngineHarness:
 
 
 async def turns() -> None:
-    """Lets every callback run that is ready."""
+    """Runs every callback that is ready."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 def step(harness: EngineHarness, session: str, token: int = 6, *, hours: float | None = None) -> Pending[Answer]:
-    """Submits a step, with a deadline in so many hours."""
+    """Submits a step, with a deadline in `hours` hours."""
     deadline = None if hours is None else asyncio.get_running_loop().time() + hours * HOUR_S
     return harness.engine.submit(StepRequest(session, (token,), deadline=deadline))
 
 
 async def occupied(harness: EngineHarness, session: str = "c") -> Pending[Answer]:
-    """Keeps the runner busy with a step of two tokens, which is none for columns."""
+    """Keeps the runner busy with a step of two tokens, which is not taken in columns."""
     harness.runner.gate.clear()
     pending = harness.engine.submit(StepRequest(session, (7, 8)))
     await harness.runner.until_busy()
@@ -62,7 +62,7 @@ async def position(harness: EngineHarness, session: str) -> int:
     return (await harness.engine.get_session(session)).position
 
 
-async def test_steps_of_one_turn_are_one_batch_of_columns(started: EngineHarness) -> None:
+async def test_steps_of_one_turn_are_one_batch_in_columns(started: EngineHarness) -> None:
     pending = [step(started, name, token) for name, token in zip("abc", (6, 7, 8), strict=True)]
     answers = [await one for one in pending]
     assert [type(answer) for answer in answers] == [StepAnswer] * 3
@@ -71,7 +71,7 @@ async def test_steps_of_one_turn_are_one_batch_of_columns(started: EngineHarness
     assert [answer.latency.batch_items for answer in answers] == [3] * 3
 
 
-async def test_a_batch_that_begins_before_the_last_is_answered_keeps_no_slot(started: EngineHarness) -> None:
+async def test_a_batch_that_starts_before_the_last_is_answered_releases_its_slots(started: EngineHarness) -> None:
     started.runner.gate.clear()
     first = step(started, "a")
     await started.runner.until_busy()
@@ -84,9 +84,7 @@ async def test_a_batch_that_begins_before_the_last_is_answered_keeps_no_slot(sta
 # Deadlines.
 
 
-async def test_a_deadline_that_passes_while_a_step_waits_is_told_then(
-    started: EngineHarness, travel: Callable[[float], None]
-) -> None:
+async def test_a_queued_step_fails_at_its_deadline(started: EngineHarness, travel: Callable[[float], None]) -> None:
     ahead = await occupied(started)
     late, other = step(started, "a", hours=1), step(started, "b", hours=9)
     travel(TRAVELS_S)
@@ -99,9 +97,7 @@ async def test_a_deadline_that_passes_while_a_step_waits_is_told_then(
     assert started.sample("wane_queue_dropped_total", reason="deadline") == 1
 
 
-async def test_a_deadline_that_passes_behind_another_is_told_too(
-    started: EngineHarness, travel: Callable[[float], None]
-) -> None:
+async def test_two_steps_fail_at_their_own_deadlines(started: EngineHarness, travel: Callable[[float], None]) -> None:
     await occupied(started)
     first, second = step(started, "a", hours=1), step(started, "b", hours=3)
     for one in (first, second):
@@ -110,7 +106,7 @@ async def test_a_deadline_that_passes_behind_another_is_told_too(
             await one
 
 
-async def test_a_deadline_that_passes_while_a_step_runs_says_that_it_commits_and_it_does(
+async def test_a_running_step_fails_at_its_deadline_and_still_commits(
     started: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     started.runner.gate.clear()
@@ -124,7 +120,7 @@ async def test_a_deadline_that_passes_while_a_step_runs_says_that_it_commits_and
     assert (again.position, again.replayed) == (2, True)
 
 
-async def test_a_deadline_that_has_passed_when_the_batch_begins_is_told(started: EngineHarness) -> None:
+async def test_a_step_that_is_late_when_its_batch_starts_fails(started: EngineHarness) -> None:
     late, other = step(started, "a", hours=-1), step(started, "b")
     with pytest.raises(DeadlineExceeded):
         await late
@@ -132,7 +128,7 @@ async def test_a_deadline_that_has_passed_when_the_batch_begins_is_told(started:
     assert started.runner.calls == [("step", [[6]])]
 
 
-async def test_each_step_of_a_call_is_told_its_deadline_once(
+async def test_a_step_of_a_call_fails_once_at_its_deadline(
     started: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     call, loop = StepCall(), asyncio.get_running_loop()
@@ -152,10 +148,10 @@ async def test_each_step_of_a_call_is_told_its_deadline_once(
     assert isinstance(call.results[1], Answer)
 
 
-# Clients that leave.
+# Cancelled steps.
 
 
-async def test_a_step_that_is_cancelled_before_its_batch_leaves_no_trace(started: EngineHarness) -> None:
+async def test_a_step_that_is_cancelled_before_its_batch_has_no_effect(started: EngineHarness) -> None:
     await occupied(started)
     left = step(started, "a")
     left.cancel()
@@ -167,7 +163,7 @@ async def test_a_step_that_is_cancelled_before_its_batch_leaves_no_trace(started
     assert started.sample("wane_queue_dropped_total", reason="abandoned") == 1
 
 
-async def test_a_batch_whose_steps_were_all_cancelled_is_not_run(started: EngineHarness) -> None:
+async def test_a_batch_of_cancelled_steps_is_not_run(started: EngineHarness) -> None:
     failed = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
     for name in "ab":
@@ -187,7 +183,7 @@ async def test_a_step_that_is_cancelled_while_it_runs_commits(started: EngineHar
     assert await position(started, "a") == 2
 
 
-async def test_a_step_that_follows_a_cancelled_one_of_its_session_is_taken(started: EngineHarness) -> None:
+async def test_a_step_after_a_cancelled_one_of_its_session_runs(started: EngineHarness) -> None:
     await occupied(started)
     left, next_ = step(started, "a", 6), step(started, "a", 9)
     left.cancel()
@@ -195,17 +191,17 @@ async def test_a_step_that_follows_a_cancelled_one_of_its_session_is_taken(start
     assert (await next_).position == 2
 
 
-# Steps of one session, and those that are handed back.
+# Steps of one session, and steps that are handed back.
 
 
-async def test_two_steps_of_a_session_are_taken_in_their_order(started: EngineHarness) -> None:
+async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> None:
     first, second = step(started, "a", 6), step(started, "a", 7)
     assert [(await first).position, (await second).position] == [2, 3]
 
 
-async def test_a_step_that_is_handed_back_stays_before_those_behind_it(started: EngineHarness) -> None:
+async def test_a_step_that_is_handed_back_keeps_its_place(started: EngineHarness) -> None:
     first, second = step(started, "a", 6), step(started, "a", 7)
-    await started.engine.get_session("a")  # writes the session to the store: it is no column any more
+    await started.engine.get_session("a")  # writes the session to the store, so the step is handed back
     assert [(await first).position, (await second).position] == [2, 3]
     assert [rows for _, rows in started.runner.calls] == [[[6]], [[7]]]
 
@@ -220,13 +216,13 @@ async def test_replays_and_conflicts_are_recognised(started: EngineHarness) -> N
     assert conflict.value.position == 2
 
 
-async def test_a_session_that_is_over_is_unknown(started: EngineHarness) -> None:
+async def test_an_expired_session_is_unknown(started: EngineHarness) -> None:
     started.clock.now_s += started.settings.session_ttl_s + 1
     with pytest.raises(UnknownSession):
         await step(started, "a")
 
 
-async def test_a_session_that_is_made_anew_while_its_step_runs_is_stepped_as_it_is_then(started: EngineHarness) -> None:
+async def test_a_running_step_applies_to_its_recreated_session(started: EngineHarness) -> None:
     started.runner.gate.clear()
     pending = step(started, "a")
     await started.runner.until_busy()
@@ -238,7 +234,7 @@ async def test_a_session_that_is_made_anew_while_its_step_runs_is_stepped_as_it_
     assert answer.predictions[0].token_id == started.runner.logits([0, 6]).argmax()
 
 
-async def test_a_step_whose_state_was_evicted_while_it_waited_goes_on_from_the_tail(started: EngineHarness) -> None:
+async def test_a_queued_step_whose_state_was_evicted_is_rebuilt(started: EngineHarness) -> None:
     await occupied(started)
     pending = step(started, "a", 6)
     started.engine.state_cache.drop("a")
@@ -249,17 +245,17 @@ async def test_a_step_whose_state_was_evicted_while_it_waited_goes_on_from_the_t
 
 
 @pytest.mark.parametrize("asks", [{"mode": Mode.RECURRENT}, {"prove": True}, {"idempotency_key": "k"}])
-async def test_a_step_that_needs_more_is_none_for_columns(started: EngineHarness, asks: dict[str, object]) -> None:
+async def test_a_step_with_options_is_not_taken_in_columns(started: EngineHarness, asks: dict[str, object]) -> None:
     answer = await started.engine.submit(StepRequest("a", (6,), **asks))  # type: ignore[arg-type]
     assert (type(answer), answer.position) == (Answer, 2)
-    assert type(await step(started, "a")) is StepAnswer, "the one behind it is"
+    assert type(await step(started, "a")) is StepAnswer, "the next step is taken in columns"
 
 
 # Failures.
 
 
 @pytest.mark.parametrize("bad", [POISON, HOT], ids=["a poisoned token", "a row that is not finite"])
-async def test_a_step_that_fails_fails_alone_and_changes_nothing(started: EngineHarness, bad: int) -> None:
+async def test_a_failed_step_fails_alone_and_has_no_effect(started: EngineHarness, bad: int) -> None:
     failing, others = step(started, "a", bad), [step(started, name) for name in "bc"]
     with pytest.raises(WaneError, match="the model failed to run"):
         await failing
@@ -284,10 +280,10 @@ async def test_a_full_queue_refuses(make_harness: MakeHarness) -> None:
     assert (await step(harness, "d")).position == 2
 
 
-# The end.
+# Shutdown.
 
 
-async def test_draining_waits_for_steps_that_wait_and_run_and_takes_no_more(started: EngineHarness) -> None:
+async def test_draining_waits_for_queued_and_running_steps_and_refuses_new_ones(started: EngineHarness) -> None:
     started.runner.gate.clear()
     runs = step(started, "a")
     await started.runner.until_busy()
@@ -302,7 +298,7 @@ async def test_draining_waits_for_steps_that_wait_and_run_and_takes_no_more(star
     assert [(await one).position for one in (runs, waits)] == [2, 2]
 
 
-async def test_an_engine_that_is_closed_commits_what_runs_and_refuses_what_waits(started: EngineHarness) -> None:
+async def test_a_closed_engine_commits_running_steps_and_refuses_queued_ones(started: EngineHarness) -> None:
     started.runner.gate.clear()
     runs = step(started, "a")
     await started.runner.until_busy()
@@ -318,7 +314,7 @@ async def test_an_engine_that_is_closed_commits_what_runs_and_refuses_what_waits
 
 
 class Receiver:
-    """Waits for steps, and does something with the first that ran."""
+    """Receives steps, and calls `on_run` after step 0."""
 
     def __init__(self, on_run: Callable[[], object]) -> None:
         self.done = False
@@ -337,7 +333,7 @@ class Receiver:
         raise AssertionError(number, pending)
 
 
-async def test_a_receiver_may_submit_the_next_step_at_once(started: EngineHarness) -> None:
+async def test_a_receiver_may_submit_another_step_in_its_callback(started: EngineHarness) -> None:
     receiver = Receiver(lambda: started.engine.take_step("a", 7, 2, 5, None, receiver, 1) or pytest.fail("not taken"))
     assert started.engine.take_step("a", 6, 1, 5, None, receiver, 0)
     assert (await step(started, "b")).position == 2
@@ -345,7 +341,7 @@ async def test_a_receiver_may_submit_the_next_step_at_once(started: EngineHarnes
     assert receiver.ran == [2, 3]
 
 
-async def test_a_receiver_that_fails_keeps_nobody_from_an_answer(started: EngineHarness) -> None:
+async def test_a_failing_receiver_does_not_affect_the_others(started: EngineHarness) -> None:
     logged = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["exception"]))
     failure = LookupError("no answer")
@@ -359,7 +355,7 @@ async def test_a_receiver_that_fails_keeps_nobody_from_an_answer(started: Engine
 
 
 @pytest.mark.parametrize("end", ["succeeds", "conflicts", "leaves", "late", "call"])
-async def test_a_step_that_is_over_leaves_nothing_for_the_garbage_collector(started: EngineHarness, end: str) -> None:
+async def test_a_finished_step_leaves_no_reference_cycle(started: EngineHarness, end: str) -> None:
     async def run() -> None:
         if end == "call":
             call = StepCall()
@@ -380,7 +376,7 @@ async def test_a_step_that_is_over_leaves_nothing_for_the_garbage_collector(star
         except WaneError:
             assert end in ("conflicts", "late")
 
-    for _ in range(3):  # what is made once is made now
+    for _ in range(3):  # makes the objects that are made only once
         await step(started, "a")
         await run()
     if end == "conflicts":

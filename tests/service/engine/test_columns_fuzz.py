@@ -1,5 +1,5 @@
-"""One history of steps, in columns and by the general procedure; `python -m tests.service.engine.columns_fuzz` is
-longer."""
+"""A short history of steps in columns and by the general procedure; `python -m tests.service.engine.columns_fuzz` plays
+longer ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEED = 1
 STEPS = 4 * EPISODE_STEPS  # an episode of each kind: with and without evictions, on the event loop and on a thread
 
 
-async def test_a_history_of_steps_is_the_same_in_columns_and_by_the_general_procedure() -> None:
+async def test_columns_equal_the_general_procedure() -> None:
     counted, differences = await run(STEPS, SEED)
     assert differences == []
     assert counted["in columns"] > STEPS / 4

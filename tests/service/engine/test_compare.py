@@ -10,7 +10,7 @@ EOS = 0
 TOKENS = tuple(range(10, 20))
 
 
-async def test_recurrent_is_one_step_and_every_window_a_run_repeated_in_turns(harness: EngineHarness) -> None:
+async def test_recurrent_and_windows_run_in_turns(harness: EngineHarness) -> None:
     comparison = await harness.engine.compare(CompareRequest(TOKENS, windows=(2, 16), repeat=3))
     turn = [("step", [[19]]), ("window", [[18, 19]]), ("window", [[EOS, *TOKENS]])]
     assert harness.runner.calls == [("window", [[EOS, *TOKENS[:-1]]]), *turn * 3]
@@ -22,7 +22,7 @@ async def test_recurrent_is_one_step_and_every_window_a_run_repeated_in_turns(ha
     assert {line.state for line in comparison.windows} == {StateSource.WINDOW}
 
 
-async def test_every_window_says_how_far_it_is_from_recurrent(harness: EngineHarness) -> None:
+async def test_every_window_has_its_agreement_with_recurrent(harness: EngineHarness) -> None:
     short, whole = (await harness.engine.compare(CompareRequest(TOKENS, windows=(1, 10), repeat=1))).windows
     assert short.agreement is not None
     assert whole.agreement is not None
@@ -41,7 +41,7 @@ async def test_latencies_are_measured_by_phase(harness: EngineHarness) -> None:
         assert queue.p50_ms >= 0
 
 
-async def test_its_comparisons_count_in_the_report_once_for_every_window(harness: EngineHarness) -> None:
+async def test_the_report_counts_one_comparison_for_each_window(harness: EngineHarness) -> None:
     await harness.engine.compare(CompareRequest(TOKENS, windows=(1, 2, 10), repeat=7))
     report = await harness.engine.report()
     assert isinstance(report["agreement"], dict)
@@ -54,6 +54,6 @@ async def test_one_token_can_be_compared(harness: EngineHarness) -> None:
     assert comparison.windows[0].error_bound == 0.0
 
 
-async def test_the_window_at_fault_is_named_by_its_place(harness: EngineHarness) -> None:
+async def test_an_error_names_the_index_of_the_window(harness: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match=r"windows\[1\] is 17, but model fake"):
         await harness.engine.compare(CompareRequest(TOKENS, windows=(8, 17)))

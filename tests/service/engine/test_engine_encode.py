@@ -1,4 +1,4 @@
-"""Text on its way to tokens: bounded before it is encoded, and off the event loop where it is long."""
+"""Encoding of text: limited before it starts, and off the event loop if the text is long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG = "The history\nof the " * 500
 
 
 class Encoding:
-    """Takes the place of a vocabulary's `encode`: lists the texts that came, and waits for the gate."""
+    """Replaces a vocabulary's `encode`: lists the texts, and waits for the gate."""
 
     def __init__(self, harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
         self._encode = harness.vocabulary.encode
@@ -28,7 +28,7 @@ class Encoding:
     def __call__(self, text: str, most: int | None = None) -> list[int]:
         self.texts.append(text)
         self.busy.set()
-        assert self.gate.wait(TIMEOUT_S), "nobody opened the gate"
+        assert self.gate.wait(TIMEOUT_S), "the gate was not opened"
         return self._encode(text, most)
 
 
@@ -37,28 +37,28 @@ def encoding(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> Encodin
     return Encoding(harness, monkeypatch)
 
 
-async def test_text_is_encoded_by_the_models_vocabulary_however_long(harness: EngineHarness) -> None:
+async def test_long_text_is_encoded_by_the_models_vocabulary(harness: EngineHarness) -> None:
     assert await harness.engine.encode(LONG) == tuple(harness.vocabulary.encode(LONG))
 
 
 @pytest.mark.parametrize("text", ["x" * 5 * 65_537, "\n" * 65_537, "é\n" * 47_000], ids=len)
-async def test_a_text_that_is_too_long_whatever_its_tokens_are_is_refused_without_encoding_it(
+async def test_a_text_that_must_exceed_the_limit_is_refused_without_encoding(
     harness: EngineHarness, encoding: Encoding, text: str
 ) -> None:
-    # No token of this vocabulary stands for more than five bytes, and a line break is a token.
+    # No token of this vocabulary has more than five bytes, and a line break is a token.
     with pytest.raises(TooLarge, match=r"the input has at least 65\d\d\d tokens, but at most 65536 are taken"):
         await harness.engine.encode(text)
     assert encoding.texts == []
 
 
-async def test_a_text_that_turns_out_too_long_is_refused_before_a_list_is_made_of_its_tokens(
+async def test_a_text_over_the_limit_is_refused_before_its_ids_are_listed(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(max_input_tokens=5000)
     taken = []
 
     class Counted:
-        """An encoding that notes who asks for its ids."""
+        """An encoding that records each access to its ids."""
 
         def __init__(self, encoding: Encoded) -> None:
             self._encoding = encoding
@@ -84,10 +84,10 @@ async def test_words_and_events_of_any_length_are_one_token_each(make_harness: M
         assert await harness.engine.encode("x" * 100_000) == (1,)
         with pytest.raises(TooLarge):
             await harness.engine.encode("x\nx\nx\n")
-    assert await harness.engine.encode("\n" * 100_000) == ()  # of events, nothing is between line breaks
+    assert await harness.engine.encode("\n" * 100_000) == ()  # there are no events between the line breaks
 
 
-async def test_the_deadline_holds_while_a_text_is_encoded(
+async def test_a_deadline_applies_while_a_text_is_encoded(
     harness: EngineHarness, encoding: Encoding, travel: Callable[[float], None]
 ) -> None:
     deadline = asyncio.get_running_loop().time() + 3600
@@ -101,10 +101,10 @@ async def test_the_deadline_holds_while_a_text_is_encoded(
             await task
     encoding.gate.set()
     assert await harness.engine.encode(LONG) == tuple(harness.vocabulary.encode(LONG))
-    assert LONG * 2 not in encoding.texts, "what nobody waits for is not encoded"
+    assert LONG * 2 not in encoding.texts, "an abandoned text is not encoded"
 
 
-async def test_long_texts_leave_the_event_loops_own_threads_alone(harness: EngineHarness, encoding: Encoding) -> None:
+async def test_long_texts_do_not_use_the_event_loops_threads(harness: EngineHarness, encoding: Encoding) -> None:
     tasks = [asyncio.create_task(harness.engine.encode(LONG)) for _ in range(64)]
     assert await asyncio.to_thread(encoding.busy.wait, TIMEOUT_S)
     assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), TIMEOUT_S) == "free"
@@ -112,7 +112,7 @@ async def test_long_texts_leave_the_event_loops_own_threads_alone(harness: Engin
     assert len(set(await asyncio.gather(*tasks))) == 1
 
 
-async def test_draining_waits_for_texts_that_are_being_encoded_and_takes_no_more(
+async def test_draining_waits_for_encoding_texts_and_refuses_new_ones(
     harness: EngineHarness, encoding: Encoding
 ) -> None:
     admitted = asyncio.create_task(harness.engine.encode(LONG))
@@ -129,7 +129,7 @@ async def test_draining_waits_for_texts_that_are_being_encoded_and_takes_no_more
 
 
 @pytest.mark.parametrize("text", ["ab\ud800", "ab\udfff" + "x" * 5000], ids=len)
-async def test_half_of_a_surrogate_pair_is_refused_with_its_place(harness: EngineHarness, text: str) -> None:
+async def test_half_of_a_surrogate_pair_is_refused_with_its_index(harness: EngineHarness, text: str) -> None:
     with pytest.raises(InvalidRequest, match="character 2 of the text is half of a surrogate pair") as caught:
         await harness.engine.encode(text)
     assert caught.value.field == "input"

@@ -46,7 +46,7 @@ async def test_greedy_follows_the_model_one_step_a_token(harness: EngineHarness)
 
 
 @pytest.mark.parametrize("k", [3, 12])
-async def test_a_window_is_run_anew_for_every_token(harness: EngineHarness, k: int) -> None:
+async def test_a_window_runs_for_every_token(harness: EngineHarness, k: int) -> None:
     request = GenerateRequest(PROMPT, max_tokens=6, temperature=0, mode=Mode.WINDOW, window=k)
     tokens, finish = await generate(harness, request)
     assert [one.token_id for one in tokens] == greedy(harness, 6, k)
@@ -55,7 +55,7 @@ async def test_a_window_is_run_anew_for_every_token(harness: EngineHarness, k: i
     assert finish.error_bound is None
 
 
-async def test_a_window_that_still_covers_everything_at_the_end_is_exact(harness: EngineHarness) -> None:
+async def test_a_window_that_covers_all_tokens_is_exact(harness: EngineHarness) -> None:
     request = GenerateRequest(PROMPT, max_tokens=3, temperature=0, mode=Mode.WINDOW, window=12)
     _, finish = await generate(harness, request)
     assert finish.error_bound == 0.0
@@ -64,15 +64,17 @@ async def test_a_window_that_still_covers_everything_at_the_end_is_exact(harness
 async def test_a_windowed_generation_has_the_largest_bound_of_its_tokens(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=4, max_window=140)
     epsilon = harness.manifest.certificate.error_bound_at(130)
-    for length, bound in ((127, 0.0), (128, epsilon), (135, epsilon)):  # the last is from three tokens more
+    for length, bound in (
+        (127, 0.0),
+        (128, epsilon),
+        (135, epsilon),
+    ):  # the last token's window follows three generated tokens
         request = GenerateRequest((5,) * length, max_tokens=4, temperature=0, mode=Mode.WINDOW, window=130)
         assert (await generate(harness, request))[1].error_bound == bound
 
 
 @pytest.mark.parametrize("k", [None, 3, 12, 100])
-async def test_a_truncated_prompt_is_gone_on_from_without_a_start_token(
-    make_harness: MakeHarness, k: int | None
-) -> None:
+async def test_a_truncated_prompt_is_continued_without_a_start_token(make_harness: MakeHarness, k: int | None) -> None:
     harness = make_harness(certified=True, window=4, max_window=140)
     mode = Mode.AUTO if k is None else Mode.WINDOW
     request = GenerateRequest(PROMPT, max_tokens=6, temperature=0, mode=mode, window=k, truncated=True)
@@ -90,7 +92,7 @@ async def test_a_truncated_prompt_of_an_uncertified_model_has_no_bound(harness: 
     assert (await generate(harness, request))[1].error_bound is None
 
 
-async def test_the_same_seed_gives_the_same_text_and_another_another(harness: EngineHarness) -> None:
+async def test_equal_seeds_give_equal_texts_and_others_do_not(harness: EngineHarness) -> None:
     async def text(seed: int) -> tuple[int, ...]:
         return (await generate(harness, GenerateRequest(PROMPT, max_tokens=20, seed=seed)))[1].tokens
 
@@ -98,7 +100,7 @@ async def test_the_same_seed_gives_the_same_text_and_another_another(harness: En
     assert await text(1) != await text(2)
 
 
-async def test_a_stop_string_ends_the_text_before_it_and_saves_the_rest(harness: EngineHarness) -> None:
+async def test_a_stop_string_ends_the_text_and_the_work(harness: EngineHarness) -> None:
     whole = (await generate(harness, GenerateRequest(PROMPT, max_tokens=20, temperature=0)))[1].text
     stop = whole[4:6]
     harness.runner.calls.clear()
@@ -117,7 +119,7 @@ async def test_a_sequence_of_events_stops_at_its_end(make_harness: MakeHarness) 
     assert EOS not in finish.tokens[:-1]
 
 
-async def test_what_is_wrong_with_a_request_is_raised_before_the_first_token(harness: EngineHarness) -> None:
+async def test_errors_of_a_request_are_raised_before_the_first_token(harness: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match="max_tokens is 4097, but must be at most 4096"):
         await harness.engine.generate(GenerateRequest(PROMPT, max_tokens=4097))
     with pytest.raises(InvalidRequest, match="windows of 1 to 16"):
@@ -129,7 +131,7 @@ async def test_what_is_wrong_with_a_request_is_raised_before_the_first_token(har
         await harness.engine.generate(GenerateRequest(PROMPT))
 
 
-async def test_a_generation_that_is_closed_early_or_never_begun_gives_back_its_state(harness: EngineHarness) -> None:
+async def test_a_generation_that_is_closed_releases_its_state(harness: EngineHarness) -> None:
     begun = await harness.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
     await anext(begun)
     never = await harness.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
@@ -140,7 +142,7 @@ async def test_a_generation_that_is_closed_early_or_never_begun_gives_back_its_s
     await harness.engine.drain()
 
 
-async def test_a_client_who_leaves_between_two_tokens_stops_the_work(harness: EngineHarness) -> None:
+async def test_cancelling_between_two_tokens_stops_the_work(harness: EngineHarness) -> None:
     stream = await harness.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
     await anext(stream)
     harness.runner.busy.clear()
@@ -150,7 +152,7 @@ async def test_a_client_who_leaves_between_two_tokens_stops_the_work(harness: En
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    # The batch in hand still writes to the state's slot, which is therefore not free yet.
+    # The running batch still writes to the state's slot, so the slot is not free yet.
     assert harness.engine.state_cache.used_bytes == harness.engine.state_cache.slot_bytes
     harness.runner.gate.set()
     await harness.engine.drain()

@@ -10,7 +10,7 @@ BYTES = byte_vocabulary()
 
 
 def pushed(stream: TextStream, tokens: list[int]) -> list[str]:
-    """The pieces of text, up to the one that stopped it."""
+    """Returns the pieces of text, up to the one that stopped it."""
     pieces = []
     for index, token in enumerate(tokens):
         pieces.append(stream.push(token, final=index == len(tokens) - 1))
@@ -30,17 +30,17 @@ def pushed(stream: TextStream, tokens: list[int]) -> list[str]:
     ],
     ids=["bpe", "unfinished", "special", "words", "events"],
 )
-def test_the_pieces_joined_are_what_the_vocabulary_decodes(vocabulary: Vocabulary, tokens: list[int]) -> None:
+def test_the_pieces_join_to_the_vocabularys_text(vocabulary: Vocabulary, tokens: list[int]) -> None:
     stream = TextStream(vocabulary, ())
     assert "".join(pushed(stream, tokens)) == vocabulary.decode(tokens) == stream.text
     assert stream.tokens == tokens
 
 
-def test_an_unfinished_character_is_withheld_until_it_is_whole() -> None:
+def test_an_unfinished_character_is_withheld() -> None:
     assert pushed(TextStream(BYTES, ()), BYTES.encode("aü🙂")) == ["a", "", "ü", "", "", "", "🙂"]
 
 
-def test_what_may_become_a_stop_string_is_withheld_and_given_when_it_does_not() -> None:
+def test_a_possible_stop_string_is_withheld_until_it_is_ruled_out() -> None:
     assert pushed(TextStream(BYTES, ("abc",)), BYTES.encode("xababd")) == ["x", "", "", "ab", "", "abd"]
 
 
@@ -51,19 +51,19 @@ def test_text_ends_before_a_stop_string_that_spans_tokens() -> None:
     assert stream.tokens == BYTES.encode("End. The")
 
 
-def test_of_several_stop_strings_the_one_that_is_there_first_stops() -> None:
+def test_the_earliest_of_several_stop_strings_stops() -> None:
     stream = TextStream(BYTES, ("zzz", "lo", "hello"))
     pushed(stream, BYTES.encode("say hello"))
     assert stream.text == "say "
 
 
-def test_a_stop_string_of_more_than_one_byte_a_character_is_found() -> None:
+def test_a_multibyte_stop_string_is_found() -> None:
     stream = TextStream(BYTES, ("ß",))
     pushed(stream, BYTES.encode("Grüße"))
     assert stream.text == "Grü"
 
 
-def test_a_stop_string_inside_one_token_leaves_what_comes_before_it() -> None:
+def test_text_before_a_stop_string_in_one_token_is_kept() -> None:
     stream = TextStream(name_vocabulary("words"), ("ad",))
     assert pushed(stream, [2, 3, 4]) == ["open", " re"]
 

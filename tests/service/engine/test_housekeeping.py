@@ -15,7 +15,7 @@ from wane.service.types import StateSource, StepRequest
 
 
 async def integrity(harness: EngineHarness) -> tuple[int, int]:
-    """Rounds and faults, as the report has them."""
+    """Returns the rounds and faults of the report."""
     found = (await harness.engine.report())["integrity"]
     assert isinstance(found, dict)
     assert harness.sample("wane_state_faults_total") == found["faults"]
@@ -23,13 +23,13 @@ async def integrity(harness: EngineHarness) -> tuple[int, int]:
 
 
 def slot_of(harness: EngineHarness, session: str) -> int:
-    """Where the session's state is."""
+    """Returns the slot of the session's state."""
     state = harness.engine.state_cache.peek(session)
     assert state is not None
     return state.slot
 
 
-async def test_every_look_checks_a_part_and_rounds_are_counted(harness: EngineHarness) -> None:
+async def test_each_look_checks_some_states_and_rounds_are_counted(harness: EngineHarness) -> None:
     sessions = [await start(harness, 5) for _ in range(SLOTS_AT_ONCE + 3)]
     assert await integrity(harness) == (0, 0)
     await harness.engine.housekeeper.look()
@@ -45,7 +45,7 @@ async def test_every_look_checks_a_part_and_rounds_are_counted(harness: EngineHa
     assert await integrity(harness) == (2, 1)
 
 
-async def test_a_spoilt_state_is_rebuilt_by_the_next_token_and_the_others_stay(
+async def test_a_corrupt_state_is_rebuilt_by_the_next_token(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoilt, other = await start(harness, 5, 6), await start(harness, 5, 7)
@@ -61,9 +61,9 @@ async def test_a_spoilt_state_is_rebuilt_by_the_next_token_and_the_others_stay(
     assert await integrity(harness) == (3, 1)
 
 
-async def test_a_slot_that_an_ended_request_has_kept_is_found_and_freed(harness: EngineHarness) -> None:
+async def test_a_leaked_slot_is_found_and_freed(harness: EngineHarness) -> None:
     session = await start(harness, 5)
-    harness.engine.state_cache.acquire()  # and nobody will release it
+    harness.engine.state_cache.acquire()  # never released
     await harness.engine.housekeeper.look()
     assert await integrity(harness) == (1, 1)
     assert harness.engine.state_cache.used_bytes == 0
@@ -71,7 +71,7 @@ async def test_a_slot_that_an_ended_request_has_kept_is_found_and_freed(harness:
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6])
 
 
-async def test_the_slots_of_a_request_in_progress_are_no_fault(harness: EngineHarness) -> None:
+async def test_the_slots_of_a_request_in_flight_are_no_fault(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
@@ -83,7 +83,7 @@ async def test_the_slots_of_a_request_in_progress_are_no_fault(harness: EngineHa
     assert (await step).position == 2
 
 
-async def test_states_idle_for_longer_than_theirs_are_given_up_and_their_sessions_stay(
+async def test_states_idle_over_their_ttl_are_dropped_and_sessions_stay(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(state_ttl_s=60)
@@ -99,7 +99,7 @@ async def test_states_idle_for_longer_than_theirs_are_given_up_and_their_session
     assert listed(answer) == expected(harness, [5, 6])
 
 
-async def test_sessions_that_are_over_are_forgotten_with_nobody_asking(harness: EngineHarness) -> None:
+async def test_expired_sessions_are_removed_without_a_request(harness: EngineHarness) -> None:
     await start(harness, 5)
     harness.clock.now_s += 3601
     await harness.engine.housekeeper.look()
@@ -108,7 +108,7 @@ async def test_sessions_that_are_over_are_forgotten_with_nobody_asking(harness: 
     assert harness.engine.state_cache.used_bytes == 0
 
 
-async def test_a_store_that_is_away_does_not_end_the_housekeeping(
+async def test_an_unreachable_store_does_not_stop_the_housekeeping(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks = asyncio.Semaphore(0)

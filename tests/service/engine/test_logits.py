@@ -1,4 +1,4 @@
-"""The likeliest tokens: from all logits, and from those that a graph picked out."""
+"""The most probable tokens: from all logits, and from a graph's top logits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ K = 16
 
 
 def random_logits(seed: int) -> NDArray[np.float32]:
-    """Some of them equal."""
+    """Returns random logits, some of them equal."""
     logits = 3 * np.random.default_rng(seed).normal(size=VOCABULARY.size)
     rounded: NDArray[np.float32] = np.round(logits, 1).astype(np.float32)
     return rounded
 
 
 def picked(logits: NDArray[np.float32]) -> dict[str, Array]:
-    """What a graph picks out of logits (B, V)."""
+    """Returns a graph's top outputs for logits (B, V)."""
     ids = np.argsort(-logits, axis=1, kind="stable")[:, :K]
     total = np.log(np.exp(logits.astype(np.float64)).sum(axis=1)).astype(np.float32)
     return {TOP_IDS: ids, TOP_LOGITS: np.take_along_axis(logits, ids, axis=1), LOG_SUM_EXP: total}
@@ -37,7 +37,7 @@ def top_of(logits: NDArray[np.float32]) -> Top:
 
 
 @pytest.mark.parametrize("count", [1, 5, K])
-def test_what_a_graph_picked_out_gives_the_same_predictions(count: int) -> None:
+def test_the_graphs_top_logits_give_the_same_predictions(count: int) -> None:
     for seed in range(20):
         logits = random_logits(seed)
         whole = predictions(logits, count, VOCABULARY)
@@ -48,20 +48,20 @@ def test_what_a_graph_picked_out_gives_the_same_predictions(count: int) -> None:
             assert other.probability == pytest.approx(one.probability, rel=2e-6)
 
 
-def test_more_than_was_picked_out_comes_from_all_logits() -> None:
+def test_more_predictions_than_the_graph_outputs_come_from_all_logits() -> None:
     logits = random_logits(0)
     wrong = top_of(random_logits(1))
     assert predictions(logits, K + 1, VOCABULARY, wrong) == predictions(logits, K + 1, VOCABULARY)
     assert len(predictions(logits, VOCABULARY.size + 5, VOCABULARY, wrong)) == VOCABULARY.size
 
 
-def test_equals_come_by_their_ids_and_none_is_left_out() -> None:
+def test_equal_logits_are_ordered_by_id() -> None:
     logits = np.zeros(VOCABULARY.size, np.float32)
     logits[[9, 3]] = 1
     assert [one.token_id for one in predictions(logits, 4, VOCABULARY)] == [3, 9, 0, 1]
 
 
-def test_a_token_that_is_all_but_certain_has_a_probability_of_at_most_one() -> None:
+def test_the_probability_of_an_almost_certain_token_is_at_most_one() -> None:
     logits = np.zeros(VOCABULARY.size, np.float32)
     logits[7] = 40
     outputs = picked(logits[None])
@@ -70,7 +70,7 @@ def test_a_token_that_is_all_but_certain_has_a_probability_of_at_most_one() -> N
     assert (found.token_id, found.logprob, found.probability) == (7, 0.0, 1.0)
 
 
-def test_every_row_of_a_batch_has_the_largest_of_its_own() -> None:
+def test_each_row_of_a_batch_has_its_own_largest_logits() -> None:
     runner = FakeRunner(VOCABULARY.size)
     pool = StatePool(make_manifest(VOCABULARY).state, HIDDEN, 1 << 16)
     for role in ("step", "window"):

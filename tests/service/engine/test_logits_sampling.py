@@ -36,7 +36,7 @@ def test_temperature_sharpens_and_flattens() -> None:
     assert share(100.0) == pytest.approx(0.25, abs=0.04)
 
 
-def test_top_k_leaves_the_k_most_probable() -> None:
+def test_top_k_keeps_the_k_most_probable() -> None:
     assert drawn(Sampler(1.0, 2, None, seed=1)) == {1, 2}
     assert drawn(Sampler(1.0, 100, None, seed=1)) == {0, 1, 2, 3}
 
@@ -44,17 +44,17 @@ def test_top_k_leaves_the_k_most_probable() -> None:
 @pytest.mark.parametrize(
     ("top_p", "kept"), [(0.01, {1}), (0.49, {1}), (0.51, {1, 2}), (0.8, {1, 2, 3}), (1.0, {0, 1, 2, 3})]
 )
-def test_top_p_leaves_the_fewest_tokens_that_make_up_the_share(top_p: float, kept: set[int]) -> None:
+def test_top_p_keeps_the_fewest_tokens_that_add_up_to_p(top_p: float, kept: set[int]) -> None:
     assert drawn(Sampler(1.0, None, top_p, seed=1)) == kept
 
 
 def test_top_k_comes_before_top_p() -> None:
-    # Of {1: 0.5, 2: 0.25} token 1 has two thirds: enough for 0.6, where it would not be of all four.
+    # Token 1 has two thirds of {1: 0.5, 2: 0.25}: enough for 0.6, but not enough among all four.
     assert drawn(Sampler(1.0, 2, 0.6, seed=1)) == {1}
     assert drawn(Sampler(1.0, None, 0.6, seed=1)) == {1, 2}
 
 
-def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
+def test_equal_seeds_draw_equal_tokens() -> None:
     def run(seed: int) -> list[int]:
         sampler = Sampler(1.0, None, None, seed)
         return [sampler.draw(LOGITS)[0] for _ in range(50)]
@@ -64,18 +64,18 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e300])
-def test_the_most_extreme_temperatures_draw_a_token(temperature: float) -> None:
+def test_extreme_temperatures_draw_a_token(temperature: float) -> None:
     tokens = drawn(Sampler(temperature, None, 0.9, seed=1))
     assert tokens == ({1} if temperature < 1 else {0, 1, 2, 3})
 
 
-def test_log_probabilities_are_exact_where_float32_would_overflow() -> None:
+def test_log_probabilities_do_not_overflow() -> None:
     logprobs = log_softmax(np.array([1000.0, 999.0, -1000.0], np.float32))
     assert np.exp(logprobs).sum() == pytest.approx(1.0)
     assert logprobs[0] - logprobs[1] == pytest.approx(1.0)
 
 
-def test_among_equals_the_smaller_id_comes_first_and_no_more_are_listed_than_there_are() -> None:
+def test_equal_logits_are_ordered_by_id_up_to_the_vocabulary() -> None:
     vocabulary = name_vocabulary()
     logits = np.array([0, 1, 0, 1, 0], np.float32)
     assert [one.token_id for one in predictions(logits, 100, vocabulary)] == [1, 3, 0, 2, 4]

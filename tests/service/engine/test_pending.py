@@ -1,4 +1,4 @@
-"""Requests that were submitted: their deadlines, what becomes of them where the caller leaves, and no task for any."""
+"""Submitted requests: their deadlines, cancellation, proofs, and that none of them needs a task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WINDOW = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=2)
 
 
 def submitted(harness: EngineHarness, request: PredictRequest = WINDOW) -> Pending[Answer]:
-    """A window that stands in the queue."""
+    """Submits a window."""
     return harness.engine.submit(request)
 
 
@@ -29,62 +29,62 @@ HOUR_S = 3600.0
 
 
 class Work:
-    """What a request waits for. `left`: it was taken back."""
+    """The work of a request. `withdrawn`: it was cancelled."""
 
     def __init__(self) -> None:
         self.waiter = Waiter[int]()
-        self.left = False
+        self.withdrawn = False
 
     async def run(self) -> int:
         try:
             return await self.waiter
         except asyncio.CancelledError:
-            self.left = True
+            self.withdrawn = True
             raise
 
 
 def ticket(*, entered: bool = False) -> Ticket:
-    """One with an hour."""
+    """Returns a ticket with a deadline in an hour."""
     made = Ticket(asyncio.get_running_loop().time() + HOUR_S)
     made.entered = entered
     return made
 
 
 async def turns() -> None:
-    """Lets every callback run that is ready."""
+    """Runs every callback that is ready."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-async def test_the_result_is_told_once(travel: Callable[[float], None]) -> None:
-    work, told = Work(), list[int]()
+async def test_the_result_calls_back_once(travel: Callable[[float], None]) -> None:
+    work, results = Work(), list[int]()
     given = ticket()
     pending = Pending.of(work.run(), given)
-    pending.on_done(lambda done: told.append(done.result()))
+    pending.on_done(lambda done: results.append(done.result()))
     work.waiter.resolve(7)
     travel(2 * HOUR_S)
     await turns()
     pending.cancel()
-    assert told == [7] and not given.abandoned
+    assert results == [7] and not given.abandoned
 
 
 @pytest.mark.parametrize("entered", [False, True])
-async def test_a_caller_that_leaves_takes_back_what_has_not_entered_a_batch(entered: bool) -> None:
-    work, told = Work(), list[str]()
+async def test_cancel_withdraws_work_that_has_not_entered_a_batch(entered: bool) -> None:
+    work, results = Work(), list[str]()
     given = ticket(entered=entered)
     pending = Pending.of(work.run(), given)
-    pending.on_done(lambda _: told.append("called back"))
+    pending.on_done(lambda _: results.append("called back"))
     pending.cancel()
     pending.cancel()
     assert given.abandoned
-    assert work.left is not entered
+    assert work.withdrawn is not entered
     work.waiter.resolve(7)
     await turns()
-    assert pending.done and told == []
+    assert pending.done and results == []
 
 
 @pytest.mark.parametrize("entered", [False, True])
-async def test_a_deadline_is_told_and_takes_back_what_has_not_entered_a_batch(
+async def test_a_deadline_withdraws_work_that_has_not_entered_a_batch(
     travel: Callable[[float], None], entered: bool
 ) -> None:
     work = Work()
@@ -94,12 +94,12 @@ async def test_a_deadline_is_told_and_takes_back_what_has_not_entered_a_batch(
     with pytest.raises(DeadlineExceeded) as late:
         await pending
     assert ("it still commits" in str(late.value)) is entered
-    assert work.left is not entered
+    assert work.withdrawn is not entered
     work.waiter.resolve(7)
     assert given.abandoned
 
 
-async def test_work_that_its_engine_cancels_is_told_as_unavailable() -> None:
+async def test_work_that_the_engine_cancels_is_unavailable() -> None:
     work = Work()
     pending = Pending.of(work.run(), ticket())
     work.waiter.fail(asyncio.CancelledError())
@@ -108,9 +108,7 @@ async def test_work_that_its_engine_cancels_is_told_as_unavailable() -> None:
 
 
 @pytest.mark.parametrize("end", ["succeeds", "fails", "leaves", "late"])
-async def test_a_request_that_is_over_leaves_nothing_for_the_garbage_collector(
-    travel: Callable[[float], None], end: str
-) -> None:
+async def test_a_finished_request_leaves_no_reference_cycle(travel: Callable[[float], None], end: str) -> None:
     async def run() -> None:
         work = Work()
         pending = Pending.of(work.run(), ticket())
@@ -125,8 +123,8 @@ async def test_a_request_that_is_over_leaves_nothing_for_the_garbage_collector(
             await turns()
         assert pending.done
 
-    await run()  # what is made once is made now
-    while gc.collect():  # what other tests left may go in several rounds
+    await run()  # makes the objects that are made only once
+    while gc.collect():  # garbage of other tests may take several rounds
         pass
     gc.disable()
     try:
@@ -176,7 +174,7 @@ async def test_a_window_of_a_truncated_sequence_runs_its_last_tokens_without_a_s
     assert (answer.window, answer.error_bound) == (len(run), None)
 
 
-async def test_a_window_that_is_refused_is_told(harness: EngineHarness) -> None:
+async def test_a_refused_window_raises_its_error(harness: EngineHarness) -> None:
     with pytest.raises(InvalidRequest, match="window is 10000"):
         await submitted(harness, PredictRequest((5,), mode=Mode.WINDOW, window=10_000))
     await harness.engine.drain()
@@ -198,7 +196,7 @@ async def test_a_window_that_is_cancelled_in_the_queue_is_never_run(harness: Eng
     assert harness.sample("wane_queue_dropped_total", reason="abandoned") == 1
 
 
-async def test_a_window_that_is_cancelled_while_it_runs_is_answered_to_nobody(harness: EngineHarness) -> None:
+async def test_a_window_that_is_cancelled_while_it_runs_is_dropped(harness: EngineHarness) -> None:
     harness.runner.gate.clear()
     window = submitted(harness)
     await harness.runner.until_busy()
@@ -208,7 +206,7 @@ async def test_a_window_that_is_cancelled_while_it_runs_is_answered_to_nobody(ha
     await harness.engine.drain()
 
 
-async def test_a_run_that_fails_is_told_and_the_engine_goes_on(harness: EngineHarness) -> None:
+async def test_a_failed_run_does_not_stop_the_engine(harness: EngineHarness) -> None:
     harness.runner.poison = 6
     with pytest.raises(WaneError, match="failed to run"):
         await submitted(harness)
@@ -217,7 +215,7 @@ async def test_a_run_that_fails_is_told_and_the_engine_goes_on(harness: EngineHa
     await harness.engine.drain()
 
 
-async def test_an_answer_that_cannot_be_made_is_its_own_failure(
+async def test_an_answer_that_cannot_be_built_fails_alone(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = submitted(harness)
@@ -248,7 +246,7 @@ each_search = pytest.mark.parametrize("request_", SEARCHES, ids=["window", "sess
 
 @pytest.fixture
 async def bounded(make_harness: MakeHarness) -> EngineHarness:
-    """An engine whose windows leave rivals to their first tokens, with the session a after six tokens."""
+    """An engine whose margin proof leaves rivals, with the session a after six tokens."""
     harness = make_harness(certified=True, radius=1.0)
     await harness.engine.create_session("a")
     await harness.engine.submit(StepRequest("a", (5, 6, 7, 8, 9, 10)))
@@ -256,34 +254,34 @@ async def bounded(make_harness: MakeHarness) -> EngineHarness:
 
 
 @each_search
-async def test_a_proof_is_searched_for_only_where_a_request_asks_for_one(
+async def test_a_proof_is_searched_only_on_request(
     bounded: EngineHarness, request_: PredictRequest | StepRequest
 ) -> None:
     proof = FakeProof(bounded.engine)
     plain = await bounded.engine.submit(replace(request_, prove=False))
     assert proof.asked == 0
-    asked = await bounded.engine.submit(request_)  # the step, once more: a replay
+    asked = await bounded.engine.submit(request_)  # a step is replayed
     assert proof.asked == 1
     found = [answer if answer.agreement is None else answer.agreement for answer in (plain, asked)]
     assert [one.top1_proved for one in found] == [False, True]
     assert asked.latency.total_ms >= asked.latency.compute_ms
 
 
-async def test_a_first_token_that_its_margin_proves_needs_no_search(make_harness: MakeHarness) -> None:
+async def test_a_token_proved_by_its_margin_needs_no_search(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, radius=1e-9)
     proof = FakeProof(harness.engine)
     assert (await harness.engine.submit(PROVED)).top1_proved
     assert proof.asked == 0
 
 
-async def test_searches_wait_for_their_turn_whatever_else_there_is_to_do(bounded: EngineHarness) -> None:
+async def test_searches_run_one_at_a_time_without_delaying_steps(bounded: EngineHarness) -> None:
     proof = FakeProof(bounded.engine)
     proof.gate.clear()
     first = bounded.engine.submit(PROVED)
     await proof.until_busy()
     others = asyncio.ensure_future(bounded.engine.predict_many([PROVED] * 3))
     step = bounded.engine.submit(StepRequest("a", (8,)))
-    assert (await step).position == 7, "who asks for no proof waits for none"
+    assert (await step).position == 7, "a request without a proof does not wait"
     assert (proof.asked, first.done, others.done()) == (1, False, False)
     proof.gate.set()
     answers = [await first, *await others]
@@ -294,7 +292,7 @@ async def test_searches_wait_for_their_turn_whatever_else_there_is_to_do(bounded
 @each_search
 @pytest.mark.parametrize("begun", [False, True], ids=["waits", "runs"])
 @pytest.mark.parametrize("end", ["leaves", "late"])
-async def test_a_search_ends_with_the_caller_or_the_deadline_and_what_was_committed_stays(
+async def test_a_cancelled_or_late_search_ends_and_its_step_stays_committed(
     bounded: EngineHarness,
     travel: Callable[[float], None],
     request_: PredictRequest | StepRequest,
@@ -323,18 +321,16 @@ async def test_a_search_ends_with_the_caller_or_the_deadline_and_what_was_commit
     if isinstance(request_, StepRequest):
         again = await engine.submit(replace(request_, prove=False))
         assert (again.position, again.replayed) == (8, True)
-    await turns()  # the thread is told in the next
+    await turns()  # the thread's future is cancelled in the next turn
     proof.gate.set()
     if not begun:
         await ahead
     await engine.drain()
-    assert proof.asked == 1, "what nobody waits for is not begun"
+    assert proof.asked == 1, "an abandoned search does not start"
 
 
 @pytest.mark.parametrize("left", [False, True])
-async def test_an_engine_that_drains_waits_for_a_proof_that_somebody_waits_for(
-    bounded: EngineHarness, left: bool
-) -> None:
+async def test_draining_waits_for_a_proof_with_a_caller(bounded: EngineHarness, left: bool) -> None:
     proof = FakeProof(bounded.engine)
     proof.gate.clear()
     window = submitted(bounded, PROVED)
@@ -350,7 +346,7 @@ async def test_an_engine_that_drains_waits_for_a_proof_that_somebody_waits_for(
     assert left or window.result().top1_proved
 
 
-async def test_an_engine_that_closes_refuses_whoever_waits_for_a_proof_that_has_not_begun(
+async def test_closing_refuses_a_queued_proof(
     bounded: EngineHarness,
 ) -> None:
     proof = FakeProof(bounded.engine)

@@ -22,7 +22,7 @@ def top(harness: EngineHarness, input_ids: list[int]) -> int:
     return int(harness.runner.logits(input_ids).argmax())
 
 
-async def test_recurrent_runs_everything_that_was_sent(harness: EngineHarness) -> None:
+async def test_recurrent_runs_all_tokens(harness: EngineHarness) -> None:
     answer = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.RECURRENT))
     assert harness.runner.calls == [("window", [[EOS, *TOKENS]])]
     assert (answer.mode, answer.state, answer.window, answer.error_bound) == (
@@ -48,9 +48,7 @@ async def test_a_window_runs_the_last_k_tokens_from_zero(harness: EngineHarness,
 
 
 @pytest.mark.parametrize("k", [10, 11, 16])
-async def test_a_window_of_at_least_the_position_is_the_recurrent_answer_bit_for_bit(
-    harness: EngineHarness, k: int
-) -> None:
+async def test_a_window_over_the_whole_sequence_equals_recurrent(harness: EngineHarness, k: int) -> None:
     window = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.WINDOW, window=k))
     recurrent = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.RECURRENT))
     assert window.predictions == recurrent.predictions
@@ -77,7 +75,7 @@ async def test_a_window_of_at_least_the_position_is_the_recurrent_answer_bit_for
         (Mode.AUTO, None, 0.1, Mode.WINDOW, 66),
     ],
 )
-async def test_a_truncated_sequence_is_run_without_a_start_token_and_bounded_by_its_tokens(
+async def test_a_truncated_sequence_runs_without_a_start_token(
     make_harness: MakeHarness, mode: Mode, window: int | None, tolerance: float | None, used: Mode, k: int | None
 ) -> None:
     harness = make_harness(certified=True, window=130, max_window=200)
@@ -107,7 +105,7 @@ async def test_a_truncated_sequence_of_an_uncertified_model_has_no_bound(harness
             assert answer.agreement.error_bound is None
 
 
-async def test_the_last_tokens_are_answered_as_a_window_of_the_whole_and_not_as_a_sequence_of_their_own(
+async def test_a_truncated_sequence_equals_a_window_of_the_whole(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(certified=True, window=130, max_window=200)
@@ -118,7 +116,7 @@ async def test_the_last_tokens_are_answered_as_a_window_of_the_whole_and_not_as_
     assert (begun.predictions == window.predictions, begun.error_bound) == (False, 0.0)
 
 
-async def test_auto_of_a_certified_model_is_its_own_window(make_harness: MakeHarness) -> None:
+async def test_auto_of_a_certified_model_uses_its_own_window(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=130, max_window=200, session_history_tokens=200)
     assert harness.manifest.certificate.certified
     tokens = TOKENS * 20
@@ -129,7 +127,7 @@ async def test_auto_of_a_certified_model_is_its_own_window(make_harness: MakeHar
     assert (short.mode, short.window, short.state, short.error_bound) == (Mode.RECURRENT, None, StateSource.FULL, 0.0)
 
 
-async def test_auto_runs_everything_where_the_curve_at_the_models_own_k_promises_too_little(
+async def test_auto_runs_all_tokens_if_the_models_own_window_has_a_large_bound(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(certified=True, window=64, max_window=200)
@@ -148,9 +146,7 @@ async def test_auto_runs_everything_where_the_curve_at_the_models_own_k_promises
 
 
 @pytest.mark.parametrize("tolerance", [0.5, 0.1, 1e-3])
-async def test_auto_takes_the_smallest_window_that_is_within_the_tolerance(
-    make_harness: MakeHarness, tolerance: float
-) -> None:
+async def test_auto_takes_the_smallest_window_within_the_tolerance(make_harness: MakeHarness, tolerance: float) -> None:
     harness = make_harness(certified=True, window=4, max_window=200)
     answer = await harness.engine.submit(PredictRequest(TOKENS * 30, tolerance=tolerance))
     k = harness.manifest.certificate.smallest_window(tolerance)
@@ -162,7 +158,7 @@ async def test_auto_takes_the_smallest_window_that_is_within_the_tolerance(
     assert (whole.mode, whole.state, whole.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
 
 
-async def test_auto_tries_the_models_own_window_where_its_run_may_bound_itself(make_harness: MakeHarness) -> None:
+async def test_auto_tries_the_models_own_window_if_runs_output_a_radius(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=4, max_window=200, radius=1e-5)
     tokens = TOKENS * 30
     answer = await harness.engine.submit(PredictRequest(tokens, tolerance=1e-3))
@@ -172,7 +168,7 @@ async def test_auto_tries_the_models_own_window_where_its_run_may_bound_itself(m
     assert answer.state_error_bound == pytest.approx(1e-5 + 1e-6)
 
 
-async def test_a_try_that_does_not_meet_the_tolerance_is_followed_by_what_does(make_harness: MakeHarness) -> None:
+async def test_a_failed_try_is_followed_by_a_window_within_the_tolerance(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=4, max_window=200, radius=1.0)
     tokens = TOKENS * 30
     answer = await harness.engine.submit(PredictRequest(tokens, tolerance=1e-3))
@@ -186,7 +182,7 @@ async def test_a_try_that_does_not_meet_the_tolerance_is_followed_by_what_does(m
     assert {mode: part["requests"] for mode, part in report["modes"].items()} == {"recurrent": 1, "window": 1}
 
 
-async def test_the_bound_beside_a_run_never_makes_an_answers_bound_worse(make_harness: MakeHarness) -> None:
+async def test_a_radius_never_enlarges_the_error_bound(make_harness: MakeHarness) -> None:
     tokens = TOKENS * 30
     plain = make_harness(certified=True, window=130, max_window=200)
     curve = await plain.engine.submit(PredictRequest(tokens))
@@ -211,7 +207,7 @@ async def test_the_bound_beside_a_run_never_makes_an_answers_bound_worse(make_ha
     ids=["plain", "k", "tolerance", "tolerance-k", "exact", "short"],
 )
 @pytest.mark.parametrize("certificate", [CONTRACTIVE, Certificate(contractive=False, layers=())])
-async def test_auto_runs_everything_where_the_model_is_not_certified(
+async def test_auto_runs_all_tokens_of_an_uncertified_model(
     make_harness: MakeHarness, certificate: Certificate, request_: PredictRequest
 ) -> None:
     harness = make_harness(certificate=certificate, radius=1e-9)
@@ -219,7 +215,7 @@ async def test_auto_runs_everything_where_the_model_is_not_certified(
     assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, StateSource.FULL, 0.0)
 
 
-async def test_without_a_certificate_a_run_is_worth_nothing_more_for_bounding_itself(make_harness: MakeHarness) -> None:
+async def test_a_radius_proves_nothing_without_a_certificate(make_harness: MakeHarness) -> None:
     harness = make_harness(certificate=Certificate(contractive=False, layers=()), radius=1e-9)
     answer = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.BOTH))
     assert answer.agreement is not None
@@ -228,7 +224,7 @@ async def test_without_a_certificate_a_run_is_worth_nothing_more_for_bounding_it
     assert answer.agreement.top1_proved is False
 
 
-async def test_both_gives_two_latencies_and_how_far_the_answers_are_apart(harness: EngineHarness) -> None:
+async def test_both_has_two_latencies_and_the_agreement(harness: EngineHarness) -> None:
     answer = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.BOTH, window=2, top_k=3))
     assert answer.modes is not None
     assert answer.agreement is not None
@@ -246,7 +242,7 @@ async def test_both_gives_two_latencies_and_how_far_the_answers_are_apart(harnes
     assert answer.latency.total_ms >= max(part.total_ms for part in parts)
 
 
-async def test_a_window_over_everything_agrees_and_its_first_token_is_proved(harness: EngineHarness) -> None:
+async def test_a_window_over_all_tokens_agrees_and_is_proved(harness: EngineHarness) -> None:
     answer = await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.BOTH, window=10))
     assert answer.agreement is not None
     assert answer.agreement.total_variation == 0.0
@@ -254,7 +250,7 @@ async def test_a_window_over_everything_agrees_and_its_first_token_is_proved(har
     assert answer.agreement.top1_match is answer.agreement.top1_proved is True
 
 
-async def test_a_long_input_is_run_in_pieces_and_answered_as_a_whole(harness: EngineHarness) -> None:
+async def test_a_long_input_runs_in_pieces(harness: EngineHarness) -> None:
     tokens = tuple(10 + index % 97 for index in range(1200))
     answer = await harness.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT))
     assert harness.runner.roles() == ["advance", "advance", "advance", "head"]
@@ -262,7 +258,7 @@ async def test_a_long_input_is_run_in_pieces_and_answered_as_a_whole(harness: En
     assert answer.error_bound == 0.0
 
 
-async def test_many_inputs_are_one_batch_and_each_has_its_own_answer_or_error(harness: EngineHarness) -> None:
+async def test_many_inputs_are_one_batch_with_their_own_answers_and_errors(harness: EngineHarness) -> None:
     requests = [PredictRequest((token,), mode=Mode.RECURRENT) for token in (10, 11, SIZE, 12)]
     answers = await harness.engine.predict_many(requests)
     assert [len(rows) for _, rows in harness.runner.calls] == [3]
@@ -272,7 +268,7 @@ async def test_many_inputs_are_one_batch_and_each_has_its_own_answer_or_error(ha
             assert answer.predictions[0].token_id == top(harness, [EOS, *request.tokens])
 
 
-async def test_an_error_that_nobody_expected_fails_one_input_and_not_its_batch(
+async def test_an_unexpected_error_fails_one_input_and_not_its_batch(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail = ZeroDivisionError("a bug")
@@ -301,7 +297,7 @@ async def test_an_error_that_nobody_expected_fails_one_input_and_not_its_batch(
         ((5, 5, 5, 2**80), rf"tokens\[3\] is {2**80}, but"),
     ],
 )
-async def test_an_id_out_of_range_is_named_with_its_place_and_the_limit(
+async def test_an_error_names_the_index_of_an_id_out_of_range(
     harness: EngineHarness, tokens: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
@@ -336,7 +332,7 @@ async def test_more_predictions_than_the_server_lists_are_refused(harness: Engin
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 8])
-def test_of_equally_probable_tokens_the_smaller_ids_are_listed(count: int) -> None:
+def test_equally_probable_tokens_are_listed_by_id(count: int) -> None:
     logits = np.array([0, 1, 2, 1, 2, 1, 1, 0], np.float32)
     found = predictions(logits, count, name_vocabulary(names=tuple("abcdef")))
     assert [one.token_id for one in found] == [2, 4, 1, 3, 5, 6, 0, 7][:count]
@@ -350,7 +346,7 @@ async def test_predictions_are_sorted_and_their_probabilities_are_the_models(har
     assert [one.probability for one in answer.predictions] == pytest.approx(np.exp(logprobs))
 
 
-async def test_bytes_stand_beside_a_token_that_is_no_whole_character(harness: EngineHarness) -> None:
+async def test_a_token_that_is_not_a_whole_character_has_its_bytes(harness: EngineHarness) -> None:
     answer = await harness.engine.submit(PredictRequest(TOKENS, top_k=100))
     for one in answer.predictions:
         raw = harness.vocabulary.token_bytes(one.token_id)
@@ -372,7 +368,7 @@ async def test_a_full_queue_refuses_a_prediction(make_harness: MakeHarness) -> N
     await asyncio.gather(first, second)
 
 
-async def test_a_deadline_holds_while_the_runner_is_busy_with_others(
+async def test_a_deadline_applies_while_the_runner_is_busy(
     harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     harness.runner.gate.clear()
@@ -391,7 +387,7 @@ async def test_a_deadline_holds_while_the_runner_is_busy_with_others(
     assert harness.sample("wane_queue_dropped_total", reason="abandoned") == 0
 
 
-async def test_a_failed_run_is_told_in_fixed_words(harness: EngineHarness, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_run_has_a_fixed_message(harness: EngineHarness, caplog: pytest.LogCaptureFixture) -> None:
     harness.runner.poison = 66
     with pytest.raises(WaneError) as caught:
         await harness.engine.submit(PredictRequest((66,)))

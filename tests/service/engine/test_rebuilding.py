@@ -4,7 +4,7 @@ from tests.service.engine_harness import MakeHarness
 from wane.service.types import Mode, PredictRequest, StateSource, StepRequest
 
 
-async def test_where_states_do_not_last_one_is_rebuilt_from_as_many_tokens_as_a_window_has(
+async def test_states_that_do_not_last_are_rebuilt_from_a_windows_tokens(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(certified=True, window=130, max_window=140, session_history_tokens=400)
@@ -25,7 +25,7 @@ async def test_where_states_do_not_last_one_is_rebuilt_from_as_many_tokens_as_a_
     assert asked.error_bound == epsilon(140)
 
 
-async def test_a_state_is_rebuilt_from_all_tokens_where_the_curve_at_the_models_own_k_promises_too_little(
+async def test_a_state_is_rebuilt_from_all_tokens_if_the_window_has_a_large_bound(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(certified=True, window=64, max_window=140, session_history_tokens=400)
@@ -37,7 +37,7 @@ async def test_a_state_is_rebuilt_from_all_tokens_where_the_curve_at_the_models_
     assert (rebuilt.state, rebuilt.error_bound) == (StateSource.REBUILT, 0.0)
 
 
-async def test_a_tolerance_that_the_state_does_not_meet_and_the_tail_does_has_it_rebuilt(
+async def test_a_tolerance_that_only_the_tail_meets_rebuilds_the_state(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(certified=True, window=130, max_window=140, session_history_tokens=400)

@@ -1,4 +1,4 @@
-"""Engines that share their sessions through a real Redis: whichever answers, it is one session."""
+"""Engines that share their sessions through a real Redis: a session is the same at every replica."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ MakeReplica = Callable[..., Awaitable[EngineHarness]]
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Redis that has on the disk what it has acknowledged."""
+    """A Redis that writes to disk before it acknowledges."""
     with redis_server(tmp_path / "redis") as server:
         yield server
 
 
 @pytest.fixture
 async def make_replica(make_harness: MakeHarness, redis: RedisServer) -> AsyncIterator[MakeReplica]:
-    """Makes engines that share what `redis` keeps, reached by its own address or by another port."""
+    """Makes engines that share `redis`, at its own port or at another one."""
     stores: list[Store] = []
 
     async def make(port: int = 0, harness_options: dict[str, Any] | None = None, **changes: Any) -> EngineHarness:
-        # At a port of its own is a proxy that may be cut, which only a time-out tells.
+        # At another port is a proxy that may be severed, which only a timeout detects.
         timeout_ms = 1000 if port else 60_000
         given = {"store": f"redis://127.0.0.1:{port or redis.port}/0", "store_timeout_ms": timeout_ms, **changes}
         store = make_store(Settings(**given), 16, Metrics())
@@ -60,7 +60,7 @@ async def step(harness: EngineHarness, token: int, position: int | None = None, 
     return await harness.engine.submit(StepRequest("s", (token,), expected_position=position, idempotency_key=key))
 
 
-async def test_a_session_goes_on_at_another_replica_and_its_state_is_brought_up_not_rebuilt(
+async def test_a_session_continues_at_another_replica_without_a_rebuild(
     make_replica: MakeReplica,
 ) -> None:
     harnesses = [await make_replica() for _ in range(3)]
@@ -76,7 +76,7 @@ async def test_a_session_goes_on_at_another_replica_and_its_state_is_brought_up_
     assert [harness.sample("wane_state_rebuilds_total") for harness in harnesses] == [0, 1, 1]
 
 
-async def test_one_replica_alone_asks_the_store_once_a_step(
+async def test_one_replica_makes_one_store_call_a_step(
     make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = await make_replica()
@@ -97,7 +97,7 @@ async def test_one_replica_alone_asks_the_store_once_a_step(
     assert len(set(asked)) == 1
 
 
-async def test_steps_are_recognised_whichever_replica_they_are_repeated_at(make_replica: MakeReplica) -> None:
+async def test_repeated_steps_are_recognised_at_every_replica(make_replica: MakeReplica) -> None:
     one, other = await make_replica(), await make_replica()
     await one.engine.create_session("s")
     first = await step(one, 5, 0)
@@ -111,10 +111,10 @@ async def test_steps_are_recognised_whichever_replica_they_are_repeated_at(make_
         await step(one, 7, 1)
     assert caught.value.position == 2
     assert (await step(one, 7)).position == 3
-    assert (await step(other, 7)).position == 4  # the same token once more, and no repetition: it has no position
+    assert (await step(other, 7)).position == 4  # not a replay: it has no position
 
 
-async def test_a_key_that_comes_again_with_another_step_is_refused_at_every_replica(make_replica: MakeReplica) -> None:
+async def test_a_reused_key_is_refused_at_every_replica(make_replica: MakeReplica) -> None:
     one, other = await make_replica(), await make_replica()
     await one.engine.create_session("s")
     await step(one, 5, 0, key="k")
@@ -126,7 +126,7 @@ async def test_a_key_that_comes_again_with_another_step_is_refused_at_every_repl
     assert (await step(other, 5, key="k")).replayed is True
 
 
-async def test_what_a_replica_remembers_does_not_refuse_a_key_that_the_store_has_forgotten(
+async def test_a_cached_key_that_the_store_has_dropped_is_accepted(
     make_replica: MakeReplica,
 ) -> None:
     one, other = await make_replica(), await make_replica()
@@ -138,7 +138,7 @@ async def test_what_a_replica_remembers_does_not_refuse_a_key_that_the_store_has
     assert (answer.position, answer.replayed) == (2, False)
 
 
-async def test_a_session_behind_a_history_is_one_at_every_replica(make_replica: MakeReplica) -> None:
+async def test_a_session_with_a_history_is_the_same_at_every_replica(make_replica: MakeReplica) -> None:
     certified = {"certified": True, "window": 4, "max_window": 140}
     one, other = await make_replica(harness_options=certified), await make_replica(harness_options=certified)
     epsilon = one.manifest.certificate.error_bound_at
@@ -160,7 +160,7 @@ async def test_a_session_behind_a_history_is_one_at_every_replica(make_replica: 
     assert (await one.engine.rewind("s", 8)).error_bound == epsilon(1)
 
 
-async def test_a_session_that_a_server_goes_on_with_alone_can_begin_behind_a_history(
+async def test_a_session_with_a_history_can_start_without_the_store(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
     harness = await make_replica(store_failure_mode="degrade", harness_options={"certified": True, "max_window": 140})
@@ -175,7 +175,7 @@ async def test_a_session_that_a_server_goes_on_with_alone_can_begin_behind_a_his
         await harness.engine.create_session("s", history=History((5, 6), 4))
 
 
-async def test_a_rewind_and_an_end_at_one_replica_hold_at_the_other(make_replica: MakeReplica) -> None:
+async def test_rewind_and_delete_at_one_replica_apply_at_the_other(make_replica: MakeReplica) -> None:
     one, other = await make_replica(), await make_replica()
     await one.engine.create_session("s")
     for token in (5, 6, 7):
@@ -197,7 +197,7 @@ async def test_a_rewind_and_an_end_at_one_replica_hold_at_the_other(make_replica
     assert (await one.engine.get_session("s")).mode is Mode.WINDOW
 
 
-async def test_predicting_asks_for_the_session_as_it_is_now(make_replica: MakeReplica) -> None:
+async def test_predicting_reads_the_current_session(make_replica: MakeReplica) -> None:
     one, other = await make_replica(), await make_replica()
     await one.engine.create_session("s")
     await step(one, 5)
@@ -206,7 +206,7 @@ async def test_predicting_asks_for_the_session_as_it_is_now(make_replica: MakeRe
     assert (answer.position, listed(answer)) == (2, expected(one, [5, 6]))
 
 
-async def test_of_a_model_without_a_certificate_the_state_comes_back_exact_however_long_its_past(
+async def test_an_uncertified_models_state_is_restored_exactly(
     make_replica: MakeReplica,
 ) -> None:
     one = await make_replica(state_checkpoint_interval_tokens=8)
@@ -225,7 +225,7 @@ async def test_of_a_model_without_a_certificate_the_state_comes_back_exact_howev
     assert listed(await other.engine.submit(PredictRequest(session="s"))) == expected(one, [*input_ids, 3])
 
 
-async def test_without_states_in_the_store_what_the_tail_no_longer_holds_is_lost(make_replica: MakeReplica) -> None:
+async def test_without_states_in_the_store_tokens_before_the_tail_are_lost(make_replica: MakeReplica) -> None:
     one, other = [await make_replica(store_policy="tail") for _ in range(2)]
     await one.engine.create_session("s")
     for index in range(40):
@@ -235,7 +235,7 @@ async def test_without_states_in_the_store_what_the_tail_no_longer_holds_is_lost
     assert answer.error_bound is None  # 16 tokens of 40 are kept, and nothing is certified
 
 
-async def test_of_a_certified_model_no_states_are_kept_and_the_bound_is_told(make_replica: MakeReplica) -> None:
+async def test_a_certified_models_states_are_not_stored_and_have_a_bound(make_replica: MakeReplica) -> None:
     certified = {"certified": True, "max_window": 200}
     one, other = [await make_replica(harness_options=certified) for _ in range(2)]
     await one.engine.create_session("s")
@@ -250,7 +250,7 @@ async def test_of_a_certified_model_no_states_are_kept_and_the_bound_is_told(mak
     assert 0 < answer.error_bound <= 1
 
 
-async def test_a_state_of_another_model_is_not_gone_on_from(make_replica: MakeReplica) -> None:
+async def test_a_stored_state_of_another_model_is_not_used(make_replica: MakeReplica) -> None:
     one, other = [await make_replica(state_checkpoint_interval_tokens=1) for _ in range(2)]
     other.engine.sessions.model_fingerprint = b"another"
     await one.engine.create_session("s")
@@ -260,7 +260,7 @@ async def test_a_state_of_another_model_is_not_gone_on_from(make_replica: MakeRe
 
 
 class Client:
-    """Steps one session in order, and tries again by position until each step is answered."""
+    """Steps one session in order, and retries each step by its position until it is answered."""
 
     def __init__(self, harnesses: list[EngineHarness], session: str, seed: int) -> None:
         self.harnesses = harnesses
@@ -289,12 +289,12 @@ class Client:
 
 
 def answered(clients: list[Client]) -> int:
-    """How many steps were answered, of all clients."""
+    """Returns the number of answered steps of all clients."""
     return sum(len(client.answered) for client in clients)
 
 
 async def until_answered(clients: list[Client], steps: float) -> None:
-    """Waits until that many steps were answered, of all clients."""
+    """Waits until `steps` steps of all clients are answered."""
     await until(lambda: answered(clients) >= steps)
 
 
@@ -305,9 +305,7 @@ async def tail_of(harness: EngineHarness, session: str) -> list[int]:
     return ids[-record.position :]
 
 
-async def test_redis_is_killed_again_and_again_and_no_step_is_lost_or_done_twice(
-    make_replica: MakeReplica, redis: RedisServer
-) -> None:
+async def test_no_step_is_lost_or_repeated_when_redis_is_killed(make_replica: MakeReplica, redis: RedisServer) -> None:
     harnesses = [await make_replica() for _ in range(2)]
     clients = [Client(harnesses, f"c{index}", index) for index in range(12)]
     for client in clients:
@@ -326,9 +324,7 @@ async def test_redis_is_killed_again_and_again_and_no_step_is_lost_or_done_twice
         assert client.durable == client.answered
 
 
-async def test_replicas_that_go_on_without_redis_lose_nothing_that_was_durable(
-    make_replica: MakeReplica, redis: RedisServer
-) -> None:
+async def test_a_degraded_replica_loses_no_durable_step(make_replica: MakeReplica, redis: RedisServer) -> None:
     harness = await make_replica(store_failure_mode="degrade")
     clients = [Client([harness], f"c{index}", index) for index in range(12)]
     for client in clients:
@@ -342,14 +338,14 @@ async def test_replicas_that_go_on_without_redis_lose_nothing_that_was_durable(
     await running
     await until(lambda: harness.store.standing.reachable and not harness.store.standing.not_durable)
     other = await make_replica()
-    for client in clients:  # nobody else stepped them, so that nothing at all was lost
+    for client in clients:  # no other client stepped these sessions, so no step is lost
         record = await other.store.get(client.session)
         assert record is not None
         assert record.position == 300
         assert await tail_of(other, client.session) == client.answered[-16:]
 
 
-async def test_a_replica_that_is_cut_off_refuses_while_the_other_goes_on(
+async def test_a_disconnected_replica_refuses_while_the_other_serves(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
     async with proxy(redis.port) as between:
@@ -363,7 +359,7 @@ async def test_a_replica_that_is_cut_off_refuses_while_the_other_goes_on(
         severed.runner.calls.clear()
         with pytest.raises(Unavailable):
             await step(severed, 6, 1)
-        assert severed.runner.calls == []  # nothing is run that could not be kept
+        assert severed.runner.calls == []  # a step that cannot be committed does not run
         assert (await step(whole, 6, 1)).position == 2
         between.mend()
         await until(lambda: severed.store.standing.ready)
@@ -372,9 +368,7 @@ async def test_a_replica_that_is_cut_off_refuses_while_the_other_goes_on(
         assert (listed(answer), answer.state) == (expected(severed, [5, 6, 7]), StateSource.RESIDENT)
 
 
-async def test_where_a_degraded_replica_and_another_both_went_on_the_store_wins_and_the_client_is_told(
-    make_replica: MakeReplica, redis: RedisServer
-) -> None:
+async def test_the_store_wins_over_a_degraded_replicas_steps(make_replica: MakeReplica, redis: RedisServer) -> None:
     async with proxy(redis.port) as between:
         severed, whole = await make_replica(between.port, store_failure_mode="degrade"), await make_replica()
         await severed.engine.create_session("s")

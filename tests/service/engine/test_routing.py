@@ -14,7 +14,7 @@ CERTIFIED = Certificate(
 
 
 def linear(tokens: int) -> Cost:
-    """Every token costs the same; there are `tokens` in all."""
+    """Returns a cost that is proportional to the tokens; `tokens` for all of them."""
     return lambda k: float(tokens if k is None else k)
 
 
@@ -67,7 +67,7 @@ def test_auto_takes_the_smallest_window_whose_bound_meets_the_tolerance(
         (100, 9, 0.5**9, (9,)),
     ],
 )
-def test_where_windows_bound_themselves_a_small_one_is_tried_before_the_way_that_is_sure(
+def test_a_small_window_is_tried_first_if_runs_output_a_radius(
     position: int, window: int | None, tolerance: float | None, expected: tuple[int | None, ...]
 ) -> None:
     found = ways(
@@ -84,7 +84,7 @@ def test_where_windows_bound_themselves_a_small_one_is_tried_before_the_way_that
 
 
 @pytest.mark.parametrize(("of_all", "way"), [(4.4, None), (4.5, 4), (1.0, None)])
-def test_everything_is_run_where_it_costs_no_more_than_the_window(of_all: float, way: int | None) -> None:
+def test_all_tokens_run_if_they_cost_no_more_than_the_window(of_all: float, way: int | None) -> None:
     def cost(k: int | None) -> float:
         return of_all if k is None else float(k)
 
@@ -122,7 +122,7 @@ def test_a_try_costs_at_most_half_of_what_it_can_save(of_try: float, expected: t
         (40, 0.5**13, 0.0, None),
     ],
 )
-def test_a_state_is_made_of_all_tokens_where_the_steps_that_it_serves_pay_for_them(
+def test_a_state_is_rebuilt_from_all_tokens_if_later_steps_pay_for_it(
     held: int, tolerance: float | None, used: float, expected: int | None
 ) -> None:
     found = rebuilt_from(CERTIFIED, 100, held, own=4, largest=12, tolerance=tolerance, used=used, cost=linear(held))
@@ -130,9 +130,7 @@ def test_a_state_is_made_of_all_tokens_where_the_steps_that_it_serves_pay_for_th
 
 
 @pytest.mark.parametrize(("own", "k"), [(4, None), (9, None), (10, 10), (12, 12)])
-def test_without_a_tolerance_the_models_own_k_is_taken_only_where_the_curve_is_at_most_a_thousandth(
-    own: int, k: int | None
-) -> None:
+def test_without_a_tolerance_the_own_window_needs_a_small_bound(own: int, k: int | None) -> None:
     assert (BOUNDS[own - 1] <= UNASKED) is (k is not None)
     found = ways(
         CERTIFIED, 100, window=None, own=own, largest=12, tolerance=None, has_radius_output=True, cost=linear(100)
@@ -142,7 +140,7 @@ def test_without_a_tolerance_the_models_own_k_is_taken_only_where_the_curve_is_a
     assert rebuilt == k
 
 
-def test_the_state_of_a_model_that_is_not_certified_is_made_of_all_tokens() -> None:
+def test_the_state_of_an_uncertified_model_is_rebuilt_from_all_tokens() -> None:
     cost = linear(50)
     assert rebuilt_from(CONTRACTIVE, 100, 50, own=4, largest=12, tolerance=None, used=0.0, cost=cost) is None
 
@@ -159,7 +157,7 @@ def test_the_state_of_a_model_that_is_not_certified_is_made_of_all_tokens() -> N
 @pytest.mark.parametrize("tolerance", [None, 1.0, 0.0])
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("has_radius_output", [False, True])
-def test_auto_runs_everything_where_a_model_is_not_certified(
+def test_ways_of_an_uncertified_model_run_all_tokens(
     certificate: Certificate, window: int | None, tolerance: float | None, has_radius_output: bool
 ) -> None:
     found = ways(
@@ -185,7 +183,7 @@ def test_auto_runs_everything_where_a_model_is_not_certified(
         (Mode.RECURRENT, Mode.WINDOW, Mode.RECURRENT),
     ],
 )
-def test_a_session_answers_in_the_mode_asked_for_or_else_its_own(asked: Mode | None, own: Mode, mode: Mode) -> None:
+def test_a_session_answers_in_the_requested_mode_or_its_own(asked: Mode | None, own: Mode, mode: Mode) -> None:
     assert of_session(asked, own) is mode
 
 
@@ -199,5 +197,5 @@ def test_a_session_answers_in_the_mode_asked_for_or_else_its_own(asked: Mode | N
         (None, Mode.BOTH, False),
     ],
 )
-def test_a_session_is_free_where_nobody_named_a_mode(asked: Mode | None, own: Mode, free: bool) -> None:
+def test_a_session_is_free_if_no_mode_is_named(asked: Mode | None, own: Mode, free: bool) -> None:
     assert is_free(asked, own) is free

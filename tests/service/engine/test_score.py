@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.service.chunked.test_chunked import Told
+from tests.service.chunked.test_chunked import FixedProfile
 from tests.service.engine_harness import EngineHarness, known
 from wane.models.manifest import Role
 from wane.service.engine import score
@@ -26,7 +26,7 @@ def expected(harness: EngineHarness, tokens: tuple[int, ...]) -> list[float]:
     ]
 
 
-async def test_every_given_token_has_its_log_probability_given_those_before_it(harness: EngineHarness) -> None:
+async def test_each_token_has_its_log_probability_given_earlier_tokens(harness: EngineHarness) -> None:
     tokens = (10, 11, 12, 10)
     score = await harness.engine.score(ScoreRequest(tokens))
     assert score.logprobs == pytest.approx(expected(harness, tokens), abs=1e-5)
@@ -45,7 +45,7 @@ async def test_a_long_text_is_scored_in_pieces_with_the_state_carried(harness: E
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-async def test_other_work_runs_while_a_long_text_is_made_an_array(
+async def test_other_work_runs_while_a_long_text_is_copied(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch, truncated: bool
 ) -> None:
     turn, input_ids, turns = 0, list[int](), list[int]()
@@ -73,7 +73,7 @@ async def test_other_work_runs_while_a_long_text_is_made_an_array(
     assert turns[0] > 83 // 8
 
 
-async def test_an_impossible_text_has_a_perplexity_that_is_a_number(
+async def test_an_impossible_text_has_a_finite_perplexity(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness.runner, "head", harness.runner.head * np.float32(1e4))
@@ -85,11 +85,11 @@ async def test_an_impossible_text_has_a_perplexity_that_is_a_number(
 
 
 def truncated(harness: EngineHarness, tokens: tuple[int, ...]) -> list[float]:
-    """The log-probability of every token but the first, from those before it alone."""
+    """Returns the log-probability of every token but the first, given only the tokens before it."""
     return [float(log_softmax(harness.runner.logits(tokens[:end]))[tokens[end]]) for end in range(1, len(tokens))]
 
 
-async def test_nothing_predicts_the_first_token_of_a_truncated_sequence(
+async def test_the_first_token_of_a_truncated_sequence_has_no_score(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
     harness = make_harness(certified=True, max_window=200)
@@ -104,7 +104,7 @@ async def test_nothing_predicts_the_first_token_of_a_truncated_sequence(
     assert harness.runner.calls == [("scan", [[10, 11, 12]])]
 
 
-async def test_every_token_of_a_long_truncated_sequence_has_the_bound_of_the_tokens_before_it(
+async def test_each_token_of_a_truncated_sequence_has_its_own_bound(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
     harness = make_harness(certified=True, max_window=200)
@@ -118,10 +118,10 @@ async def test_every_token_of_a_long_truncated_sequence_has_the_bound_of_the_tok
     )
 
 
-async def test_chunks_side_by_side_add_what_their_joints_may_come_to(
+async def test_parallel_chunks_add_the_bound_of_their_joints(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
-    harness = make_harness(certified=True, max_window=200, throughput=Told({RESIDUAL: 150}))
+    harness = make_harness(certified=True, max_window=200, throughput=FixedProfile({RESIDUAL: 150}))
     epsilon = harness.manifest.certificate.error_bound_at
     tokens = tuple(10 + index * index % 97 for index in range(1500))
     in_order = await harness.engine.score(ScoreRequest(tokens, truncated=True))
@@ -138,14 +138,14 @@ async def test_chunks_side_by_side_add_what_their_joints_may_come_to(
     assert score.error_bound == score.error_bounds[1]
 
 
-async def test_one_truncated_token_has_no_log_probability_and_nothing_is_run(harness: EngineHarness) -> None:
+async def test_one_truncated_token_has_no_score_and_needs_no_run(harness: EngineHarness) -> None:
     score = await harness.engine.score(ScoreRequest((10,), truncated=True))
     assert (score.logprobs, score.error_bounds) == ((None,), (None,))
     assert (score.tokens, score.perplexity, score.error_bound) == ((10,), None, None)
     assert harness.runner.calls == []
 
 
-async def test_a_truncated_sequence_of_an_uncertified_model_has_scores_without_bounds(harness: EngineHarness) -> None:
+async def test_a_truncated_score_of_an_uncertified_model_has_no_bounds(harness: EngineHarness) -> None:
     score = await harness.engine.score(ScoreRequest((10, 11, 12), truncated=True))
     assert (score.error_bounds, score.error_bound) == ((None, None, None), None)
     assert (await harness.engine.score(ScoreRequest((10, 11, 12)))).error_bounds is None

@@ -36,30 +36,30 @@ def shadow_of(harness: EngineHarness) -> Shadow:
 
 
 async def turn() -> None:
-    """Lets every task and timer that is ready come up to its next wait."""
+    """Runs every ready task and timer up to its next wait."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 async def settled(found: Shadow) -> None:
-    """Waits until no shadow waits or runs."""
-    while not found.idle:  # noqa: ASYNC110  (nothing else tells that the last has run)
+    """Waits until no shadow is queued or runs."""
+    while not found.idle:  # noqa: ASYNC110  (there is no event for it)
         await asyncio.sleep(0)
 
 
 async def report(harness: EngineHarness) -> tuple[AgreementBySource, ShadowReport]:
-    """The report's `agreement` and `shadow`."""
+    """Returns `agreement` and `shadow` of the report."""
     document = await harness.engine.report()
     return document["agreement"], document["shadow"]
 
 
 async def session_of(harness: EngineHarness, *tokens: int, mode: Mode | None = None) -> tuple[str, Answer]:
-    """A session after one step of these tokens, and that step's answer."""
+    """Creates a session and steps these tokens. Returns its id and the answer."""
     session = (await harness.engine.create_session(mode=mode)).session
     return session, await harness.engine.submit(StepRequest(session, tokens))
 
 
-async def test_a_step_is_answered_by_a_window_too_and_nobody_but_the_report_hears_of_it(
+async def test_a_shadow_window_of_a_step_is_only_in_the_report(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
@@ -117,7 +117,7 @@ async def test_a_step_of_one_token_is_compared_with_its_own_window(
     assert agreement["max_logit_difference"] == pytest.approx(max(one.max_logit_difference for one in expected))
 
 
-async def test_pairs_of_requests_and_of_shadows_are_told_apart(make_harness: MakeHarness) -> None:
+async def test_pairs_of_requests_and_shadows_are_counted_separately(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0)
     await harness.engine.submit(PredictRequest((2, 3, 4, 5, 6), mode=Mode.BOTH))
     await harness.engine.submit(PredictRequest((2, 3, 4, 5, 6)))
@@ -132,7 +132,7 @@ async def test_pairs_of_requests_and_of_shadows_are_told_apart(make_harness: Mak
     assert harness.sample("wane_shadow_cpu_seconds_total") == shadows["cpu_s"]
 
 
-async def test_a_window_s_answer_is_given_by_a_full_run_too_in_pieces(
+async def test_a_windows_answer_is_compared_with_a_full_run_in_pieces(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "PIECE_TOKENS", 4)
@@ -156,7 +156,7 @@ async def test_a_window_s_answer_is_given_by_a_full_run_too_in_pieces(
     assert agreement["bound_violations"] == 0
 
 
-async def test_a_windowed_session_is_held_against_what_its_tail_tells(make_harness: MakeHarness) -> None:
+async def test_a_window_session_is_compared_with_a_run_of_its_tail(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0)
     tokens = tuple(range(2, 32))
     session, _ = await session_of(harness, *tokens[:20], mode=Mode.WINDOW)
@@ -164,10 +164,10 @@ async def test_a_windowed_session_is_held_against_what_its_tail_tells(make_harne
     await harness.engine.submit(StepRequest(session, tokens[20:]))
     await settled(shadow_of(harness))
     (input_ids,) = [rows[0] for role, rows in harness.shadow_runner.calls if role == "advance"][1:]
-    assert input_ids == list(tokens[4:])  # the tail of 16, and what was appended
+    assert input_ids == list(tokens[4:])  # the tail of 16, and the appended tokens
 
 
-async def test_a_session_that_has_moved_on_is_compared_where_it_was(make_harness: MakeHarness) -> None:
+async def test_a_session_is_compared_at_its_sampled_position(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0)
     harness.shadow_runner.gate.clear()
     tokens = list(range(2, 12))
@@ -185,7 +185,7 @@ async def test_a_session_that_has_moved_on_is_compared_where_it_was(make_harness
     assert agreement["max_logit_difference"] == pytest.approx(float(np.abs(recurrent - window).max()))
 
 
-async def test_what_is_kept_of_an_answer_is_not_its_whole_batch(make_harness: MakeHarness) -> None:
+async def test_a_sampled_answer_does_not_keep_its_batch(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0)
     harness.shadow_runner.gate.clear()
     await asyncio.gather(*(harness.engine.submit(PredictRequest((token,))) for token in range(2, 8)))
@@ -201,7 +201,7 @@ async def test_what_is_kept_of_an_answer_is_not_its_whole_batch(make_harness: Ma
     await settled(shadow_of(harness))
 
 
-async def test_the_share_that_is_sampled_is_the_rate(
+async def test_the_rate_sets_the_share_of_sampled_answers(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "MOST_CASES", 400)
@@ -217,7 +217,7 @@ async def test_the_share_that_is_sampled_is_the_rate(
     assert 80 <= expected <= 120
 
 
-async def test_more_than_there_is_time_for_are_dropped_and_counted(
+async def test_answers_beyond_the_queue_are_dropped_and_counted(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "MOST_CASES", 2)
@@ -234,7 +234,7 @@ async def test_more_than_there_is_time_for_are_dropped_and_counted(
     assert (await report(harness))[1]["compared"] == 3
 
 
-async def test_an_answer_of_more_tokens_than_may_wait_is_dropped(
+async def test_an_answer_over_the_token_limit_is_dropped(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "MOST_TOKENS", 8)
@@ -246,7 +246,7 @@ async def test_an_answer_of_more_tokens_than_may_wait_is_dropped(
     assert (shadows["compared"], shadows["dropped"]) == (1, 1)
 
 
-async def test_nothing_is_begun_while_the_runner_is_busy(
+async def test_no_shadow_starts_while_the_runner_is_busy(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch, travel: Callable[[float], None]
 ) -> None:
     monkeypatch.setattr(shadow, "PAUSE_S", 3600.0)
@@ -267,7 +267,7 @@ async def test_nothing_is_begun_while_the_runner_is_busy(
     assert len(harness.shadow_runner.calls) == 2
 
 
-async def test_a_long_run_pauses_between_its_pieces_while_there_is_live_work(
+async def test_a_long_shadow_pauses_during_live_work(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "PIECE_TOKENS", 4)
@@ -301,7 +301,7 @@ async def test_live_work_does_not_wait_for_a_shadow(make_harness: MakeHarness) -
     assert len(harness.shadow_runner.calls) == 1
 
 
-async def test_the_end_of_the_server_does_not_wait_for_shadows_and_counts_them_as_dropped(
+async def test_shutdown_drops_shadows_without_waiting(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
@@ -319,7 +319,7 @@ async def test_the_end_of_the_server_does_not_wait_for_shadows_and_counts_them_a
     assert harness.sample("wane_shadow_total", outcome="compared") == 0
 
 
-async def test_an_answer_that_is_admitted_before_the_end_and_given_after_it_is_not_sampled(
+async def test_an_answer_during_shutdown_is_not_sampled(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
@@ -334,12 +334,10 @@ async def test_an_answer_that_is_admitted_before_the_end_and_given_after_it_is_n
     assert (await report(harness))[1] == {"compared": 0, "dropped": 0, "failed": 0, "cpu_s": 0.0}
 
 
-async def test_a_pair_further_apart_than_is_claimed_is_counted(
-    make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_pair_over_its_bound_is_counted(make_harness: MakeHarness, caplog: pytest.LogCaptureFixture) -> None:
     harness = make_harness(shadow_rate=1.0, certified=True)
     harness.shadow_runner.embedding = 2 * harness.shadow_runner.embedding
-    await session_of(harness, 2, 3)  # no token is missing, so nothing may be
+    await session_of(harness, 2, 3)  # no token is missing, so the bound is 0
     await settled(shadow_of(harness))
     agreement, _ = await report(harness)
     assert agreement["sources"][Source.SHADOW]["bound_violations"] == agreement["bound_violations"] == 1
@@ -348,7 +346,7 @@ async def test_a_pair_further_apart_than_is_claimed_is_counted(
 
 
 @pytest.mark.parametrize("trouble", ["poison", "hot"])
-async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_run(
+async def test_a_failed_shadow_is_counted_and_the_next_one_runs(
     make_harness: MakeHarness, caplog: pytest.LogCaptureFixture, trouble: str
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
@@ -361,7 +359,7 @@ async def test_a_shadow_that_fails_is_counted_and_the_next_one_is_run(
     assert "a shadow failed" in caplog.text
 
 
-async def test_a_shadow_s_first_token_is_proved_by_its_margin(make_harness: MakeHarness) -> None:
+async def test_a_shadows_first_token_is_proved_by_its_margin(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0, certified=True, window=130, max_window=140)
     await harness.engine.submit(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
     await settled(shadow_of(harness))
@@ -370,7 +368,7 @@ async def test_a_shadow_s_first_token_is_proved_by_its_margin(make_harness: Make
     assert agreement["error_bound"]["max"] == harness.manifest.certificate.error_bound_at(130)
 
 
-async def test_the_bound_beside_a_shadow_s_window_counts(make_harness: MakeHarness) -> None:
+async def test_a_shadow_uses_its_windows_radius(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0, certified=True, radius=1e-7, window=20, max_window=140)
     await harness.engine.submit(PredictRequest((5,) * 150, mode=Mode.RECURRENT))
     await settled(shadow_of(harness))
@@ -379,14 +377,14 @@ async def test_the_bound_beside_a_shadow_s_window_counts(make_harness: MakeHarne
     assert epsilon is not None and found is not None and 0 < found < epsilon
 
 
-async def test_without_a_rate_there_is_nothing_that_could_cost(make_harness: MakeHarness) -> None:
+async def test_without_a_rate_there_is_no_shadow(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=0.0)
     assert harness.engine.shadow is None
     assert harness.engine.answer_builder.sampler is None
     assert harness.engine.batcher.on_idle is None
 
 
-async def test_a_model_that_is_served_is_held_against_its_own_graphs_in_another_process() -> None:
+async def test_a_served_model_has_shadows_in_another_process() -> None:
     (path,) = (path for path in PATHS if path.name == "rnn-stable")
     registry = ModelRegistry(Settings(bundles=path, shadow_rate=1.0), Metrics())
     await registry.load()
@@ -408,13 +406,13 @@ async def test_a_model_that_is_served_is_held_against_its_own_graphs_in_another_
     await registry.close()
 
 
-async def test_a_runner_that_is_lost_ends_shadows_and_nothing_else(
+async def test_a_lost_runner_stops_only_the_shadows(
     make_harness: MakeHarness, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
 
     def lost(role: Role, feeds: object) -> dict[str, Array]:
-        raise RunnerLost("the process that runs aside has ended")
+        raise RunnerLost("the runner's process has exited")
 
     monkeypatch.setattr(harness.shadow_runner, "run", lost)
     session, _ = await session_of(harness, 2)
@@ -427,7 +425,9 @@ async def test_a_runner_that_is_lost_ends_shadows_and_nothing_else(
     assert [record.message for record in caplog.records] == ["a shadow failed"]
 
 
-async def test_time_on_another_process_counts_too(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_processor_time_of_the_other_process_counts(
+    make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = make_harness(shadow_rate=1.0)
     run = harness.shadow_runner.run
 

@@ -35,7 +35,7 @@ def test_percentiles_are_exact_over_the_latest_values() -> None:
     assert (document["count"], document["sum_ms"]) == (100, 5050.0)
 
 
-def test_percentiles_forget_and_buckets_do_not() -> None:
+def test_percentiles_forget_old_values_and_buckets_do_not() -> None:
     durations = Durations()
     durations.add(1e6)
     for _ in range(RECENT):
@@ -45,7 +45,7 @@ def test_percentiles_forget_and_buckets_do_not() -> None:
     assert document["count"] == RECENT + 1
 
 
-def test_buckets_are_cumulative_include_their_bound_and_end_in_one_without() -> None:
+def test_buckets_are_cumulative_and_the_last_has_no_bound() -> None:
     durations = Durations()
     for value in (BUCKETS_MS[0], BUCKETS_MS[3], 1e9):
         durations.add(value)
@@ -54,7 +54,7 @@ def test_buckets_are_cumulative_include_their_bound_and_end_in_one_without() -> 
     assert buckets[-1] == {"le_ms": None, "count": 3}
 
 
-async def test_answers_that_are_counted_together_count_as_one_by_one() -> None:
+async def test_counting_answers_together_equals_one_by_one() -> None:
     latencies = [Latency(BUCKETS_MS[2], 0.5, 2.0, 3), Latency(0.02, 0.5, 1e9, 3), Latency(0.0, 0.5, 2.0, 3)]
     worth = [(0.0, True), (None, False), (0.5, True)]
     modes = [Mode.RECURRENT, Mode.WINDOW, Mode.RECURRENT]
@@ -72,11 +72,11 @@ async def test_answers_that_are_counted_together_count_as_one_by_one() -> None:
     assert shown[0] == shown[1]
 
 
-def test_of_no_answers_nothing_is_counted() -> None:
+def test_without_answers_there_are_no_modes() -> None:
     assert Stats(Metrics(), "m").document()["modes"] == {}
 
 
-def test_both_counts_once_and_its_parts_are_measured_where_they_belong() -> None:
+def test_both_counts_once_and_its_parts_count_in_their_modes() -> None:
     report = Stats(Metrics(), "m")
     report.answered("predict", Mode.BOTH)
     for mode in (Mode.RECURRENT, Mode.WINDOW, Mode.BOTH):
@@ -90,7 +90,7 @@ def test_both_counts_once_and_its_parts_are_measured_where_they_belong() -> None
     assert modes["window"]["latency"]["compute"]["p50_ms"] == 2.0
 
 
-async def test_the_report_of_an_engine_is_what_it_did(harness: EngineHarness) -> None:
+async def test_the_report_counts_requests_by_operation_and_mode(harness: EngineHarness) -> None:
     session = (await harness.engine.create_session()).session
     parked = (await harness.engine.create_session()).session
     for _ in range(3):
@@ -114,7 +114,7 @@ async def test_the_report_of_an_engine_is_what_it_did(harness: EngineHarness) ->
     assert parked != session
 
 
-async def test_prometheus_sees_the_same_and_no_session_id(harness: EngineHarness) -> None:
+async def test_prometheus_has_the_same_counts_and_no_session_id(harness: EngineHarness) -> None:
     session = (await harness.engine.create_session("a-session-by-name")).session
     await harness.engine.submit(StepRequest(session, (5,)))
     await harness.engine.submit(PredictRequest(TOKENS, mode=Mode.BOTH))
@@ -128,7 +128,7 @@ async def test_prometheus_sees_the_same_and_no_session_id(harness: EngineHarness
     assert 'wane_model_info{device="cpu",model="fake",version="1"} 1.0' in text
 
 
-async def test_what_was_claimed_of_answers_is_counted(make_harness: MakeHarness) -> None:
+async def test_bounds_and_proofs_of_answers_are_counted(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=130, max_window=140)
     tokens = TOKENS * 20
     exact = await harness.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT))
@@ -146,7 +146,7 @@ async def test_what_was_claimed_of_answers_is_counted(make_harness: MakeHarness)
     assert uncertified.sample("wane_answer_error_bound_count", mode="window") == 0
 
 
-async def test_pairs_stand_in_the_report_with_what_was_claimed_of_them(make_harness: MakeHarness) -> None:
+async def test_the_report_has_the_bounds_and_proofs_of_pairs(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=130, max_window=140)
     for window in (130, 1, 140):
         await harness.engine.submit(PredictRequest(TOKENS * 20, mode=Mode.BOTH, window=window))
@@ -159,10 +159,10 @@ async def test_pairs_stand_in_the_report_with_what_was_claimed_of_them(make_harn
     assert agreement["bound_violations"] == harness.sample("wane_agreement_bound_violations_total") == 0
 
 
-async def test_a_pair_further_apart_than_is_claimed_is_counted_and_logged(
+async def test_a_pair_over_its_bound_is_counted_and_logged(
     make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    harness = make_harness(certified=True, window=4, max_window=140, radius=1e-9)  # which is not true
+    harness = make_harness(certified=True, window=4, max_window=140, radius=1e-9)  # a false radius
     answer = await harness.engine.submit(PredictRequest(TOKENS * 20, mode=Mode.BOTH))
     assert answer.agreement is not None and answer.agreement.error_bound is not None
     assert answer.agreement.total_variation > answer.agreement.error_bound

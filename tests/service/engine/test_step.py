@@ -1,6 +1,6 @@
-"""Sessions, step by step: replays, conflicts, states that are resident or rebuilt, modes, and how sessions end.
+"""Sessions, step by step: replays, conflicts, resident and rebuilt states, modes, expiry and deletion.
 
-What every way in to a step shares is in `tests/service/test_conformance.py`.
+Behaviour that is common to all protocols is tested in `tests/service/test_conformance.py`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ EOS = 0
 
 
 async def turn() -> None:
-    """Lets every task that is ready come up to its next wait."""
+    """Runs every ready task up to its next wait."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 def expected(harness: EngineHarness, tokens: Sequence[int]) -> list[tuple[int, object]]:
-    """The ids and log-probabilities that the model itself gives for what follows <eos> and `tokens`."""
+    """Returns the model's own ids and log-probabilities after <eos> and `tokens`."""
     return ranked(harness.runner.logits([EOS, *tokens]))
 
 
@@ -49,20 +49,20 @@ def ranked(logits: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[tuple[i
 
 
 async def start(harness: EngineHarness, *tokens: int, mode: Mode | None = None) -> str:
-    """A session that was fed `tokens` one by one."""
+    """Creates a session and steps `tokens` one by one."""
     session = (await harness.engine.create_session(mode=mode)).session
     for token in tokens:
         await harness.engine.submit(StepRequest(session, (token,)))
     return session
 
 
-async def test_a_fresh_session_is_at_position_0_and_exact(harness: EngineHarness) -> None:
+async def test_a_new_session_is_at_position_0_and_exact(harness: EngineHarness) -> None:
     view = await harness.engine.create_session()
     assert (view.position, view.state, view.error_bound) == (0, StateSource.RESIDENT, 0.0)
     assert await harness.engine.get_session(view.session) == SessionView(**asdict(view))
 
 
-async def test_steps_answer_as_the_model_does_on_everything_so_far(harness: EngineHarness) -> None:
+async def test_steps_answer_like_the_model_on_all_tokens_so_far(harness: EngineHarness) -> None:
     session = (await harness.engine.create_session()).session
     input_ids: list[int] = []
     for tokens in [(5,), (6, 7, 8), (9,)]:
@@ -75,7 +75,7 @@ async def test_steps_answer_as_the_model_does_on_everything_so_far(harness: Engi
         assert (answer.mode, answer.state, answer.error_bound) == (Mode.RECURRENT, StateSource.RESIDENT, 0.0)
 
 
-async def test_predicting_from_a_session_appends_nothing_and_consumes_no_token(harness: EngineHarness) -> None:
+async def test_predicting_from_a_session_appends_nothing(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6)
     harness.runner.calls.clear()
     answer = await harness.engine.submit(PredictRequest(session=session))
@@ -88,7 +88,7 @@ async def test_predicting_from_a_session_appends_nothing_and_consumes_no_token(h
 # Replays and conflicts
 
 
-async def test_a_replay_of_a_parked_session_is_answered_from_its_tail(harness: EngineHarness) -> None:
+async def test_a_replay_of_an_evicted_session_is_answered_from_its_tail(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
     harness.engine.state_cache.drop(session)
@@ -98,7 +98,7 @@ async def test_a_replay_of_a_parked_session_is_answered_from_its_tail(harness: E
     assert listed(again) == expected(harness, [5, 6])
 
 
-async def test_another_key_for_the_same_tokens_at_the_same_place_is_a_conflict(harness: EngineHarness) -> None:
+async def test_the_same_step_with_another_key_is_a_conflict(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     await harness.engine.submit(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
     with pytest.raises(PositionConflict) as caught:
@@ -125,21 +125,19 @@ async def test_the_last_steps_key_with_other_tokens_or_another_position_is_refus
     assert (next_.position, next_.replayed) == (3, False)
 
 
-async def test_a_replay_without_a_key_is_told_by_its_tokens_and_position(harness: EngineHarness) -> None:
+async def test_a_replay_without_a_key_is_recognised_by_tokens_and_position(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     await harness.engine.submit(StepRequest(session, (6,), expected_position=1, idempotency_key="k"))
     assert (await harness.engine.submit(StepRequest(session, (6,), expected_position=1))).replayed is True
 
 
-async def test_a_step_with_neither_position_nor_key_is_never_taken_for_a_replay(harness: EngineHarness) -> None:
+async def test_a_step_without_position_and_key_is_never_a_replay(harness: EngineHarness) -> None:
     session = await start(harness, 5, 5, 5)
     assert (await harness.engine.get_session(session)).position == 3
 
 
 @pytest.mark.parametrize(("position", "token"), [(0, 6), (1, 9), (7, 6)])
-async def test_a_step_that_starts_where_the_session_is_not_is_a_conflict(
-    harness: EngineHarness, position: int, token: int
-) -> None:
+async def test_a_step_at_another_position_is_a_conflict(harness: EngineHarness, position: int, token: int) -> None:
     session = await start(harness, 5)
     await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
     with pytest.raises(PositionConflict, match=f"at position 2, but the step starts at {position}"):
@@ -154,7 +152,7 @@ async def test_only_the_last_step_can_be_replayed(harness: EngineHarness) -> Non
 
 
 class ContendedStore(MemoryStore):
-    """Before the next `losses` appends, somebody else appends `theirs`."""
+    """A store in which another writer appends `theirs` before each of the next `losses` appends."""
 
     def __init__(self) -> None:
         super().__init__(16, 3600, 2**20, Clock())
@@ -177,9 +175,7 @@ class ContendedStore(MemoryStore):
 
 
 @pytest.mark.parametrize("losses", [1, 2, 3])
-async def test_a_lost_comparison_is_tried_again_on_what_the_other_writer_left(
-    make_harness: MakeHarness, losses: int
-) -> None:
+async def test_a_step_that_loses_a_race_is_retried(make_harness: MakeHarness, losses: int) -> None:
     store = ContendedStore()
     harness = make_harness(store=store, puts_out_top=False)
     session = await start(harness, 5)
@@ -187,13 +183,13 @@ async def test_a_lost_comparison_is_tried_again_on_what_the_other_writer_left(
     answer = await harness.engine.submit(StepRequest(session, (6,)))
     assert answer.position == 2 + losses
     assert listed(answer) == expected(harness, [5, *[99] * losses, 6])
-    assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)  # brought up, not rebuilt
+    assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)  # updated, not rebuilt
     assert harness.sample("wane_step_conflicts_total") == losses
     assert harness.sample("wane_state_replays_total") == losses
     assert harness.sample("wane_state_rebuilds_total") == 0
 
 
-async def test_after_three_retries_a_step_gives_up_and_says_where_the_session_is(
+async def test_a_step_fails_with_a_conflict_after_three_retries(
     make_harness: MakeHarness,
 ) -> None:
     store = ContendedStore()
@@ -209,7 +205,7 @@ async def test_after_three_retries_a_step_gives_up_and_says_where_the_session_is
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, *[99] * 4, 7])
 
 
-async def test_losing_to_ones_own_retry_elsewhere_is_a_replay(make_harness: MakeHarness) -> None:
+async def test_losing_a_race_to_ones_own_retry_is_a_replay(make_harness: MakeHarness) -> None:
     store = ContendedStore()
     harness = make_harness(store=store, puts_out_top=False)
     session = await start(harness, 5)
@@ -219,14 +215,14 @@ async def test_losing_to_ones_own_retry_elsewhere_is_a_replay(make_harness: Make
 
 
 async def append(store: Store, session: str, tokens: tuple[int, ...]) -> None:
-    """Another replica takes a step."""
+    """Takes a step like another replica."""
     record = await store.get(session)
     assert record is not None
     assert await store.append(record, tokens, LastStep(record.position, of_tokens(tokens), None))
 
 
 @pytest.mark.parametrize("appended", [False, True])
-async def test_after_a_commit_that_nobody_answered_the_store_says_what_the_session_is(
+async def test_after_an_unanswered_commit_the_store_decides(
     appended: bool,
     make_harness: MakeHarness,
 ) -> None:
@@ -244,7 +240,7 @@ async def test_after_a_commit_that_nobody_answered_the_store_says_what_the_sessi
     assert listed(answer) == expected(harness, input_ids)
 
 
-async def test_a_state_that_is_too_far_behind_for_the_tail_is_rebuilt(harness: EngineHarness) -> None:
+async def test_a_state_older_than_the_tail_is_rebuilt(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     resident = harness.engine.state_cache.peek(session)
     assert resident is not None
@@ -254,7 +250,7 @@ async def test_a_state_that_is_too_far_behind_for_the_tail_is_rebuilt(harness: E
     assert (answer.state, answer.position) == (StateSource.REBUILT, 21)
 
 
-async def test_a_state_that_is_behind_answers_a_question_and_is_kept_as_it_was_brought_up(
+async def test_a_prediction_updates_a_state_that_is_behind(
     harness: EngineHarness,
 ) -> None:
     session = await start(harness, 5)
@@ -269,11 +265,11 @@ async def test_a_state_that_is_behind_answers_a_question_and_is_kept_as_it_was_b
     assert harness.runner.roles() == ["head"]
 
 
-async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(harness: EngineHarness) -> None:
+async def test_a_state_of_another_revision_at_the_same_position_is_rebuilt(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6)
     record = await harness.store.get(session)
     assert record is not None
-    # Elsewhere, somebody rewinds the session and steps it to the same position on another path.
+    # Another replica rewinds the session and steps it to the same position with another token.
     rewound = await harness.store.rewind(session, record.revision, 1)
     assert rewound is not None
     await append(harness.store, session, (7,))
@@ -282,12 +278,10 @@ async def test_a_state_of_another_revision_at_the_same_position_is_not_believed(
     assert listed(answer) == expected(harness, [5, 7, 8])
 
 
-# Failures and clients who leave
+# Failures and cancelled steps
 
 
-async def test_an_output_that_is_no_number_is_a_failed_run(
-    harness: EngineHarness, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_nan_output_is_a_failed_run(harness: EngineHarness, caplog: pytest.LogCaptureFixture) -> None:
     session = await start(harness, 5)
     harness.runner.hot = 6
     for tokens in ((6,), (6, 7)):
@@ -313,7 +307,7 @@ async def test_a_long_step_that_fails_in_its_second_piece_commits_nothing(make_h
     ]
 
 
-async def test_a_client_who_hangs_up_while_waiting_for_the_sessions_turn_leaves_no_trace(
+async def test_a_step_cancelled_while_it_waits_for_the_lock_has_no_effect(
     harness: EngineHarness,
 ) -> None:
     session = await start(harness, 5)
@@ -330,43 +324,43 @@ async def test_a_client_who_hangs_up_while_waiting_for_the_sessions_turn_leaves_
     assert (await harness.engine.get_session(session)).position == 2
 
 
-async def test_a_step_that_fails_after_its_client_has_left_is_no_news_to_anybody(
+async def test_a_step_that_fails_after_its_client_left_logs_only_the_run(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     gc.collect()
-    caplog.clear()  # of what tests before this one have left
+    caplog.clear()  # removes records of earlier tests
     session = await start(harness, 5)
     harness.runner.poison = 6
     harness.runner.busy.clear()
     harness.runner.gate.clear()
-    gone = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,), expected_position=1)))
+    cancelled = asyncio.ensure_future(harness.engine.submit(StepRequest(session, (6,), expected_position=1)))
     await harness.runner.until_busy()
-    gone.cancel()
+    cancelled.cancel()
     await turn()
     harness.runner.gate.set()
     await harness.engine.drain()
     await turn()
-    del gone  # which remembers the step
+    del cancelled  # it refers to the step
     gc.collect()
-    assert {record.name for record in caplog.records} == {"wane.engine"}  # the run's failure, and no task's
+    assert {record.name for record in caplog.records} == {"wane.engine"}  # only the run's failure
     assert (await harness.engine.get_session(session)).position == 1
 
 
-async def test_a_long_step_is_carried_through_once_its_first_piece_is_in_a_batch(harness: EngineHarness) -> None:
+async def test_a_cancelled_long_step_commits_once_its_first_piece_runs(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
     tokens = tuple(10 + index % 50 for index in range(1100))
-    gone = asyncio.ensure_future(harness.engine.submit(StepRequest(session, tokens)))
+    cancelled = asyncio.ensure_future(harness.engine.submit(StepRequest(session, tokens)))
     await harness.runner.until_busy()
-    gone.cancel()
+    cancelled.cancel()
     await turn()
     harness.runner.gate.set()
     await harness.engine.drain()
     assert (await harness.engine.get_session(session)).position == 1101
 
 
-async def test_the_deadline_of_a_rewind_and_of_an_end_holds_while_a_step_has_the_session(
+async def test_rewind_and_delete_fail_at_their_deadlines_during_a_step(
     harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     session = await start(harness, 5)
@@ -394,7 +388,7 @@ async def test_two_steps_of_one_session_are_never_in_one_batch(harness: EngineHa
     assert harness.runner.calls == [("step", [[token], [token]]) for token in (6, 7, 8)]
 
 
-async def test_only_so_many_may_wait_for_one_session(harness: EngineHarness) -> None:
+async def test_too_many_requests_for_one_session_are_refused(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
@@ -407,10 +401,10 @@ async def test_only_so_many_may_wait_for_one_session(harness: EngineHarness) -> 
     assert (await harness.engine.get_session(session)).position == 66
 
 
-# Parked, rebuilt, rewound
+# Evicted, rebuilt, rewound
 
 
-async def test_a_session_rebuilt_from_a_whole_tail_is_exact_and_says_so(harness: EngineHarness) -> None:
+async def test_a_session_rebuilt_from_a_whole_tail_is_exact(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6, 7)
     harness.engine.state_cache.drop(session)
     view = await harness.engine.get_session(session)
@@ -422,7 +416,7 @@ async def test_a_session_rebuilt_from_a_whole_tail_is_exact_and_says_so(harness:
     assert harness.sample("wane_state_rebuilds_total") == 1
 
 
-async def test_a_session_rebuilt_from_a_cut_tail_is_the_tail_from_zero_with_no_bound(
+async def test_a_session_rebuilt_from_a_cut_tail_has_no_bound(
     harness: EngineHarness,
 ) -> None:
     input_ids = [10 + index for index in range(20)]
@@ -437,7 +431,7 @@ async def test_a_session_rebuilt_from_a_cut_tail_is_the_tail_from_zero_with_no_b
     assert (after.state, after.error_bound) == (StateSource.RESIDENT, None)
 
 
-async def test_a_tail_of_exactly_tail_tokens_is_still_whole(harness: EngineHarness) -> None:
+async def test_a_tail_at_its_limit_is_still_whole(harness: EngineHarness) -> None:
     input_ids = [10 + index for index in range(16)]
     session = await start(harness, *input_ids)
     harness.engine.state_cache.drop(session)
@@ -446,7 +440,7 @@ async def test_a_tail_of_exactly_tail_tokens_is_still_whole(harness: EngineHarne
     assert listed(answer) == expected(harness, input_ids)
 
 
-async def test_predicting_from_a_parked_session_makes_it_resident(harness: EngineHarness) -> None:
+async def test_predicting_from_an_evicted_session_makes_it_resident(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6)
     harness.engine.state_cache.drop(session)
     first = await harness.engine.submit(PredictRequest(session=session))
@@ -454,12 +448,12 @@ async def test_predicting_from_a_parked_session_makes_it_resident(harness: Engin
     assert (first.state, second.state) == (StateSource.REBUILT, StateSource.RESIDENT)
 
 
-async def test_sessions_beyond_the_budget_are_parked_and_come_back_exact(make_harness: MakeHarness) -> None:
+async def test_sessions_beyond_the_budget_are_evicted_and_rebuilt_exactly(make_harness: MakeHarness) -> None:
     slot_bytes = 4 * (4 + 4 + 4)
     harness = make_harness(state_budget_bytes=8 * slot_bytes)
     sessions = [await start(harness, 10 + index, 20 + index) for index in range(12)]
     counts = (await harness.engine.report())["sessions"]
-    assert counts == {"resident": 6, "parked": 6, "rebuilt": 0}  # of eight slots two are reserved
+    assert counts == {"resident": 6, "parked": 6, "rebuilt": 0}  # two of eight slots are reserved
     for index, session in enumerate(sessions):
         answer = await harness.engine.submit(StepRequest(session, (7,)))
         assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(
@@ -469,7 +463,7 @@ async def test_sessions_beyond_the_budget_are_parked_and_come_back_exact(make_ha
     harness.engine.state_cache.check_integrity()
 
 
-async def test_a_rewound_session_goes_on_from_where_it_was_cut(harness: EngineHarness) -> None:
+async def test_a_rewound_session_continues_at_its_new_position(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6, 7)
     view = await harness.engine.rewind(session, 1)
     assert (view.position, view.state, view.error_bound) == (1, StateSource.REBUILT, 0.0)
@@ -478,7 +472,7 @@ async def test_a_rewound_session_goes_on_from_where_it_was_cut(harness: EngineHa
     assert listed(answer) == expected(harness, [5, 8])
 
 
-async def test_a_step_after_a_rewind_is_never_taken_for_a_replay(harness: EngineHarness) -> None:
+async def test_a_step_after_a_rewind_is_never_a_replay(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     step = StepRequest(session, (6,), expected_position=1, idempotency_key="k")
     await harness.engine.submit(step)
@@ -486,7 +480,7 @@ async def test_a_step_after_a_rewind_is_never_taken_for_a_replay(harness: Engine
     assert (await harness.engine.submit(step)).replayed is False
 
 
-async def test_a_session_can_be_rewound_to_its_beginning_and_to_where_it_is(harness: EngineHarness) -> None:
+async def test_a_session_can_be_rewound_to_its_start_and_its_position(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6)
     assert (await harness.engine.rewind(session, 2)).position == 2
     assert (await harness.engine.rewind(session, 0)).position == 0
@@ -494,7 +488,7 @@ async def test_a_session_can_be_rewound_to_its_beginning_and_to_where_it_is(harn
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [7])
 
 
-async def test_a_rewind_to_where_the_session_is_forgets_neither_the_state_nor_the_last_step(
+async def test_a_rewind_to_the_current_position_keeps_state_and_last_step(
     harness: EngineHarness,
 ) -> None:
     session = await start(harness, *range(10, 30))
@@ -508,9 +502,7 @@ async def test_a_rewind_to_where_the_session_is_forgets_neither_the_state_nor_th
 
 
 @pytest.mark.parametrize("position", [-1, 3, 4, 21])
-async def test_a_rewind_out_of_the_tail_names_the_positions_that_are_in_it(
-    harness: EngineHarness, position: int
-) -> None:
+async def test_a_rewind_outside_the_tail_fails_with_the_tails_positions(harness: EngineHarness, position: int) -> None:
     session = await start(harness, *range(10, 30))
     with pytest.raises(InvalidRequest, match=f"position is {position}.* positions 5 to 20"):
         await harness.engine.rewind(session, position)
@@ -533,7 +525,7 @@ async def test_a_window_session_answers_from_its_tail_and_keeps_no_state(harness
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("count", [0, 3, 4, 5, 20])
-async def test_a_view_says_of_the_next_answer_what_that_answer_says_of_itself(
+async def test_a_view_has_the_state_and_bound_of_the_next_answer(
     harness: EngineHarness, mode: Mode, count: int
 ) -> None:
     session = await start(harness, *range(10, 10 + count), mode=mode)
@@ -542,7 +534,7 @@ async def test_a_view_says_of_the_next_answer_what_that_answer_says_of_itself(
     assert (view.state, view.error_bound) == (answer.state, answer.error_bound)
 
 
-async def test_a_step_that_asks_for_a_window_keeps_up_the_state_that_is_there(harness: EngineHarness) -> None:
+async def test_a_step_by_window_advances_an_existing_state(harness: EngineHarness) -> None:
     input_ids = [10 + index for index in range(20)]
     session = await start(harness, *input_ids)
     answer = await harness.engine.submit(StepRequest(session, (6,), mode=Mode.WINDOW))
@@ -555,7 +547,7 @@ async def test_a_step_that_asks_for_a_window_keeps_up_the_state_that_is_there(ha
     assert listed(answer) == expected(harness, [*input_ids, 6, 7])
 
 
-async def test_a_step_that_asks_for_a_window_rebuilds_no_state(harness: EngineHarness) -> None:
+async def test_a_step_by_window_rebuilds_no_state(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6)
     harness.engine.state_cache.drop(session)
     harness.runner.calls.clear()
@@ -564,7 +556,7 @@ async def test_a_step_that_asks_for_a_window_rebuilds_no_state(harness: EngineHa
     assert harness.engine.state_cache.peek(session) is None
 
 
-async def test_both_answers_recurrently_and_measures_the_window_beside_it(harness: EngineHarness) -> None:
+async def test_both_answers_by_recurrent_and_compares_the_window(harness: EngineHarness) -> None:
     session = await start(harness, *range(10, 20))
     answer = await harness.engine.submit(StepRequest(session, (6,), mode=Mode.BOTH))
     assert answer.modes is not None
@@ -579,7 +571,7 @@ async def test_both_answers_recurrently_and_measures_the_window_beside_it(harnes
     assert (await harness.engine.submit(StepRequest(session, (7,)))).state is StateSource.RESIDENT
 
 
-async def test_a_sessions_own_mode_holds_unless_the_step_names_another(harness: EngineHarness) -> None:
+async def test_a_step_uses_the_sessions_mode_unless_it_names_another(harness: EngineHarness) -> None:
     session = await start(harness, 5, mode=Mode.BOTH)
     assert (await harness.engine.submit(StepRequest(session, (6,)))).mode is Mode.BOTH
     assert (await harness.engine.submit(StepRequest(session, (6,), mode=Mode.AUTO))).mode is Mode.BOTH
@@ -587,21 +579,19 @@ async def test_a_sessions_own_mode_holds_unless_the_step_names_another(harness: 
     assert (answer.mode, answer.window, answer.modes) == (Mode.RECURRENT, None, None)
 
 
-async def test_a_window_longer_than_a_rewound_tail_is_refused_and_the_models_own_shrinks(
+async def test_a_window_longer_than_a_rewound_tail_is_refused(
     harness: EngineHarness,
 ) -> None:
     session = await start(harness, *range(10, 30))
     await harness.engine.rewind(session, 6)
-    with pytest.raises(InvalidRequest, match="window is 3, but only the last 2 tokens are kept"):
+    with pytest.raises(InvalidRequest, match="window is 3, but the session keeps only its last 2 tokens"):
         await harness.engine.submit(PredictRequest(session=session, mode=Mode.WINDOW, window=3))
     answer = await harness.engine.submit(PredictRequest(session=session, mode=Mode.WINDOW))
     assert answer.window == 2
 
 
 @pytest.mark.parametrize("mode", [None, Mode.RECURRENT, Mode.BOTH])
-async def test_a_tolerance_that_the_sessions_answer_does_not_meet_is_refused(
-    harness: EngineHarness, mode: Mode | None
-) -> None:
+async def test_a_tolerance_that_the_session_does_not_meet_is_refused(harness: EngineHarness, mode: Mode | None) -> None:
     session = await start(harness, *range(10, 30), mode=mode)
     exact = await harness.engine.submit(PredictRequest(session=session, tolerance=0.0))
     assert exact.error_bound == 0.0
@@ -613,7 +603,7 @@ async def test_a_tolerance_that_the_sessions_answer_does_not_meet_is_refused(
     assert harness.runner.calls == []
 
 
-async def test_a_window_for_a_session_that_answers_recurrently_is_refused(harness: EngineHarness) -> None:
+async def test_a_window_for_a_recurrent_session_is_refused(harness: EngineHarness) -> None:
     session = await start(harness, *range(10, 20))
     with pytest.raises(InvalidRequest, match="answers by mode recurrent; it is for window and both") as caught:
         await harness.engine.submit(PredictRequest(session=session, window=3))
@@ -622,10 +612,10 @@ async def test_a_window_for_a_session_that_answers_recurrently_is_refused(harnes
     assert (await harness.engine.submit(PredictRequest(session=own, window=3))).window == 3
 
 
-# Life
+# Expiry and deletion
 
 
-async def test_a_session_idle_for_too_long_is_gone_and_so_is_its_state(harness: EngineHarness) -> None:
+async def test_an_idle_session_expires_with_its_state(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     harness.clock.now_s += 3600
     assert (await harness.engine.get_session(session)).idle_s == 3600
@@ -635,14 +625,14 @@ async def test_a_session_idle_for_too_long_is_gone_and_so_is_its_state(harness: 
     assert len(harness.engine.state_cache) == 0
 
 
-async def test_states_of_expired_sessions_that_nobody_asks_for_are_given_back(harness: EngineHarness) -> None:
+async def test_states_of_expired_sessions_are_released_without_a_request(harness: EngineHarness) -> None:
     await start(harness, 5)
     harness.clock.now_s += 3601
     assert (await harness.engine.report())["sessions"] == {"resident": 0, "parked": 0, "rebuilt": 0}
     assert harness.engine.state_cache.used_bytes == 0
 
 
-async def test_looking_at_a_session_leaves_its_idle_time_alone_and_predicting_does_not(
+async def test_predicting_resets_the_idle_time_and_reading_does_not(
     harness: EngineHarness,
 ) -> None:
     session = await start(harness, 5)
@@ -653,7 +643,7 @@ async def test_looking_at_a_session_leaves_its_idle_time_alone_and_predicting_do
     assert (await harness.engine.get_session(session)).idle_s == 0
 
 
-async def test_a_replay_is_a_use(harness: EngineHarness) -> None:
+async def test_a_replay_resets_the_idle_time(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     for _ in range(3):
         harness.clock.now_s += 2000
@@ -662,7 +652,7 @@ async def test_a_replay_is_a_use(harness: EngineHarness) -> None:
     assert (await harness.engine.get_session(session)).idle_s == 0
 
 
-async def test_a_session_that_is_only_predicted_from_keeps_its_state(harness: EngineHarness) -> None:
+async def test_predicting_from_a_session_keeps_its_state(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     for _ in range(3):
         harness.clock.now_s += 2000
@@ -686,7 +676,7 @@ async def test_a_deleted_session_is_unknown(harness: EngineHarness) -> None:
             await attempt
 
 
-async def test_an_owners_id_is_kept_and_cannot_be_taken_twice(harness: EngineHarness) -> None:
+async def test_a_given_session_id_is_kept_and_cannot_be_used_twice(harness: EngineHarness) -> None:
     assert (await harness.engine.create_session("mine:1", Mode.WINDOW)).session == "mine:1"
     with pytest.raises(SessionExists, match="mine:1"):
         await harness.engine.create_session("mine:1")
@@ -699,7 +689,7 @@ async def test_a_bad_session_id_is_refused(harness: EngineHarness, session: str)
 
 
 @pytest.mark.parametrize("session", ["...", "a.", ".a", "..a", "x" * 128])
-async def test_an_id_may_have_dots_beside_something_else(harness: EngineHarness, session: str) -> None:
+async def test_a_session_id_may_contain_dots(harness: EngineHarness, session: str) -> None:
     assert (await harness.engine.create_session(session)).session == session
 
 
@@ -716,10 +706,10 @@ CUT = {
     "window": 130,
     "max_window": 140,
     "session_history_tokens": 140,
-}  # what a certified session keeps
+}  # settings of a certified model with a cut tail
 
 
-async def test_the_bound_of_a_rebuilt_session_shrinks_as_tokens_come_in_and_rebuilding_does_not_add_to_it(
+async def test_the_bound_of_a_rebuilt_session_shrinks_with_every_token(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(**CUT)
@@ -743,7 +733,7 @@ async def test_the_bound_of_a_rebuilt_session_shrinks_as_tokens_come_in_and_rebu
     assert again.predictions[0].token_id == recurrent.predictions[0].token_id
 
 
-async def test_a_windowed_session_has_the_windows_bound_and_its_view_too(make_harness: MakeHarness) -> None:
+async def test_a_window_session_and_its_view_have_the_windows_bound(make_harness: MakeHarness) -> None:
     harness = make_harness(**CUT)
     epsilon = harness.manifest.certificate.error_bound_at
     session = (await harness.engine.create_session(mode=Mode.WINDOW)).session
@@ -756,7 +746,7 @@ async def test_a_windowed_session_has_the_windows_bound_and_its_view_too(make_ha
         await harness.engine.submit(PredictRequest(session=session, tolerance=1e-9))
 
 
-async def test_a_session_whose_bound_is_known_only_once_it_was_run_is_run(make_harness: MakeHarness) -> None:
+async def test_a_session_whose_bound_is_known_only_after_the_run_is_run(make_harness: MakeHarness) -> None:
     harness = make_harness(**CUT, radius=1e-7)
     session = (await harness.engine.create_session()).session
     await harness.engine.submit(StepRequest(session, (5,) * 150))
@@ -770,7 +760,7 @@ async def test_a_session_whose_bound_is_known_only_once_it_was_run_is_run(make_h
     assert (resident.state, resident.error_bound) == (StateSource.RESIDENT, epsilon)  # the run's own bound is not kept
 
 
-async def test_the_pair_of_a_rebuilt_session_and_its_window_is_as_far_apart_as_the_window_may_be(
+async def test_the_agreement_of_a_rebuilt_session_has_the_windows_bound(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(**CUT)

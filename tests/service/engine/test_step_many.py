@@ -19,7 +19,7 @@ from wane.service.types import Answer, Latency, Mode, StateSource, StepRequest
 
 
 class Stepper:
-    """Answers once `go` is set, and fails at token 0; `order` is what it was asked, `most` at how many at a time."""
+    """Answers steps, and fails at token 0. `order` lists the steps, `most` is the largest number at the same time."""
 
     def __init__(self) -> None:
         self.order: list[tuple[str, int]] = []
@@ -47,33 +47,33 @@ def kind(outcome: Answer | Exception) -> type:
     return Answer if isinstance(outcome, Answer) else type(outcome)
 
 
-async def test_outcomes_come_in_the_order_of_the_steps_and_sessions_run_side_by_side() -> None:
+async def test_outcomes_are_in_order_and_sessions_run_concurrently() -> None:
     stepper = Stepper()
     outcomes = await step_many(stepper.submit, requests(("a", 1), ("b", 2), ("c", 3)))
     assert [outcome.position for outcome in outcomes if isinstance(outcome, Answer)] == [1, 2, 3]
     assert stepper.most == 3
 
 
-async def test_steps_of_one_session_run_one_after_the_other_in_their_order() -> None:
+async def test_steps_of_one_session_run_in_order() -> None:
     stepper = Stepper()
     await step_many(stepper.submit, requests(("a", 1), ("b", 5), ("a", 2), ("a", 3)))
     assert [token for session, token in stepper.order if session == "a"] == [1, 2, 3]
     assert stepper.most == 2
 
 
-async def test_behind_a_failure_only_its_own_session_s_steps_are_not_taken() -> None:
+async def test_after_a_failure_only_its_own_sessions_steps_are_skipped() -> None:
     stepper = Stepper()
     outcomes = await step_many(stepper.submit, requests(("a", 1), ("a", 0), ("b", 2), ("a", 3), ("b", 4)))
     assert [kind(outcome) for outcome in outcomes] == [Answer, InvalidRequest, Answer, EarlierStepFailed, Answer]
     assert ("a", 3) not in stepper.order
 
 
-async def test_a_step_behind_a_failure_is_told_of_its_session_by_the_id_that_its_owner_knows() -> None:
+async def test_a_skipped_step_names_the_session_without_its_owner() -> None:
     outcomes = await step_many(Stepper().submit, requests(("alice/a", 0), ("alice/a", 1)))
     assert "session 'a' " in str(outcomes[1])
 
 
-async def test_every_step_of_a_call_is_submitted_in_the_context_of_the_call(harness: EngineHarness) -> None:
+async def test_all_steps_of_a_call_are_submitted_in_its_context(harness: EngineHarness) -> None:
     caller: ContextVar[str] = ContextVar("caller", default="nobody")
     seen: list[str] = []
 
@@ -83,7 +83,7 @@ async def test_every_step_of_a_call_is_submitted_in_the_context_of_the_call(harn
 
     await harness.engine.create_session("s")
     caller.set("the call")
-    await step_many(submit, requests(("s", 5), ("s", 6)))  # the second goes on where the first one's batch is over
+    await step_many(submit, requests(("s", 5), ("s", 6)))  # the second starts after the first one's batch
     assert seen == ["the call", "the call"]
 
 
@@ -92,7 +92,7 @@ async def test_every_step_of_a_call_is_submitted_in_the_context_of_the_call(harn
 
 @pytest.fixture
 async def started(harness: EngineHarness) -> EngineHarness:
-    """With the sessions a, b and c, each after one token."""
+    """An engine with the sessions a, b and c, each after one token."""
     await start_sessions(harness)
     return harness
 
@@ -112,7 +112,7 @@ async def test_steps_have_their_own_answers_and_errors_in_one_batch(started: Eng
 async def test_steps_are_counted_once_each(started: EngineHarness) -> None:
     await step_many(started.engine.submit, requests(("a", 6), ("b", 6), ("c", 6)))
     report: Any = await started.engine.report()
-    assert report["operations"] == {"step": 6}  # the three that started the sessions among them
+    assert report["operations"] == {"step": 6}  # including the three that started the sessions
     assert report["modes"]["recurrent"]["requests"] == 6
     assert report["modes"]["recurrent"]["latency"]["total"]["count"] == 6
     assert started.sample("wane_answers_total", operation="step", mode="recurrent") == 6
@@ -138,7 +138,7 @@ async def test_a_step_whose_commit_fails_fails_alone(
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 9])
-async def test_steps_of_one_batch_have_the_predictions_that_each_asked_for(started: EngineHarness, top_k: int) -> None:
+async def test_each_step_of_a_batch_has_its_own_top_k(started: EngineHarness, top_k: int) -> None:
     steps = [StepRequest("a", (6,), top_k=2), StepRequest("b", (6,), top_k=top_k)]
     few, many = await step_many(started.engine.submit, steps)
     assert isinstance(few, Answer) and isinstance(many, Answer)
@@ -146,7 +146,7 @@ async def test_steps_of_one_batch_have_the_predictions_that_each_asked_for(start
     assert few.predictions[:top_k] == many.predictions[:2]
 
 
-async def test_a_caller_that_leaves_takes_back_the_steps_that_wait(make_harness: MakeHarness) -> None:
+async def test_cancelling_a_call_withdraws_its_queued_steps(make_harness: MakeHarness) -> None:
     harness = make_harness(max_batch_size=1)
     await start_sessions(harness)
     harness.runner.busy.clear()

@@ -1,4 +1,4 @@
-"""The directional test, through the engine: never wrong whatever came before, and it proves more than the radius."""
+"""The proof by direction, through the engine: it holds for every past, and proves more than the radius."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PASTS, LONGEST_PAST, CLIMBS = 32, 20, 4
 
 
 def model(seed: int, layers: int, front: bool, block: str = "residual", beside: bool = True) -> Small:
-    """A gated model."""
+    """Returns a random gated model."""
     fields: dict[str, Any] = {"gate_caps": (0.95,) * layers}
     if block == "residual":
         fields |= {"norm_epsilon": 0.25, "feed_forward": 7, "units": 9, "front": FRONT if front else None}
@@ -35,7 +35,7 @@ def model(seed: int, layers: int, front: bool, block: str = "residual", beside: 
 
 
 def proofs(small: Small, windows: list[NDArray[np.int64]], *, prove: bool = True) -> list[int | None]:
-    """Each window's first token, where it is proved to be that of every run that ends in it."""
+    """Returns each window's first token if it is proved for every run that ends in the window, otherwise None."""
 
     async def ask() -> list[int | None]:
         found = []
@@ -50,7 +50,7 @@ def proofs(small: Small, windows: list[NDArray[np.int64]], *, prove: bool = True
 
 
 def logits_after(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The never-interrupted model's, in float64, after each past (B, P) and the window: (B, V)."""
+    """Returns the never-interrupted model's logits, float64 (B, V), after each past (B, P) and the window."""
     tokens = np.concatenate([pasts, np.broadcast_to(window, (len(pasts), len(window)))], axis=1)
     state = small.reference.zero_state(len(tokens))
     for column in tokens.T:
@@ -60,7 +60,7 @@ def logits_after(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int6
 
 
 def hold(small: Small, window: NDArray[np.int64], first: int, random: np.random.Generator) -> None:
-    """No past makes another token first: random ones, one token repeated, and then changed to narrow the lead."""
+    """Asserts that no past makes another token first: random, repeated, and changed to narrow the lead."""
     pasts = random.integers(VOCABULARY, size=(PASTS, LONGEST_PAST))
     pasts[:VOCABULARY] = np.arange(VOCABULARY)[:, None]
 
@@ -85,7 +85,7 @@ def hold(small: Small, window: NDArray[np.int64], first: int, random: np.random.
     front=st.booleans(),
     block=st.sampled_from(("plain", "residual")),
 )
-def test_no_past_overturns_a_token_that_is_proved(seed: int, layers: int, front: bool, block: str) -> None:
+def test_no_past_changes_a_proved_token(seed: int, layers: int, front: bool, block: str) -> None:
     small, random = model(seed, layers, front, block), np.random.default_rng(seed)
     windows = [random.integers(VOCABULARY, size=length) for length in random.integers(2, 10, size=12)]
     for window, first in zip(windows, proofs(small, windows), strict=True):
@@ -94,7 +94,7 @@ def test_no_past_overturns_a_token_that_is_proved(seed: int, layers: int, front:
 
 
 @pytest.mark.parametrize("front", [False, True], ids=["no front", "front"])
-def test_it_proves_all_that_the_radius_proves_and_more(front: bool) -> None:
+def test_direction_proves_more_than_the_radius(front: bool) -> None:
     more = 0
     for seed in range(3):
         small, random = model(seed, 1, front), np.random.default_rng(seed)
@@ -110,7 +110,7 @@ def test_it_proves_all_that_the_radius_proves_and_more(front: bool) -> None:
     assert more > 5
 
 
-def test_what_rounding_may_have_moved_is_not_proved() -> None:
+def test_a_larger_rounding_proves_fewer_tokens() -> None:
     small, random = model(0, 1, front=True), np.random.default_rng(0)
     windows = [random.integers(VOCABULARY, size=length) for length in random.integers(3, 9, size=30)]
     direction = small.engine.answer_builder.direction
@@ -121,14 +121,14 @@ def test_what_rounding_may_have_moved_is_not_proved() -> None:
     assert sum(first is not None for first in after) < sum(first is not None for first in before)
 
 
-def test_windows_that_say_no_more_than_their_radius_or_not_even_that_are_judged_by_what_there_is() -> None:
+def test_there_is_no_direction_proof_without_a_stream() -> None:
     small, random = model(0, 1, front=False, beside=False), np.random.default_rng(0)
     windows = [random.integers(VOCABULARY, size=16) for _ in range(5)]
     proofs(small, windows)
     assert small.engine.answer_builder.direction is None
 
 
-async def test_a_shipped_model_searches_for_a_proof_only_where_it_is_asked_to(
+async def test_a_shipped_model_searches_for_a_proof_only_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bundle, runner = opened(FOLDER / "gated-stable")

@@ -1,4 +1,4 @@
-"""The margin test against every token one by one, and against the worst that a moved state can do."""
+"""The margin test against every token, and against the worst case of a moved state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def logits_of(weights: dict[str, NDArray[np.float32]], hidden: NDArray[np.float3
 
 
 def leads(weights: dict[str, NDArray[np.float32]], logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64]]:
-    """The first token, and for every other one the error that its lead bears: the lead over the rows' distance."""
+    """Returns the first token and, for every other one, the largest error that keeps the lead: lead / distance."""
     rows = weights["head.weight"].astype(np.float64)
     first = int(logits.argmax())
     apart = np.linalg.norm(rows - rows[first], axis=1)
@@ -42,7 +42,7 @@ def leads(weights: dict[str, NDArray[np.float32]], logits: NDArray[np.float32]) 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_state_within_the_error_overturns_what_is_proved_and_pruning_loses_nothing(seed: int) -> None:
+def test_no_state_within_the_error_changes_a_proved_token(seed: int) -> None:
     weights, margin = make(seed)
     random = np.random.default_rng(seed)
     proved = refused = 0
@@ -53,11 +53,11 @@ def test_no_state_within_the_error_overturns_what_is_proved_and_pruning_loses_no
         nearest = int(bears.argmin())
         error = float(bears[nearest] * np.exp(0.5 * random.normal()))
         if not margin.proves(logits, hidden, error):
-            assert error > bears[nearest] * (1 - 1e-3), "it can be proved, but for rounding"
+            assert error > bears[nearest] * (1 - 1e-3), "only rounding may prevent a proof"
             refused += 1
             continue
         proved += 1
-        # The worst of all: straight towards the token that would be first soonest, and any direction else.
+        # The worst case, straight towards the nearest rival, and a random direction.
         rows = weights["head.weight"].astype(np.float64)
         towards = rows[nearest] - rows[first]
         for direction in (towards, random.normal(size=WIDTH)):
@@ -66,7 +66,7 @@ def test_no_state_within_the_error_overturns_what_is_proved_and_pruning_loses_no
     assert proved > CASES / 60 and refused > CASES / 60
 
 
-def test_a_lead_that_rounding_could_have_made_proves_nothing() -> None:
+def test_a_lead_within_rounding_proves_nothing() -> None:
     weights, margin = make(0)
     hidden = np.ones(WIDTH, np.float32)
     logits = logits_of(weights, hidden)
@@ -79,7 +79,7 @@ def test_a_lead_that_rounding_could_have_made_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("error", [np.inf, np.nan])
-def test_a_state_that_may_be_anywhere_proves_nothing(error: float) -> None:
+def test_an_unbounded_error_proves_nothing(error: float) -> None:
     weights, margin = make(0)
     hidden = np.ones(WIDTH, np.float32)
     assert not margin.proves(logits_of(weights, hidden), hidden, error)
@@ -94,25 +94,25 @@ def test_the_output_matrix_may_be_the_embedding() -> None:
         assert tied.proves(logits, hidden, error) is margin.proves(logits, hidden, error)
 
 
-def test_many_tokens_that_rows_lengths_do_not_settle_are_looked_at_one_by_one() -> None:
+def test_tokens_that_row_norms_do_not_settle_are_checked_individually() -> None:
     random = np.random.default_rng(3)
-    rows = np.full((500, WIDTH), 10.0) + 1e-3 * random.normal(size=(500, WIDTH))  # long, and close together
+    rows = np.full((500, WIDTH), 10.0) + 1e-3 * random.normal(size=(500, WIDTH))  # long rows, close together
     weights = {"head.weight": rows.astype(np.float32), "head.bias": np.linspace(0, -1, 500).astype(np.float32)}
     weights["head.bias"][0] = 0.1
     margin, hidden = MarginProof(weights), np.zeros(WIDTH, np.float32)
     logits = logits_of(weights, hidden)
     _, bears = leads(weights, logits)
     least = float(bears.min())
-    assert least > 1.0, "row norms alone would bear an error of a hundredth of that"
+    assert least > 1.0, "row norms alone prove only a hundredth of this error"
     assert margin.proves(logits, hidden, 0.95 * least)  # the rest is rounding: the rows are long
     assert not margin.proves(logits, hidden, 1.001 * least)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_look_at_the_second_settles_is_settled_for_all_and_that_is_most(seed: int) -> None:
+def test_the_first_two_tokens_settle_most_answers(seed: int) -> None:
     weights, margin = make(seed)
     random = np.random.default_rng(seed)
-    told = {True: 0, False: 0, None: 0}
+    counts = {True: 0, False: 0, None: 0}
     for _ in range(CASES // 6):
         hidden = (3 * random.normal(size=WIDTH)).astype(np.float32)
         logits = logits_of(weights, hidden)
@@ -124,6 +124,6 @@ def test_what_a_look_at_the_second_settles_is_settled_for_all_and_that_is_most(s
         assert margin.at_a_look(logits, hidden, error, Top(put_out, 0)) is settled
         assert margin.proves_of_row(Row(put_out, 0, None, None), error) is margin.proves(logits, hidden, error)
         assert settled in (None, margin.has_no_rival(logits, hidden, error))
-        told[settled] += 1
-    assert told[True] and told[False]
-    assert told[None] < CASES // 6 / 2
+        counts[settled] += 1
+    assert counts[True] and counts[False]
+    assert counts[None] < CASES // 6 / 2

@@ -15,7 +15,7 @@ from wane.service.runners.runner import DeviceError
 
 
 class NoSession:
-    """An inference session that got as far as it could: without CUDA, whatever was asked for."""
+    """An inference session that always falls back to the CPU."""
 
     asked: list[object]
 
@@ -30,7 +30,7 @@ class NoSession:
 
 
 @each_bundle
-def test_a_run_gives_every_output_by_name_and_shape(path: Path) -> None:
+def test_a_run_returns_every_output_by_name_and_shape(path: Path) -> None:
     bundle, runner = opened(path)
     state = {tensor.name: np.zeros((3, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
     assert runner.device == "cpu"
@@ -42,7 +42,7 @@ def test_a_run_gives_every_output_by_name_and_shape(path: Path) -> None:
 
 
 @each_bundle
-def test_cuda_that_is_not_installed_is_said_and_never_replaced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_fails_if_it_is_not_installed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CPU])
     with pytest.raises(DeviceError, match=r"no CUDA provider.*onnxruntime-gpu in place of onnxruntime"):
         OnnxRunner(opened(path)[0], "cuda", threads=1)
@@ -50,7 +50,7 @@ def test_cuda_that_is_not_installed_is_said_and_never_replaced(path: Path, monke
 
 
 @each_bundle
-def test_cuda_that_does_not_start_is_said_and_auto_goes_on_without_it(
+def test_cuda_fails_and_auto_uses_the_cpu_if_cuda_does_not_start(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU])
@@ -63,7 +63,7 @@ def test_cuda_that_does_not_start_is_said_and_auto_goes_on_without_it(
 
 
 async def run_the_largest_batch_of_each_runner() -> None:
-    """Each of two runners of one bundle runs the batch that takes the most memory."""
+    """Runs the batch that takes the most memory in each of two runners of one bundle."""
     bundle = Bundle.open(PATHS[0])
     state = {tensor.name: np.zeros((64, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
     tokens = np.ones((64, MOST_POSITIONS["scan"] // 64), np.int64)
@@ -78,5 +78,5 @@ async def run_the_largest_batch_of_each_runner() -> None:
     assert second < first / 4, f"the first run took {first:,} bytes, and the second {second:,} more"
 
 
-def test_graphs_share_the_memory_of_their_intermediate_values() -> None:
+def test_graphs_share_one_arena() -> None:
     alone(run_the_largest_batch_of_each_runner)

@@ -21,7 +21,7 @@ def shadow_process() -> Iterator[SubprocessRunner]:
     runner.wait()
 
 
-def test_a_run_aside_is_the_run_itself_bit_for_bit(shadow_process: SubprocessRunner) -> None:
+def test_a_run_in_the_process_is_bit_identical(shadow_process: SubprocessRunner) -> None:
     bundle, here = opened(PATH)
     tokens = np.array([[2, 3, 4]])
     state = {tensor.name: np.zeros((1, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
@@ -34,24 +34,24 @@ def test_a_run_aside_is_the_run_itself_bit_for_bit(shadow_process: SubprocessRun
             assert found[name].tobytes() == array.tobytes()
 
 
-def test_the_time_that_runs_take_is_told(shadow_process: SubprocessRunner) -> None:
+def test_a_run_adds_its_processor_time(shadow_process: SubprocessRunner) -> None:
     before_s = shadow_process.cpu_s
     shadow_process.run("window", {"tokens": np.full((1, 64), 2), "lengths": np.array([64])})
     assert shadow_process.cpu_s > before_s
 
 
-def test_a_run_that_fails_says_why_and_the_next_one_does_not(shadow_process: SubprocessRunner) -> None:
+def test_a_failed_run_raises_its_error_and_the_next_run_succeeds(shadow_process: SubprocessRunner) -> None:
     with pytest.raises(RuntimeError, match="lengths"):
         shadow_process.run("window", {"tokens": np.array([[2, 3]])})
     assert "logits" in shadow_process.run("window", {"tokens": np.array([[2, 3]]), "lengths": np.array([2])})
 
 
-def test_the_process_stands_back_for_every_other(shadow_process: SubprocessRunner) -> None:
+def test_the_process_runs_at_idle_priority(shadow_process: SubprocessRunner) -> None:
     shadow_process.run("window", {"tokens": np.array([[2]]), "lengths": np.array([1])})
     assert os.sched_getscheduler(shadow_process.process.pid) == os.SCHED_IDLE
 
 
-def test_a_process_that_was_killed_is_a_runner_that_is_lost() -> None:
+def test_a_run_after_the_process_was_killed_raises_runner_lost() -> None:
     runner = SubprocessRunner(PATH)
     runner.kill()
     with pytest.raises(RunnerLost):
@@ -59,7 +59,7 @@ def test_a_process_that_was_killed_is_a_runner_that_is_lost() -> None:
     runner.wait()
 
 
-def test_the_process_ends_with_the_one_that_started_it() -> None:
+def test_the_process_exits_when_its_input_is_closed() -> None:
     runner = SubprocessRunner(PATH)
     runner.run("window", {"tokens": np.array([[2]]), "lengths": np.array([1])})
     runner.asked.close()

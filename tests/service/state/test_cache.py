@@ -16,7 +16,7 @@ def make_residents(slots: int = 8) -> StateCache:
 
 
 def keep(state_cache: StateCache, session: str, touched_s: float = 0.0, value: float = 0.0) -> int:
-    """A state of the session, of so much everywhere; its slot."""
+    """Makes a state with `value` in every unit resident, and returns its slot."""
     with state_cache.lease() as slot:
         outputs = {"next.a": np.full((1, 2), value), "next.b": np.full((1, 3, 1), value), "hidden": np.zeros((1, 4))}
         state_cache.scatter([slot], outputs)
@@ -24,7 +24,7 @@ def keep(state_cache: StateCache, session: str, touched_s: float = 0.0, value: f
     return slot
 
 
-def test_what_is_known_of_a_resident_comes_back_with_its_state() -> None:
+def test_a_resident_state_keeps_its_revision_and_position() -> None:
     state_cache = make_residents()
     with state_cache.lease() as slot:
         state_cache.put("s", CachedState(slot, revision=2**40, dropped_tokens=7, position=2**41), 1.0)
@@ -36,7 +36,7 @@ def test_what_is_known_of_a_resident_comes_back_with_its_state() -> None:
     state_cache.check_integrity(idle=True)
 
 
-def test_a_new_state_of_a_session_takes_the_place_of_the_old_one() -> None:
+def test_a_sessions_new_state_replaces_the_old_one() -> None:
     state_cache = make_residents()
     for _ in range(100):
         keep(state_cache, "s")
@@ -50,8 +50,8 @@ def test_the_least_recently_used_session_is_evicted_first() -> None:
     state_cache = StateCache(STATE, 4, 8 * SLOT_BYTES, lambda: evicted.append(None))
     for name in "abcdef":
         keep(state_cache, name)
-    assert state_cache.find("a", 1.0) is not None  # used: now b is the oldest
-    assert state_cache.peek("b") is not None  # looked at: still the oldest
+    assert state_cache.find("a", 1.0) is not None  # a use: now b is the oldest
+    assert state_cache.peek("b") is not None  # no use: still the oldest
     with state_cache.lease():
         assert state_cache.peek("b") is None
         assert state_cache.peek("a") is not None
@@ -59,7 +59,7 @@ def test_the_least_recently_used_session_is_evicted_first() -> None:
     state_cache.check_integrity(idle=True)
 
 
-def test_a_state_in_use_is_never_evicted_and_a_full_slab_refuses() -> None:
+def test_a_state_in_use_is_never_evicted_and_a_full_pool_refuses() -> None:
     state_cache = make_residents()
     slots = [state_cache.acquire() for _ in range(state_cache.capacity - RESERVED - 1)]
     slot = keep(state_cache, "s")
@@ -73,7 +73,7 @@ def test_a_state_in_use_is_never_evicted_and_a_full_slab_refuses() -> None:
     state_cache.check_integrity(idle=True)
 
 
-def test_states_of_sessions_long_idle_are_dropped() -> None:
+def test_idle_states_are_dropped() -> None:
     state_cache = make_residents()
     keep(state_cache, "old", 1.0)
     keep(state_cache, "new", 5.0)
@@ -82,7 +82,7 @@ def test_states_of_sessions_long_idle_are_dropped() -> None:
     assert state_cache.peek("new") is not None
 
 
-def test_a_state_that_is_used_is_not_idle() -> None:
+def test_using_a_state_resets_its_idle_time() -> None:
     state_cache = make_residents()
     for name in "ab":
         keep(state_cache, name, 1.0)
@@ -93,37 +93,37 @@ def test_a_state_that_is_used_is_not_idle() -> None:
 
 
 SPOILT: dict[str, Callable[[StateCache], object]] = {
-    "4 slots are those of 3 sessions": lambda state_cache: state_cache.order.pop("b"),
-    "a slot is that of a session which has another": lambda state_cache: state_cache.order.__setitem__("b", 2),
+    "4 slots belong to 3 sessions": lambda state_cache: state_cache.order.pop("b"),
+    "a slot belongs to a session that has another slot": lambda state_cache: state_cache.order.__setitem__("b", 2),
     "a slot with a state is free": lambda state_cache: state_cache.users.__setitem__(3, 0),
     "not the least recently used": lambda state_cache: state_cache.order.move_to_end("a"),
     "a slot is lost": lambda state_cache: state_cache.free.pop(),
     "a slot has two users": lambda state_cache: state_cache.retain(3),
-    "5 slots are in use for 4 sessions, and by no request": lambda state_cache: state_cache.acquire(),
+    "5 slots are in use for 4 sessions, but no request is in flight": lambda state_cache: state_cache.acquire(),
 }
 
 
-@pytest.mark.parametrize("what", SPOILT)
-def test_every_fault_of_the_bookkeeping_is_found_and_mending_it_costs_all_states(what: str) -> None:
+@pytest.mark.parametrize("text", SPOILT)
+def test_a_bookkeeping_fault_is_found_and_mending_drops_all_states(text: str) -> None:
     state_cache = make_residents()
     for index, name in enumerate("abcd"):
         keep(state_cache, name, float(index))
     state_cache.release(state_cache.acquire())
     state_cache.check_integrity(idle=True)
-    SPOILT[what](state_cache)
+    SPOILT[text](state_cache)
     faults = state_cache.faults(idle=True)
-    assert any(what in fault.text for fault in faults)
+    assert any(text in fault.text for fault in faults)
     state_cache.mend(faults, idle=True)
     assert (len(state_cache), state_cache.used_bytes) == (0, 0)
     state_cache.check_integrity(idle=True)
     assert sorted(state_cache.acquire() for _ in range(6)) == [2, 3, 4, 5, 6, 7]
 
 
-def test_mending_leaves_slots_to_the_requests_that_use_them() -> None:
+def test_mending_keeps_the_slots_that_requests_use() -> None:
     state_cache = make_residents()
     mine = state_cache.acquire()
     kept = keep(state_cache, "s")
-    state_cache.retain(kept)  # by a request, which reads it
+    state_cache.retain(kept)  # for a request that reads it
     state_cache.mend([Fault("the bookkeeping is wrong")])
     assert len(state_cache) == 0
     assert state_cache.used_bytes == 2 * SLOT_BYTES
@@ -132,7 +132,7 @@ def test_mending_leaves_slots_to_the_requests_that_use_them() -> None:
     state_cache.check_integrity(idle=True)
 
 
-def test_a_resident_state_that_was_written_to_is_forgotten_and_the_others_stay() -> None:
+def test_a_resident_state_that_was_written_to_is_dropped_alone() -> None:
     state_cache = make_residents()
     keep(state_cache, "a")
     slot = keep(state_cache, "b", 1.0)
@@ -145,7 +145,7 @@ def test_a_resident_state_that_was_written_to_is_forgotten_and_the_others_stay()
     state_cache.check_integrity(idle=True)
 
 
-def test_a_resident_state_that_changed_by_itself_is_found_once_it_has_been_looked_at() -> None:
+def test_a_resident_state_that_changed_since_its_last_check_is_found() -> None:
     state_cache = make_residents()
     keep(state_cache, "a", value=1.0)
     slot = keep(state_cache, "b", value=2.0)
@@ -158,7 +158,7 @@ def test_a_resident_state_that_changed_by_itself_is_found_once_it_has_been_looke
     state_cache.check_integrity(idle=True)
 
 
-def test_only_the_states_asked_for_are_looked_at() -> None:
+def test_only_the_given_slots_are_checked() -> None:
     state_cache = make_residents()
     first, second = keep(state_cache, "a"), keep(state_cache, "b")
     state_cache.check_integrity()

@@ -22,12 +22,12 @@ def test_the_budget_sets_the_number_of_slots() -> None:
     assert (pool.slot_bytes, pool.capacity) == (SLOT_BYTES, 10)
 
 
-def test_a_budget_for_too_few_states_is_refused_with_the_bytes_it_takes() -> None:
+def test_a_budget_for_too_few_states_is_refused_with_the_bytes_needed() -> None:
     with pytest.raises(ValueError, match=f"state_budget_bytes is {SLOT_BYTES}.* need {8 * SLOT_BYTES}"):
         StatePool(STATE, 4, SLOT_BYTES)
 
 
-def test_what_is_scattered_is_gathered_again_row_by_row() -> None:
+def test_gather_returns_the_rows_that_scatter_wrote() -> None:
     pool = make_slab()
     first, second = pool.acquire(), pool.acquire()
     pool.scatter(
@@ -45,7 +45,7 @@ def test_what_is_scattered_is_gathered_again_row_by_row() -> None:
     assert pool.miscounts() == []
 
 
-def test_a_state_goes_to_another_slab_as_bytes() -> None:
+def test_a_packed_state_is_unpacked_in_another_pool() -> None:
     pool, other = make_slab(), make_slab()
     outputs = {
         "next.a": np.array([[1, 2]], np.float32),
@@ -63,13 +63,13 @@ def test_a_state_goes_to_another_slab_as_bytes() -> None:
     assert (other.gather_hidden([there]) == outputs["hidden"]).all()
 
 
-def test_what_is_no_state_of_the_model_is_not_taken_for_one() -> None:
+def test_unpacking_a_state_of_another_size_fails() -> None:
     pool = make_slab()
-    with pytest.raises(ValueError, match=f"a state of 4 bytes, where this model's has {SLOT_BYTES}"):
+    with pytest.raises(ValueError, match=f"the state has 4 bytes, but this model's states have {SLOT_BYTES}"):
         pool.unpack(pool.acquire(), b"\0" * 4)
 
 
-def test_a_lease_ends_with_its_block_unless_somebody_retains_the_slot() -> None:
+def test_a_lease_ends_with_its_block_unless_the_slot_is_retained() -> None:
     pool = make_slab()
     with pool.lease() as slot:
         pool.retain(slot)
@@ -81,7 +81,7 @@ def test_a_lease_ends_with_its_block_unless_somebody_retains_the_slot() -> None:
     assert pool.miscounts() == []
 
 
-def test_a_slot_is_used_again_and_a_full_slab_refuses() -> None:
+def test_a_released_slot_is_reused_and_a_full_pool_refuses() -> None:
     pool = make_slab()
     slots = [pool.acquire() for _ in range(pool.capacity - RESERVED)]
     with pytest.raises(Overloaded, match="all 8 states are in use"):
@@ -91,7 +91,7 @@ def test_a_slot_is_used_again_and_a_full_slab_refuses() -> None:
     assert pool.miscounts() == []
 
 
-def test_the_reserved_slots_need_no_counting() -> None:
+def test_the_reserved_slots_are_not_counted() -> None:
     pool = make_slab()
     for _ in range(3):
         pool.release(ZERO)
@@ -99,7 +99,7 @@ def test_the_reserved_slots_need_no_counting() -> None:
     assert pool.miscounts() == []
 
 
-def test_many_slots_are_released_as_one_by_one() -> None:
+def test_release_all_equals_single_releases() -> None:
     pool = make_slab()
     one, other = pool.acquire(), pool.acquire()
     pool.retain(one)
@@ -112,7 +112,7 @@ def test_many_slots_are_released_as_one_by_one() -> None:
         pool.release_all([one])
 
 
-def test_a_free_slot_can_neither_be_retained_nor_released() -> None:
+def test_a_free_slot_cannot_be_retained_or_released() -> None:
     pool = make_slab()
     slot = pool.acquire()
     pool.release(slot)
@@ -128,7 +128,7 @@ def test_the_zero_state_cannot_be_written_to() -> None:
         pool.scatter([ZERO], {})
 
 
-def test_a_checksum_and_a_count_of_writes_tell_a_change() -> None:
+def test_a_write_changes_the_checksum_and_the_write_count() -> None:
     pool = make_slab()
     slot = pool.acquire()
     before = pool.checksum(slot)
@@ -143,7 +143,7 @@ def test_a_checksum_and_a_count_of_writes_tell_a_change() -> None:
     ("spoil", "what"),
     [
         (lambda pool: pool.free.append(5), "freed twice"),
-        (lambda pool: pool.free.append(99), "free that there is not"),
+        (lambda pool: pool.free.append(99), "free slot does not exist"),
         (lambda pool: pool.free.remove(5), "lost"),
         (lambda pool: pool.users.__setitem__(5, 1), "both in use and free"),
         (lambda pool: pool.users.__setitem__(4, -1), "released once too often"),
@@ -152,7 +152,7 @@ def test_a_checksum_and_a_count_of_writes_tell_a_change() -> None:
     ],
     ids=["freed twice", "no slot", "not free", "in use and free", "negative", "not in use", "zero"],
 )
-def test_every_miscount_is_found_and_recounting_ends_it(spoil: Callable[[StatePool], object], what: str) -> None:
+def test_a_miscount_is_found_and_repaired_by_recount(spoil: Callable[[StatePool], object], what: str) -> None:
     pool = make_slab()
     slots = [pool.acquire() for _ in range(4)]
     pool.release(slots[3])
