@@ -1,4 +1,4 @@
-"""Liveness, readiness and metrics for operators; and two plain HTML pages, without scripts or foreign resources."""
+"""Liveness, readiness and metrics for operators; and two plain HTML pages, without scripts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
 }
-"""What tells a browser to load nothing from elsewhere, to run nothing, and to show the page in no frame."""
+"""Headers that forbid a browser to load other resources, to run scripts, and to show the page in a frame."""
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -34,29 +34,29 @@ PAGE = """<!doctype html>
 </html>
 """
 FIRST = """<p>Wane serves recurrent next-token models whose memory provably fades, as a stream or as a window of the
-last k tokens, and says how far the two are apart: read <a href="docs">what there is to ask for</a>, or its <a
+last k tokens, and says how far the two are apart: read the <a href="docs">list of routes</a>, or its <a
 href="openapi.json">description</a> for programs, the <a href="v1/models">models</a> and the <a
 href="v1/report">report</a>.</p>"""
 
 
 def first() -> str:
-    """The first page."""
+    """Returns the start page."""
     return PAGE.format(title="Wane", content=FIRST)
 
 
 def reference(openapi: Mapping[str, Any]) -> str:
-    """Every route of an OpenAPI description, and what it does."""
+    """Returns a page that lists the routes of an OpenAPI description."""
     rows = "\n".join(_rows(openapi))
     about = escape(openapi["info"].get("description", ""))
-    content = f'<p>{about} All of it: <a href="openapi.json">openapi.json</a>.</p>\n<table>\n{rows}\n</table>'
+    content = f'<p>{about} All routes: <a href="openapi.json">openapi.json</a>.</p>\n<table>\n{rows}\n</table>'
     return PAGE.format(title="Wane: the API", content=content)
 
 
 def _rows(openapi: Mapping[str, Any]) -> Iterator[str]:
     for path, operations in openapi["paths"].items():
         for method, operation in operations.items():
-            told = escape(operation.get("description") or operation.get("summary", ""))
-            yield f"<tr><td>{method.upper()}</td><td><code>{escape(path)}</code></td><td>{told}</td></tr>"
+            text = escape(operation.get("description") or operation.get("summary", ""))
+            yield f"<tr><td>{method.upper()}</td><td><code>{escape(path)}</code></td><td>{text}</td></tr>"
 
 
 router = APIRouter(tags=["operations"])
@@ -65,7 +65,7 @@ router = APIRouter(tags=["operations"])
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", response_model=LivenessDocument)
 async def healthz() -> Response:
-    """Whether the process lives."""
+    """Whether the process is alive."""
     return encode.reply({"live": True})
 
 
@@ -73,11 +73,11 @@ async def healthz() -> Response:
 @router.get(
     "/readyz",
     response_model=ReadinessDocument,
-    responses={503: {"model": ReadinessDocument, "description": "loading or draining, or the store is away"}},
+    responses={503: {"model": ReadinessDocument, "description": "loading or draining, or the store is unavailable"}},
 )
 async def readyz(request: Request) -> Response:
-    """Whether every model is loaded, or failed to be. Not ready either while the process drains, or while the sessions'
-    store is away and no step can be answered without it. A model answers as soon as it is loaded itself."""
+    """Whether every model has loaded or failed. Not ready while the process drains, or while the session store is
+    unavailable and steps need it. A model answers requests as soon as it is loaded."""
     models = registry(request)
     store = models.store
     ready = models.ready and store is not None and store.ready
@@ -107,7 +107,7 @@ def _health(store: StoreHealth) -> StoreDocument:
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics; with exemplars as OpenMetrics, where that is accepted."""
+    """Prometheus metrics; as OpenMetrics, with exemplars, if the client accepts it."""
     found: Metrics = request.app.state.metrics
     text, content_type = found.render(request.headers.get("accept", ""))
     return Response(text, headers={"content-type": content_type})
@@ -116,12 +116,12 @@ async def metrics(request: Request) -> Response:
 @router.head("/", include_in_schema=False)
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    """A first page for people."""
+    """A start page for people."""
     return HTMLResponse(first(), headers=HEADERS)
 
 
 @router.head("/docs", include_in_schema=False)
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> Response:
-    """Every route, for people."""
+    """A list of routes for people."""
     return HTMLResponse(reference(request.app.openapi()), headers=HEADERS)

@@ -312,5 +312,5 @@ def test_a_file_that_cannot_be_read_at_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(KeysError, match="No such file"):
         opened(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(KeysError, match="is no text"):
+    with pytest.raises(KeysError, match="is not UTF-8 text"):
         opened(tmp_path / "binary")
