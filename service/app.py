@@ -1,4 +1,4 @@
-"""The ASGI application: what it is made of, in which order, and how it begins and ends."""
+"""The ASGI application: its parts, their order, its startup and its shutdown."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ PROBLEM = {
 
 
 class Application(FastAPI):
-    """FastAPI, which describes every route and calls all but a few: see `service/api/dispatch.py`."""
+    """FastAPI, which describes every route, and calls those that `service/api/dispatch.py` does not."""
 
     def __init__(self, *, policy: RequestPolicy, settings: Settings, **described: Any) -> None:
         super().__init__(middleware=[Middleware(RequestMiddleware, policy=policy)], **described)
@@ -72,7 +72,7 @@ class Application(FastAPI):
         self._dispatched = RequestMiddleware(self.dispatcher, policy=policy)
 
     def openapi(self) -> dict[str, Any]:
-        """The description of every route, made once."""
+        """Returns the description of every route, which is built once."""
         if self.openapi_schema is None:
             self.openapi_schema = complete(super().openapi(), self.settings)
         return self.openapi_schema
@@ -93,12 +93,12 @@ def create_app(
     on_ready: Callable[[], None] = lambda: None,
     tracing: Tracing | None = None,
 ) -> Application:
-    """The application around a registry that is not loaded yet.
+    """Returns the application for a registry whose models are not loaded yet.
 
-    It answers at once; requests for models wait until they are loaded, verified and warmed up. If the server cannot go
-    on without a model that was not loaded, `on_load_failure` is called with the reason, and is to end the process.
-    `on_default` is called once the default model answers, `on_ready` once every model is loaded or failed to be.
-    `tracing` is for the owner to close. Raises KeysError for a file of keys that cannot be read.
+    It answers at once. Requests for a model wait until the model is loaded, verified and warmed up. If a model that the
+    server needs fails to load, `on_load_failure` is called with the error, and must end the process. `on_default` is
+    called once the default model is ready, `on_ready` once every model has loaded or failed. The caller closes
+    `tracing`. Raises KeysError for a key file that cannot be read.
     """
     keys = KeySource(settings)
 
@@ -108,7 +108,7 @@ def create_app(
         except Exception as error:
             on_load_failure(error)
             await registry.close()
-        if registry.ready:  # and not draining already
+        if registry.ready:  # also means that the server is not draining
             on_ready()
             names = [engine.name for engine in registry.list()]
             SERVICE.info("ready", extra={"fields": {"device": registry.device, "models": names}})
@@ -145,7 +145,7 @@ def create_app(
         exception_handlers={HTTPException: answer_problem},
         responses={"default": PROBLEM},
         redirect_slashes=False,
-        docs_url=None,  # the framework's pages are made of scripts that other sites serve
+        docs_url=None,  # the framework's pages load scripts from other sites
         redoc_url=None,
     )
     app.state.registry = registry
@@ -159,7 +159,7 @@ def create_app(
     nowhere = app.router.default
 
     async def default(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # the framework would refuse it without a word
+        if scope["type"] == "websocket":  # the framework would refuse it without a problem document
             raise NotFound(NOWHERE)
         await nowhere(scope, receive, send)
 
@@ -168,14 +168,14 @@ def create_app(
 
 
 async def answer_problem(request: Request, error: Exception) -> Response:
-    """What the framework refuses by itself has the same shape as what we refuse."""
+    """Turns the framework's own errors into problem documents."""
     if isinstance(error, HTTPException) and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         error = HTTPException(error.status_code, headers={"allow": ", ".join(sorted(methods_at(request)))})
     return envelope(request.scope, error)
 
 
 def methods_at(request: Request) -> set[str]:
-    """The methods of every route at the request's path; the framework itself tells of the first route's only."""
+    """Returns the methods of every route at the request's path. The framework itself lists only the first route's."""
     routes = chain(request.app.routes, ROUTES)
     here = (one for one in routes if isinstance(one, Route) and one.matches(request.scope)[0] is not Match.NONE)
     return {method for route in here for method in route.methods or ()}

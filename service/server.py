@@ -1,6 +1,6 @@
-"""The server process: uvicorn with one worker, which drains before it stops listening.
+"""The server process: uvicorn with one worker, with a drain before shutdown.
 
-numpy multiplies with one thread unless the operator sets another number.
+numpy uses one thread unless the operator sets another number.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from wane.service.observability.tracing import Tracing
 from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings, SettingsError
 
-SAID_BY = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
 def spare_the_processors(environment: Mapping[str, str]) -> None:
     """Limits BLAS to one thread, unless one of the usual variables sets another number.
 
-    The matrices of a bundle's checks are small, and BLAS's threads spin while they wait for each other. They would take
-    processors from requests while a model is loaded, or while another replica starts.
+    The matrices of a bundle's checks are small, and BLAS's threads spin while they wait for each other. They would slow
+    requests down while a model is loaded, or while another replica starts.
     """
-    if not any(environment.get(name) for name in SAID_BY):
+    if not any(environment.get(name) for name in BLAS_VARIABLES):
         threadpool_limits(1, user_api="blas")
 
 
-KEEP_ALIVE_S = 75  # longer than the idle time of the usual proxies (60 s), so that the proxy closes the connection
-GC_THRESHOLDS = (20_000, 10, 10)  # seldom: next to nothing that a request leaves behind needs the collector
-CLOSE_S = 5  # time for connections to take their last bytes once everything is answered
+KEEP_ALIVE_S = 75  # longer than the usual proxies' idle timeout (60 s), so that the proxy closes the connection
+GC_THRESHOLDS = (20_000, 10, 10)  # collections are rare: requests leave few reference cycles
+CLOSE_S = 5  # time for clients to read the rest of their responses after the drain
 
 
 class Announcer:
-    """Logs where the server listens, and tells a person at a terminal when the default model answers."""
+    """Logs the listening addresses, and prints `ready` on a terminal when the default model is ready."""
 
     def __init__(self, registry: ModelRegistry, keys: KeySource) -> None:
         self._registry = registry
@@ -58,7 +58,7 @@ class Announcer:
         self._urls: list[str] = []
 
     def listening(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Logs the addresses. From now on SIGHUP reads the file of keys again, if there is one."""
+        """Logs the addresses. From now on SIGHUP reloads the key file, if there is one."""
         if self._keys.has_file:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._keys.reload)
         for host, port in addresses:
@@ -66,11 +66,11 @@ class Announcer:
             self._urls.append(url)
             SERVICE.info("listening", extra={"fields": {"url": url}})
             if self._keys.keyring is None and not ip_address(host.partition("%")[0]).is_loopback:
-                SERVICE.warning("no API keys are set: open to everybody who reaches %s", url)
+                SERVICE.warning("no API keys are set: every client that can connect to %s has access", url)
         self.announce()
 
     def announce(self) -> None:
-        """Called when the server listens, and when the default model answers: the later call prints."""
+        """Prints on its later call: it is called when the server listens, and when the default model is ready."""
         if self._urls and self._registry.served and sys.stdout.isatty():
             print(f"ready: {' '.join(self._urls)}", flush=True)  # noqa: T201
 
@@ -78,8 +78,8 @@ class Announcer:
 async def drain(registry: ModelRegistry, notice_s: float) -> None:
     """Drains the registry.
 
-    The server is unready at once, and goes on for `notice_s`, so that the load balancer sends requests elsewhere. Then
-    new work is refused with 503, and requests in flight are finished, within the time of the settings.
+    The server is unready at once, and still serves for `notice_s`, while the load balancer redirects new requests. Then
+    it refuses new work with 503, and finishes requests in flight within `drain_timeout_ms`.
     """
     SERVICE.info("draining")
     if registry.ready:
@@ -96,8 +96,8 @@ def refuse_more_workers(environment: Mapping[str, str]) -> None:
 
 
 def spare_the_collector() -> None:
-    """Has the garbage collector skip the objects of loaded models, which stay to the end. Walking through them would
-    stop every request for a tenth of a second each time."""
+    """Excludes the objects of loaded models, which are never freed, from garbage collection. A collection that visits
+    them stops every request for a tenth of a second."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -106,7 +106,7 @@ def spare_the_collector() -> None:
 def protocols(
     settings: Settings, metrics: Metrics, dispatcher: Dispatcher | None = None, *, plain_uvicorn: bool = False
 ) -> dict[str, Any]:
-    """uvicorn's options for protocol classes and trusted proxies; by default it trusts every client on this machine.
+    """Returns uvicorn's options for protocol classes and trusted proxies. uvicorn trusts local clients by default.
 
     `plain_uvicorn`: use uvicorn's own classes, which are slower and have no limits for slow clients.
     """
@@ -114,11 +114,11 @@ def protocols(
         "proxy_headers": settings.trusted_proxies is not None,
         "forwarded_allow_ips": settings.trusted_proxies or "",
     }
-    # Messages of WebSockets are short: to compress one costs more than to answer it.
+    # WebSocket messages are short: compressing one costs more than answering it.
     common = {"ws_per_message_deflate": False, "ws_max_size": settings.max_body_bytes, **proxies}
     if plain_uvicorn:
         return {"http": "auto", "ws": "auto", **common}
-    # Imported here because another release of uvicorn or websockets may lack what these import of it.
+    # Imported here because another release of uvicorn or websockets may lack names that these modules import.
     from wane.service.net.http_protocol import HttpProtocol, ProxyHeaders
     from wane.service.net.websocket_protocol import WebSocketProtocol
 
@@ -136,7 +136,7 @@ def protocols(
 
 
 def run(settings: Settings) -> None:
-    """Serves until a signal stops it. Raises the error of a model that had to be loaded: RegistryError, BundleError."""
+    """Serves until a signal stops it. Raises RegistryError or BundleError if a required model cannot be loaded."""
     logs.configure(settings.log_level)
     spare_the_processors(os.environ)
     failures: list[Exception] = []

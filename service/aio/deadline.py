@@ -1,4 +1,4 @@
-"""A time after which nobody waits for an answer any more."""
+"""Deadlines of requests."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from wane.service.aio.interrupt import Interrupt
 from wane.service.aio.timers import Timer, timers
 from wane.service.errors import DeadlineExceeded
 
-TOO_LATE = "the deadline passed before the answer was there"
+TOO_LATE = "the deadline passed before the answer was ready"
 
 
 class until:  # noqa: N801  (read as `with until(deadline)`)
-    """Cancels the body of the `with` at `deadline`, seconds on the event loop's clock, and raises
-    DeadlineExceeded in its place, with the message `why`. None is never.
+    """Cancels the body of the `with` at `deadline`, in seconds on the event loop's clock, and raises DeadlineExceeded
+    with the message `why`. A deadline of None never passes.
 
-    As `asyncio.timeout_at`, on a coarser clock that costs a request less, and also in an `EagerTask`.
+    Like `asyncio.timeout_at`, but with a coarser clock that is cheaper, and also in an `EagerTask`.
     """
 
     __slots__ = ("_deadline", "_interrupt", "_timer", "_why")

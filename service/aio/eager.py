@@ -1,11 +1,11 @@
-"""Results that are waited for without an `asyncio.Task`.
+"""Waits for results without an `asyncio.Task`.
 
-A task begins one turn of the event loop after it was made, and goes on one turn after what it waits for is there. Most
-requests wait for one batch and for nothing else. An `EagerTask` begins at once, and goes on as soon as the `Waiter`
-that it waits for is resolved: in the same call. A coroutine that never waits is over when `EagerTask` returns.
+An `asyncio.Task` starts one turn of the event loop after its creation, and resumes one turn after its result is ready.
+Most requests wait for one batch only. An `EagerTask` starts at once, and resumes in the call that resolves its
+`Waiter`. A coroutine that never waits is finished when `EagerTask` returns.
 
-Coroutines are run by either, unchanged, but for what asks for the current `asyncio.Task`: `asyncio.timeout` and
-`asyncio.TaskGroup` do. `until` (`service/aio/deadline.py`) works in both.
+Both kinds of task run the same coroutines, except those that need the current `asyncio.Task`, like `asyncio.timeout`
+and `asyncio.TaskGroup`. `until` (`service/aio/deadline.py`) works in both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class _Running(threading.local):
-    """The `EagerTask` whose coroutine runs now, on this thread."""
+    """The `EagerTask` whose coroutine runs now on this thread."""
 
     task: EagerTask[Any] | None = None
 
@@ -30,14 +30,14 @@ _running = _Running()
 
 
 def current_task() -> EagerTask[Any] | None:
-    """The `EagerTask` whose coroutine runs now; None where another task's does."""
+    """Returns the `EagerTask` whose coroutine runs now; None in any other task."""
     return _running.task
 
 
 class Waiter(Generic[T]):
-    """A result that one caller waits for, by `await` or by a callback. All methods belong to the event loop's thread.
+    """A result that one caller waits for, with `await` or a callback. Call its methods on the event loop's thread only.
 
-    Unlike a future it calls back at once. Awaited by a task, it resumes the task one turn of the event loop later.
+    Unlike a future it calls back at once. An `asyncio.Task` that awaits it resumes one turn of the event loop later.
     """
 
     __slots__ = ("_callback", "_error", "_result", "done")
@@ -49,24 +49,24 @@ class Waiter(Generic[T]):
         self.done = False
 
     def resolve(self, result: T) -> None:
-        """Sets the result. Does nothing where there is one, or the caller has left."""
+        """Sets the result. Does nothing if it is done or cancelled."""
         if not self.done:
             self._result = result
             self._finish()
 
     def fail(self, error: BaseException) -> None:
-        """As `resolve`, with what `await` raises."""
+        """Like `resolve`, with an exception that `await` raises."""
         if not self.done:
             self._error = error
             self._finish()
 
     def cancel(self) -> None:
-        """The caller has left. Drops a later result, and calls nobody back."""
+        """Drops the callback, and a later result."""
         self._callback = None
         self.done = True
 
     def on_done(self, callback: Callable[[Waiter[T]], object]) -> None:
-        """Calls back once with this, when the result is there; at once where it is. Takes the place of an earlier
+        """Calls `callback` once with this waiter when the result is ready, or at once if it is. Replaces an earlier
         callback."""
         if self.done:
             callback(self)
@@ -74,14 +74,14 @@ class Waiter(Generic[T]):
             self._callback = callback
 
     def result(self) -> T:
-        """Returns the result, or raises the error; to be called once."""
+        """Returns the result, or raises the error. Call it once."""
         error, self._error = self._error, None
         if error is None:
-            return self._result  # type: ignore[return-value]  # it is there
+            return self._result  # type: ignore[return-value]  # it is set
         try:
             raise error
         finally:
-            del error, self  # they hold each other through the traceback
+            del error, self  # breaks a reference cycle through the traceback
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done:
@@ -110,12 +110,12 @@ def _set(future: asyncio.Future[None], _: object) -> None:
 
 
 class EagerTask(Waiter[T]):
-    """Runs a coroutine, from its beginning on, in the calls that make its results ready."""
+    """Runs a coroutine at once, and resumes it in the calls that resolve its waiters."""
 
     __slots__ = ("_context", "_coroutine", "_waits_for")
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], context: Context | None = None) -> None:
-        """`context`: the coroutine's own context variables. Without one it sees those of the code that resumes it."""
+        """`context`: the coroutine's context variables. Default: those of the code that resumes it."""
         self._callback = self._error = self._result = None
         self.done = False
         self._coroutine: Coroutine[Any, Any, T] | None = coroutine
@@ -124,14 +124,14 @@ class EagerTask(Waiter[T]):
         self._run(coroutine.send, None)
 
     def cancel(self) -> None:
-        """The caller has left: raises CancelledError in the coroutine, where it waits."""
+        """Drops the callback, and raises CancelledError at the coroutine's `await`."""
         super().cancel()
         self.interrupt()
 
     def interrupt(self) -> None:
-        """Raises CancelledError in the coroutine, where it waits."""
+        """Raises CancelledError at the coroutine's `await`."""
         waits_for, self._waits_for = self._waits_for, None
-        if waits_for is None or self._coroutine is None:  # it is over, or is running right now
+        if waits_for is None or self._coroutine is None:  # the coroutine has ended, or is running now
             return
         if isinstance(waits_for, asyncio.Future):
             waits_for.remove_done_callback(self._go_on)
@@ -143,13 +143,13 @@ class EagerTask(Waiter[T]):
         self._run(self._coroutine.throw, asyncio.CancelledError())
 
     def _go_on(self, ready: Waiter[Any] | asyncio.Future[Any] | None) -> None:
-        """What the coroutine waits for is there. Does nothing where it was interrupted meanwhile."""
+        """Resumes the coroutine. Does nothing if it was interrupted meanwhile."""
         if self._coroutine is not None and (ready is None or ready is self._waits_for):
             self._waits_for = None
             self._run(self._coroutine.send, None)
 
     def _run(self, call: Callable[[Any], Any], value: object) -> None:
-        """Runs the coroutine until it waits, or is over."""
+        """Runs the coroutine until it waits or ends."""
         before, _running.task = _running.task, self
         error: BaseException | None = None
         try:
@@ -158,7 +158,7 @@ class EagerTask(Waiter[T]):
             result = end.value
         except BaseException as raised:
             assert raised.__traceback__ is not None
-            error = raised.with_traceback(raised.__traceback__.tb_next)  # without this call, which holds the error
+            error = raised.with_traceback(raised.__traceback__.tb_next)  # without this frame, which holds the error
         else:
             self._wait(found)
             return
@@ -171,7 +171,7 @@ class EagerTask(Waiter[T]):
                 self._finish()
         elif isinstance(error, Exception | asyncio.CancelledError):
             self.fail(error)
-        else:  # the process is to end
+        else:  # the process must end
             raise error
 
     def _wait(self, found: Waiter[Any] | asyncio.Future[Any] | None) -> None:

@@ -1,9 +1,9 @@
 """Coarse timers: cheap to set and cheap to cancel.
 
-Every request has a deadline and a client that may disconnect; few reach either. A timer of the event loop costs a
+Every request has a deadline and a client that may disconnect, and few reach either. A timer of the event loop costs a
 request more than its decoding. Here a timer is one entry of a set, and the loop has one timer for all that fire within
-the same hundredth of a second. A timer fires up to a hundredth of a second late, or up to a sixty-fourth of its delay:
-otherwise delays of minutes would keep tens of thousands of loop timers, most of them for cancelled ones.
+the same hundredth of a second. A timer fires up to a hundredth of a second late, or up to a sixty-fourth of its delay.
+Exact delays of minutes would keep tens of thousands of loop timers, most of them for cancelled timers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Callable
 TICK_S = 0.01
 
 EXACT_BITS = 7
-"""A delay is fewer than 2 to this many ticks: of a hundredth of a second, or of 2, 4, 8, ... times that."""
+"""A delay is fewer than 2 to this power of ticks. A tick is a hundredth of a second, or 2, 4, 8, ... times that."""
 
 
-def _nobody() -> None:
-    """The callback of a cancelled timer."""
+def _cancelled() -> None:
+    """Replaces the callback of a cancelled timer."""
 
 
 class Timer:
-    """Calls `ring` once, on the event loop, unless it is cancelled before."""
+    """Calls `ring` once, on the event loop, unless it is cancelled first."""
 
     __slots__ = ("_others", "ring")
 
@@ -33,9 +33,9 @@ class Timer:
         others.add(self)
 
     def cancel(self) -> None:
-        """Cancels the timer; does nothing if it has fired. Drops the callback, whose owner holds this timer."""
+        """Cancels the timer; does nothing if it has fired. Drops the callback, which may hold this timer."""
         self._others.discard(self)
-        self.ring = _nobody
+        self.ring = _cancelled
 
 
 class Timers:
@@ -47,10 +47,10 @@ class Timers:
         self._latest: tuple[float, int] = -1.0, 0  # the latest time, and its tick
 
     def at(self, when: float, ring: Callable[[], None]) -> Timer:
-        """`when` is seconds on the event loop's clock; a time that has passed fires in the loop's next turn."""
+        """Calls `ring` at `when`, seconds on the event loop's clock, or in the next turn if `when` has passed."""
         loop = self.loop
         latest, tick = self._latest
-        if when != latest:  # the steps of one call have one deadline
+        if when != latest:  # the steps of one call share a deadline
             tick = math.ceil(when / TICK_S)
             wide = (tick - int(loop.time() / TICK_S)).bit_length() - EXACT_BITS
             if wide > 0:
@@ -70,7 +70,7 @@ class Timers:
             while timers:
                 timers.pop().ring()
         finally:
-            if timers:  # one failed, which is no reason for the others not to ring
+            if timers:  # one raised, and the others still have to fire
                 self.loop.call_soon(self._ring_all, timers)
 
 
@@ -78,7 +78,7 @@ _latest: Timers | None = None
 
 
 def timers() -> Timers:
-    """Those of the running event loop. A process serves on one loop; another one begins with none."""
+    """Returns the timers of the running event loop. Only the latest loop is remembered: a process serves on one."""
     global _latest
     loop = asyncio.get_running_loop()
     found = _latest

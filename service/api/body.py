@@ -1,12 +1,12 @@
-"""From the bytes of a body to a request: read before the deadline, counted, parsed strictly, and refused by name.
+"""Reads a request body before its deadline, limits its size, parses it strictly, and names the field at fault.
 
-**Counted before it is decoded.** A JSON decoder takes a second for four megabytes of empty lists, and it holds the
-interpreter for all of it, on whatever thread it runs. Counting what it would make takes some milliseconds of numpy,
-which leaves the interpreter to the event loop.
+**Values are counted before the body is decoded.** A JSON decoder takes a second for four megabytes of empty lists, and
+it holds the interpreter the whole time, on any thread. Counting the values takes some milliseconds of numpy, which
+releases the interpreter to the event loop.
 
-**What is wrong with a body** is told in our words: the field by its place, and what should be there. Places are written
-as the engine's own messages write them, `steps[0].tokens[1]`. pydantic's places contain the names of a union's
-branches, and its sentences speak of Python.
+**Error messages are our own.** They name the field by its place and say what it must be. Places are written like those
+in the engine's messages, `steps[0].tokens[1]`. pydantic's places contain the names of a union's branches, and its
+messages use Python's terms.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from wane.service.settings import Settings
 from wane.service.types import MAX_POSITION, SESSION_ID
 
 MOST_DIGITS = 1000
-"""Of one number in a large body: what a number takes to decode grows with the square of its digits."""
+"""Digits of one number in a large body. Decoding time grows with the square of the digits."""
 
 QUOTE, BACKSLASH, COMMA, COLON, BRACKET, BRACE, ZERO = b'"\\,:[{0'
 
@@ -51,7 +51,7 @@ Mask = NDArray[np.bool_]
 
 
 class BodyLimits(NamedTuple):
-    """What a body may hold: values in all, and fields, and objects and lists."""
+    """Limits on the values, fields, and objects and lists in a body."""
 
     values: int
     fields: int
@@ -59,9 +59,9 @@ class BodyLimits(NamedTuple):
 
 
 def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
-    """Where a body goes over what it may hold, and of what it holds too much; None if it does not.
+    """Returns the place where a body first exceeds a limit, and the limit. Returns None if it exceeds none.
 
-    What is in a string does not count. Raises NotJson for a number that is too long to be read.
+    The contents of strings do not count. Raises NotJson for a number that is too long.
     """
     data = np.frombuffer(raw, np.uint8)
     outside = np.bitwise_xor.accumulate(_quotes(data).view(np.uint8)) == 0
@@ -79,18 +79,18 @@ def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
 
 
 def _quotes(data: NDArray[np.uint8]) -> Mask:
-    """Where strings begin and end: at quotes with no backslash before them, or an even number of them."""
+    """Marks the quotes that begin or end strings: those after an even number of backslashes, or none."""
     quotes: Mask = data == QUOTE
     backslashes: Mask = data == BACKSLASH
     if backslashes.any():
         ordinals = np.arange(1, len(data) + 1, dtype=np.int64)
-        run = ordinals - np.maximum.accumulate(ordinals * ~backslashes)  # of backslashes, up to each place
+        run = ordinals - np.maximum.accumulate(ordinals * ~backslashes)  # backslashes in a row that end at each place
         quotes[1:] &= run[:-1] & 1 == 0
     return quotes
 
 
 def _place_after(mask: Mask, count: int) -> int | None:
-    """Where the first value beyond the limit is; None if there are no more than the limit."""
+    """Returns the place of the first value beyond the limit; None if the limit holds."""
     return int(np.flatnonzero(mask)[count]) if np.count_nonzero(mask) > count else None
 
 
@@ -103,7 +103,7 @@ def _check_numbers(digits: Mask) -> None:
         raise NotJson(f"the body has a number of {runs[longest]} digits at byte {at}; at most {MOST_DIGITS} are read")
 
 
-# By pydantic's names of errors. Where none of a union's branches would do, what each would take is told.
+# By pydantic's error types. If every branch of a union fails, the message lists what each branch accepts.
 KINDS = {
     "bool_type": "true or false",
     "enum": "{expected}",
@@ -122,11 +122,11 @@ OTHERS = {
     "too_short": "holds {actual_length} values, but must hold at least {min_length}",
 }
 MENDABLE = frozenset({"missing", "too_short", "value_error"})
-"""What pydantic may find in the beginning of a body and not in the whole. `value_error`: which fields go together."""
+"""Errors that pydantic may find in a partial body and not in the whole. `value_error`: a rule about several fields."""
 
 
 class BodyShape(NamedTuple):
-    """The names of a body's fields, which of them are bodies, or lists of bodies, and how long lists may be."""
+    """A body's field names, the fields that are bodies or lists of bodies, and the limits of lists."""
 
     names: frozenset[str]
     bodies: Mapping[str, type[Body]]
@@ -136,7 +136,7 @@ class BodyShape(NamedTuple):
 
 @cache
 def shape(model: type[Body]) -> BodyShape:
-    """The shape of a body."""
+    """Returns the shape of a body."""
     bodies: dict[str, type[Body]] = {}
     lists: dict[str, type[Body]] = {}
     for name, field in model.model_fields.items():
@@ -157,8 +157,8 @@ def _body_type(annotation: Any) -> type[Body] | None:
 
 
 def too_long_list(document: Mapping[str, Any], model: type[Body], settings: Settings, *, partial: bool = False) -> None:
-    """Raises TooLarge or InvalidRequest for the first list in `document` that is longer than it may be. Not left to the
-    model, which would look at its items first: there may be a million of them. `partial`: there may be more of it."""
+    """Raises TooLarge or InvalidRequest for the first list in `document` that exceeds its limit. The model would check
+    the list's items first, and there may be a million of them. `partial`: the list may continue beyond `document`."""
     for name, at_most in shape(model).longest.items():
         found, most = document.get(name), at_most.value(settings)
         if not isinstance(found, list) or most is None or len(found) <= most:
@@ -170,14 +170,14 @@ def too_long_list(document: Mapping[str, Any], model: type[Body], settings: Sett
 
 
 def unknown_field(document: Mapping[str, Any], model: type[Body]) -> str | None:
-    """The place of the first field of `document`, or of an object in it, that `model` has not.
+    """Returns the place of the first field of `document`, or of an object in it, that `model` does not have.
 
-    Not left to the model: it would build an error for each of them, and tell first of a field that is missing where it
-    is one misspelt.
+    The model itself would build an error for every unknown field, and would report a misspelt required field as
+    missing.
     """
     names, bodies, lists, _ = shape(model)
     if not document.keys() <= names:
-        return _spelt(next(name for name in document if name not in names))
+        return _quoted(next(name for name in document if name not in names))
     for name, inner in bodies.items():
         found = document.get(name)
         if isinstance(found, dict) and (place := unknown_field(found, inner)) is not None:
@@ -193,39 +193,39 @@ def unknown_field(document: Mapping[str, Any], model: type[Body]) -> str | None:
     return None
 
 
-def _spelt(name: str) -> str:
-    """A name that a client chose: in quotes where it would not be seen for what it is, and cut."""
+def _quoted(name: str) -> str:
+    """Returns a field name from a client: truncated if it is long, and quoted if it is not plain text."""
     plain = 0 < len(name) <= REPR_MAX_CHARACTERS and name.isprintable() and name == name.strip()
     return name if plain else truncate_repr(name)
 
 
 def invalid_request(error: ValidationError, model: type[Body]) -> InvalidRequest:
-    """pydantic's findings in a body as one failure of ours, which names the first field at fault."""
-    return _told(error.errors(include_url=False, include_input=False), model)
+    """Turns pydantic's errors for a body into one error that names the first field at fault."""
+    return _first_failure(error.errors(include_url=False, include_input=False), model)
 
 
 def invalid_part(error: ValidationError, model: type[Body]) -> InvalidRequest | None:
-    """As `invalid_request`, for the beginning of a body: None where the rest of the body may mend what was found."""
+    """Like `invalid_request`, for a partial body. Returns None if the rest of the body may correct every error."""
     found = error.errors(include_url=False, include_input=False)
     mendable = {one["loc"][:1] for one in found if one["type"] in MENDABLE}
     certain = [one for one in found if one["loc"][:1] not in mendable]
-    return _told(certain, model) if certain else None
+    return _first_failure(certain, model) if certain else None
 
 
-def _told(found: Sequence[Any], model: type[Body]) -> InvalidRequest:
-    """The first field at fault, by its place."""
+def _first_failure(found: Sequence[Any], model: type[Body]) -> InvalidRequest:
+    """Returns the error for the first field at fault, with its place."""
     same_field = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
     places = [_place(one["loc"], model) for one in same_field]
-    deepest = max(places, key=len)  # of a union's branches, the one that got furthest
+    deepest = max(places, key=len)  # the branch of a union that matched furthest
     here = [one for one, place in zip(same_field, places, strict=True) if place == deepest]
-    field, said = "".join(deepest).removeprefix("."), _said(here)
+    field, complaint = "".join(deepest).removeprefix("."), _complaint(here)
     if field:
-        return InvalidRequest(field + said, field)
-    return InvalidRequest("the body must be a JSON object" if here[0]["type"] == "model_type" else said[2:])
+        return InvalidRequest(field + complaint, field)
+    return InvalidRequest("the body must be a JSON object" if here[0]["type"] == "model_type" else complaint[2:])
 
 
 def _place(loc: Sequence[int | str], model: type[Body]) -> tuple[str, ...]:
-    """Where that is in the body: what is in `loc` besides the names of branches."""
+    """Returns the place of an error in the body: `loc` without the names of branches."""
     place: list[str] = []
     body: type[Body] | None = model
     for part in loc:
@@ -237,8 +237,8 @@ def _place(loc: Sequence[int | str], model: type[Body]) -> tuple[str, ...]:
     return tuple(place)
 
 
-def _said(found: Sequence[Mapping[str, Any]]) -> str:
-    """What is wrong at one place, to stand behind its name."""
+def _complaint(found: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the description of the errors at one place, which follows the place's name."""
     first = found[0]
     if first["type"] in KINDS:
         kinds = (KINDS[one["type"]].format_map(one.get("ctx", {})) for one in found if one["type"] in KINDS)
@@ -251,17 +251,17 @@ def _said(found: Sequence[Mapping[str, Any]]) -> str:
 B = TypeVar("B", bound=Body)
 
 LARGE_BYTES = 1 << 15
-"""A longer body is decoded on the decoder's thread. To decode a shorter one takes some milliseconds at most."""
+"""Longer bodies are decoded on the decoder's thread. A shorter one takes a few milliseconds at most."""
 
 MOST_FIELDS = 16
-"""Fields of one body, or of one of its objects, and fewer values in those fields that are no token ids."""
+"""An upper bound of the fields of one object in a body, and of their values other than token ids."""
 
 
 class Decoder:
-    """Decodes bodies, and messages of WebSockets: large ones on a thread of its own, one after the other.
+    """Decodes bodies and WebSocket messages: large ones on its own thread, one at a time.
 
-    Decoding is a call that holds the interpreter, on whatever thread it is made. So a large body is not decoded beyond
-    what a request may hold, and while one is decoded no other is. The thread ends with the decoder.
+    Decoding holds the interpreter, on any thread. So a large body is decoded only up to the limits of a request, and
+    never while another one is decoded. The thread ends with the decoder.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -272,7 +272,7 @@ class Decoder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
 
     async def decode(self, raw: bytes | str, model: type[B], deadline: float | None = None) -> B:
-        """JSON as `model`, no list in it longer than it may be. Raises NotJson, InvalidRequest, TooLarge,
+        """Decodes JSON as `model`, and checks the lengths of its lists. Raises NotJson, InvalidRequest, TooLarge,
         DeadlineExceeded."""
         if len(raw) <= LARGE_BYTES:
             return self.decode_now(raw, model)
@@ -290,14 +290,14 @@ class Decoder:
         raise TooLarge(f"the body holds more than {most}: {limit}")
 
     def decode_now(self, raw: bytes | str, model: type[B]) -> B:
-        """As `decode`, on this thread. Raises NotJson, InvalidRequest, TooLarge."""
+        """Like `decode`, on this thread. Raises NotJson, InvalidRequest, TooLarge."""
         document = parsed(raw)
         if isinstance(document, dict):
             too_long_list(document, model, self._settings)
         return valid(document, model)
 
     def _check_part(self, raw: bytes, model: type[Body]) -> None:
-        """Raises for what is wrong in the beginning of a body however the body goes on."""
+        """Raises the first error in the beginning of a body that the rest cannot correct."""
         document = parsed(raw, partial=True)
         if isinstance(document, dict):
             too_long_list(document, model, self._settings, partial=True)
@@ -312,7 +312,7 @@ class Decoder:
 
 
 async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
-    """The body as `model`; one of no bytes is `empty`.
+    """Decodes the body as `model`. An empty body is read as `empty`.
 
     Raises NotJson, InvalidRequest, TooLarge, BodyTimeout, DeadlineExceeded, Abandoned.
     """
@@ -326,7 +326,7 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
 
 
 async def read(request: Request) -> bytes:
-    """All of the body; for most requests it is one message. Raises BodyTimeout, DeadlineExceeded, Abandoned."""
+    """Reads the whole body, for most requests one message. Raises BodyTimeout, DeadlineExceeded, Abandoned."""
     here = context(request.scope)
     deadline = here.deadline
     if deadline is not None and here.body_timeout_s < here.timeout_s:
@@ -334,7 +334,7 @@ async def read(request: Request) -> bytes:
     parts: list[bytes] = []
     more = True
     try:
-        with until(deadline, "the deadline passed while the body was still coming in"):
+        with until(deadline, "the deadline passed before the whole body was received"):
             while more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
@@ -344,19 +344,19 @@ async def read(request: Request) -> bytes:
     except DeadlineExceeded:
         if deadline == here.deadline:
             raise
-        raise BodyTimeout(f"the body was not there after {here.body_timeout_s:g} s") from None
+        raise BodyTimeout(f"the body was not complete after {here.body_timeout_s:g} s") from None
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 ONE_TOKEN = StreamBody(tokens=[0])
-"""The options of a step that is one token and says nothing else: see `only_token`."""
+"""The options of a step with one token and no other field: see `only_token`."""
 
-SHORT = 64  # bytes of a step that may be one token and nothing else
+SHORT = 64  # bytes: longer steps have more than one token, or another field
 
 
 def only_token(raw: bytes | str | None) -> int | None:
-    """The token of a step that has one and says nothing else: most are such, and need no model to be read by. None of
-    any other, good or bad."""
+    """Returns the token of a step with one token and no other field, without a pydantic model: most steps are such.
+    Returns None for any other step, valid or not."""
     if raw is None or len(raw) > SHORT:
         return None
     try:
@@ -370,7 +370,7 @@ def only_token(raw: bytes | str | None) -> int | None:
 
 
 class PlainStep(NamedTuple):
-    """A step of one token that says nothing else but where it starts."""
+    """A step with one token and no option but `expected_position`."""
 
     session: str
     token: int
@@ -381,8 +381,9 @@ PLAIN_STEP = frozenset({"session", "tokens", "expected_position"})
 
 
 def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
-    """The steps of a call, at most so many, where each is plain and of another session, and whether it wants columns.
-    None for any other body, good or bad: most need no model to be read by."""
+    """Returns the steps of a call, and whether it asks for columns, without a pydantic model: most calls are such.
+    Returns None for any other body, valid or not: of more than `most` steps, with a step that is not plain, or with two
+    steps of one session."""
     try:
         document = orjson.loads(raw)
     except ValueError:
@@ -410,7 +411,7 @@ def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
 
 
 def parsed(raw: bytes | str, *, partial: bool = False) -> Any:
-    """JSON as a document; `partial`: as far as it is given. Raises NotJson."""
+    """Parses JSON. `partial`: it may be incomplete. Raises NotJson."""
     try:
         return from_json(raw, allow_partial=partial, cache_strings="keys")
     except ValueError as error:
@@ -422,7 +423,7 @@ def not_json(error: ValueError) -> NotJson:
 
 
 def valid(document: Any, model: type[B]) -> B:
-    """A document as `model`. Raises InvalidRequest."""
+    """Validates a document as `model`. Raises InvalidRequest."""
     if isinstance(document, dict) and (unknown := unknown_field(document, model)) is not None:
         raise InvalidRequest(f"{unknown}: there is no such field", unknown)
     try:
@@ -434,8 +435,8 @@ def valid(document: Any, model: type[B]) -> B:
 async def tokens_of(
     engine: Engine, given: str | list[int], deadline: float | None, *, document: bool = False
 ) -> tuple[int, ...]:
-    """Token ids of text, or the ids themselves; a `document` is only scored, and may be longer than another input.
-    Raises TooLarge, DeadlineExceeded, and InvalidRequest for text without a token in it."""
+    """Returns the token ids of text, or the given ids. A `document` is only scored, and may be longer.
+    Raises TooLarge, DeadlineExceeded, and InvalidRequest for a text without tokens."""
     if isinstance(given, list):
         return tuple(given)
     tokens = await engine.encode(given, deadline, document=document)
@@ -445,8 +446,8 @@ async def tokens_of(
 
 
 def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[str, Any]:
-    """The OpenAPI description of headers that a route reads by itself, which costs a request less than the framework's
-    own reading of them: what each says, and what is said of its text by JSON Schema."""
+    """Returns the OpenAPI description of headers, each with a text and a JSON schema. The route reads the headers
+    itself, which is cheaper than the framework's parameters."""
     return {
         "parameters": [
             {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string", **form}}
@@ -456,7 +457,7 @@ def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[s
 
 
 def json_body(model: type[Body], *, required: bool = True) -> dict[str, Any]:
-    """The OpenAPI description of a route that decodes `model`, with the model's examples."""
+    """Returns the OpenAPI description of a route that decodes `model`, with the model's examples."""
     examples = {f"example {number}": {"value": value} for number, value in enumerate(model.examples, 1)}
     content = {"application/json": {"schema": model.model_json_schema(), "examples": examples}}
     return {"requestBody": {"required": required, "content": content}}

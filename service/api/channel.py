@@ -1,7 +1,7 @@
-"""A WebSocket as its route sees it: messages come, answers go, and the client may leave.
+"""The messages of a WebSocket, for its route.
 
-What comes to the application by ASGI passes the framework, layer by layer, in and out again for every message. Where
-the server's own protocol carries the WebSocket (`service/net/websocket_protocol.py`), that protocol is the channel.
+Every ASGI message passes all layers of the framework twice. If the server's own protocol runs the WebSocket
+(`service/net/websocket_protocol.py`), that protocol is the channel.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from wane.service.net.receive_queue import CHANNEL, ClientDisconnected
 
 
 class Channel(Protocol):
-    """One WebSocket that was accepted."""
+    """An accepted WebSocket."""
 
     async def receive(self) -> Message:
-        """The next message: `websocket.receive`, or the last, `websocket.disconnect`."""
+        """Returns the next message: `websocket.receive`, or finally `websocket.disconnect`."""
         ...
 
     async def send_text(self, text: bytes) -> None:
-        """Sends a text, once the client reads what it was sent before. Raises ClientDisconnected."""
+        """Sends a text, after the client has read enough of the earlier ones. Raises ClientDisconnected."""
         ...
 
     async def send_close(self, code: int, reason: str) -> None:
-        """Closes it."""
+        """Closes the WebSocket."""
         ...
 
     def until_hangup(self) -> AbstractContextManager[None]:
-        """Ends the body of the `with` when the client goes away, and raises Abandoned in its place."""
+        """Cancels the body of the `with` when the client disconnects, and raises Abandoned."""
         ...
 
 
 def channel_of(socket: WebSocket) -> Channel:
-    """The server's own protocol, where it carries the WebSocket; else one that goes by way of the framework."""
+    """Returns the server's own protocol, if it runs the WebSocket; else a channel through the framework."""
     native: Channel | None = socket.scope.get(CHANNEL)
     return AsgiChannel(socket) if native is None else native
 
 
 class AsgiChannel:
-    """A channel on any server."""
+    """A channel for any ASGI server."""
 
     def __init__(self, socket: WebSocket) -> None:
         self._socket = socket

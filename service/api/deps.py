@@ -1,4 +1,4 @@
-"""What a route needs besides its request: the engine, the session's key, the deadline."""
+"""Accessors that routes use besides the request: the engine, the session's key, the deadline."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from wane.service.types import Owner, name_within
 
 
 def settings(request: HTTPConnection) -> Settings:
-    """What the operator chose."""
+    """Returns the server's settings."""
     found: Settings = request.app.state.settings
     return found
 
 
 def deadline(request: HTTPConnection) -> float | None:
-    """When the answer is no longer wanted, in seconds on the event loop's clock."""
+    """Returns the request's deadline, in seconds on the event loop's clock."""
     return context(request.scope).deadline
 
 
 def header(request: HTTPConnection, name: str) -> str | None:
-    """The value of a header, by its lower-case name."""
+    """Returns a header's value, by its lower-case name."""
     return context(request.scope).header(name)
 
 
 def owner(request: HTTPConnection) -> Owner:
-    """The owner of the request's key."""
+    """Returns the owner of the request's key."""
     return context(request.scope).owner
 
 
 def session_key(request: HTTPConnection, session: str) -> str:
-    """A session's key in the engine: owner and id. Raises InvalidRequest for an invalid id."""
+    """Returns a session's key in the engine: owner and id. Raises InvalidRequest for an invalid id."""
     return name_within(context(request.scope).owner.name, session)
 
 
 def charge(request: HTTPConnection, requests: int) -> None:
-    """Counts a call as `requests` requests: the middleware has counted one. Raises RateLimited, Unauthorized."""
+    """Counts a call as `requests` requests: the middleware already counted one. Raises RateLimited, Unauthorized."""
     principal = context(request.scope).principal
     if principal is not None and requests > 1:
         principal.charge(requests - 1, before=1)
 
 
 async def model_engine(request: Request, name: str | None = None) -> Engine:
-    """The engine of a model, or the default one, which goes into the access log's line. Waits while it is loaded.
+    """Returns a model's engine, or the default engine, and adds it to the access log. Waits while the model loads.
 
     Raises UnknownModel, Unavailable, DeadlineExceeded, Abandoned.
     """
@@ -59,7 +59,7 @@ async def model_engine(request: Request, name: str | None = None) -> Engine:
 
 
 async def session_engine(request: Request, session: str, model: str | None = None) -> Engine:
-    """The engine of a session by its key, which goes into the access log's line. See `ModelRegistry.engine_for`."""
+    """Returns a session's engine, and adds it to the access log. See `ModelRegistry.engine_for`."""
     models = registry(request)
     if models.status == "loading":
         with until_hangup(request):

@@ -1,4 +1,4 @@
-"""A client that hangs up stops the work done for it."""
+"""Cancels a request when its client disconnects."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from wane.service.net.receive_queue import DISCONNECT_GRACE_S, MOST_EARLY
 
 
 class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
-    """Cancels the body of the `with` when the client goes away, and raises Abandoned in its place.
+    """Cancels the body of the `with` when the client disconnects, and raises Abandoned.
 
         with until_hangup(request):
             answer = await engine.step(...)
 
-    A request's body must have been read: after it the server has but one message to give, `http.disconnect`. Of a
-    WebSocket more messages may come, while its client waits for the answer to one; they are put into `early`, and when
-    that is full no more are read. What had entered a batch when the client left is finished by the engine, and can be
-    replayed. Does nothing in the endpoint of a request that was dispatched, for which the dispatcher watches.
+    The request's body must have been read already: after it, the only message from the server is `http.disconnect`. A
+    WebSocket's client may send more messages while it waits for an answer. They are put into `early`; when `early` is
+    full, no more are read. The engine finishes work that entered a batch before the disconnection, and can replay it.
+    Does nothing for a dispatched request, because the dispatcher notices the disconnection.
     """
 
     __slots__ = ("_client", "_early", "_interrupt", "_timer", "_watcher")
@@ -64,6 +64,6 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
         self._timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
-            self._watcher = None  # its end would hold on to this, and this to it, until the garbage collector comes
+            self._watcher = None  # breaks a reference cycle
         if self._interrupt.ended(kind):
             raise Abandoned("the client hung up before the answer") from error

@@ -1,10 +1,10 @@
-"""The routes that clients call for every token, found and called without the framework.
+"""Calls the most frequent routes without the framework.
 
-The framework's way to an endpoint costs several times what the endpoint does. The `Dispatcher` finds a few endpoints by
-their method and path. It calls them as the framework would, with the request and the path's parameters:
+The framework's routing costs several times the endpoint's own work. The `Dispatcher` finds a few endpoints by their
+method and path. It calls them like the framework does, with the request and the path's parameters:
 
-- the HTTP protocol calls `dispatch` for a request that came whole. The endpoint runs at once, in an `EagerTask`;
-- for all others the dispatcher is an ASGI application, behind the same middleware as the framework.
+- The HTTP protocol calls `dispatch` for a request that arrived whole. The endpoint runs at once, in an `EagerTask`.
+- For all others the dispatcher is an ASGI application, behind the same middleware as the framework.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Endpoint = Callable[..., Awaitable[Response]]
 
 
 class Dispatcher:
-    """Calls the endpoints of some routes."""
+    """Finds and calls the endpoints of some routes."""
 
     def __init__(
         self, app: ASGIApp, policy: RequestPolicy, routes: Iterable[BaseRoute], endpoints: frozenset[Endpoint]
     ) -> None:
-        """`app` is the application that the `routes` belong to; `endpoints` are those that are found here."""
+        """`app` is the application of the `routes`; `endpoints` are those that the dispatcher calls."""
         self._app = app
         self._policy = policy
         found = [route for route in routes if isinstance(route, Route) and route.endpoint in endpoints]
@@ -38,10 +38,10 @@ class Dispatcher:
         self._by_path = {route.path: route for route in found if not route.param_convertors}
         self._by_pattern = [route for route in found if route.param_convertors]
         self.max_body_bytes = min(LARGE_BYTES, policy.max_body_bytes)
-        """The longest body that `dispatch` takes."""
+        """The longest body that `dispatch` accepts."""
 
     def matches(self, scope: Scope) -> bool:
-        """Whether a request is for one of the routes, which is then noted in its scope."""
+        """Whether a request is for one of the routes. Stores the route in the request's scope."""
         if scope["type"] != "http" or scope["method"] != "POST":
             return False
         path = scope["path"]
@@ -57,7 +57,7 @@ class Dispatcher:
         return False
 
     def dispatch(self, scope: Scope, body: bytes, sink: ResponseSink) -> HttpExchange:
-        """Begins a request that matches and came whole."""
+        """Starts a matching request that arrived whole."""
         scope["app"] = self._app
         scope[WHOLE_BODY] = body
         exchange = HttpExchange(self._policy, scope)
@@ -65,7 +65,7 @@ class Dispatcher:
         return exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request that matches; to be called behind the middleware."""
+        """Answers a matching request. Call it behind the middleware."""
         scope["app"] = self._app
         request = Request(scope, receive, send)
         body = await read(request)
@@ -76,7 +76,7 @@ class Dispatcher:
 
 
 def call(request: Request) -> Awaitable[Response]:
-    """Calls the endpoint of a request that matches."""
+    """Calls the endpoint of a matching request."""
     scope = request.scope
     endpoint: Endpoint = scope["route"].endpoint
     return endpoint(request, **scope["path_params"])

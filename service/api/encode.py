@@ -1,7 +1,4 @@
-"""Results as JSON, field by field as `service/types.py` has them; `reply` makes the response.
-
-`Reply` does half the work of Starlette's `Response`, which takes any content with any encoding.
-"""
+"""Encodes results as JSON. Fields are those of `service/types.py`; `reply` makes the response."""
 
 from __future__ import annotations
 
@@ -31,15 +28,14 @@ from wane.service.types import (
 )
 
 VALUES_AT_ONCE = 16_384
-"""Values of a long list that are encoded in one turn of the event loop: the encoder does not let other threads run, so
-that a thread would hold up the loop just as long."""
+"""Values of a long list that are encoded in one turn of the event loop. The encoder holds the interpreter, so a thread
+would block the loop just as long."""
 
 CONTENT_TYPE = (b"content-type", b"application/json")
 
 
 class Reply(Response):
-    """A document as an answer, as starlette's `Response` of it would be: but for a class that takes any content, with
-    any encoding, it is half the work."""
+    """A JSON response. Starlette's `Response` takes any content with any encoding, and does twice the work."""
 
     def __init__(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """`body` is JSON."""
@@ -56,12 +52,12 @@ class Reply(Response):
 
 
 def json_bytes(value: object) -> bytes:
-    """A result or a document, or a value of one, as JSON. Every number in it is finite: JSON has no others."""
+    """Encodes a result, a document, or a value of one as JSON. Every number must be finite: JSON has no others."""
     return orjson.dumps(value, default=_plain, option=orjson.OPT_PASSTHROUGH_DATACLASS)
 
 
 def _plain(value: object) -> object:
-    """What orjson does not encode by itself, or not as `service/types.py` has it."""
+    """Converts values that orjson cannot encode, or would not encode like the fields in `service/types.py`."""
     if isinstance(value, Prediction):
         return prediction(value)
     if isinstance(value, Latency):
@@ -72,13 +68,13 @@ def _plain(value: object) -> object:
 
 
 def members(result: Any) -> dict[str, object]:
-    """The members of a result's JSON object: its fields, without those that are None by default and are None."""
+    """Returns the members of a result's JSON object: its fields, except those that have their default of None."""
     named = ((field, getattr(result, field.name)) for field in fields(result))
     return {field.name: value for field, value in named if value is not None or field.default is not None}
 
 
 async def encode_long(document: Mapping[str, object]) -> bytes:
-    """As `json_bytes`, the same bytes, of a document with long lists: other work runs between their pieces."""
+    """Returns the bytes of `json_bytes` for a document with long lists. Other work runs between pieces of a list."""
     parts: list[bytes] = []
     for name, value in document.items():
         parts += (b"," if parts else b"{", json_bytes(name), b":")
@@ -95,16 +91,16 @@ async def encode_long(document: Mapping[str, object]) -> bytes:
 
 
 MADE_AT_ONCE = 32
-"""Answers of one request whose documents are made in one turn of the event loop."""
+"""Answers of one request that are converted to documents in one turn of the event loop."""
 
 
 def reply(document: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A result or a document as an answer."""
+    """Returns a result or a document as a response."""
     return Reply(json_bytes(document), status, headers)
 
 
 async def long_reply(result: object) -> Response:
-    """A result with long lists as an answer, encoded in several turns of the event loop."""
+    """Returns a result with long lists as a response, encoded in several turns of the event loop."""
     return Reply(await encode_long(members(result)))
 
 
@@ -160,7 +156,7 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
 
 
 def _step(engine: Engine, results: StepResults, row: int) -> AnswerDocument:
-    """As `answer`, from the columns."""
+    """Like `answer`, for a row of columns."""
     vocabulary, most = results.vocabulary, results.top_k[row]
     texts, ids, bound = vocabulary.texts, results.ids[row][:most], results.bounds[row]
     found: list[PredictionDocument] = [
@@ -194,7 +190,7 @@ def _step(engine: Engine, results: StepResults, row: int) -> AnswerDocument:
 
 
 StepResult = tuple[Engine, Answer] | Exception
-"""An answer and who gave it, or the failure in its place."""
+"""The engine and its answer, or the exception that replaces them."""
 
 COLUMNS = (
     "mode",
@@ -207,7 +203,7 @@ COLUMNS = (
     "state_error_bound",
     "top1_proved",
 )
-"""Columns of many steps that hold what an answer has under the same name."""
+"""Columns of many steps. Each has the name of an answer's field."""
 
 LATENCY = ("queue_ms", "compute_ms", "total_ms")
 
@@ -215,7 +211,7 @@ LATENCY = ("queue_ms", "compute_ms", "total_ms")
 def step_columns(
     sessions: Sequence[str], results: Sequence[StepResult], failure: Callable[[Exception], dict[str, object]]
 ) -> StepColumnsDocument:
-    """Many answers as one list for each field; `failure` makes a problem document."""
+    """Returns many answers as one list for each field. `failure` makes a problem document."""
     given = [None if isinstance(result, Exception) else result[1] for result in results]
     columns: dict[str, object] = {
         name: [None if one is None else getattr(one, name) for one in given] for name in COLUMNS

@@ -1,4 +1,4 @@
-"""Results as server-sent events."""
+"""Sends results as server-sent events."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ EVENTS: dict[type, str] = {
     ScoredTokens: "tokens",
     ScoreSummary: "finish",
 }
-"""The event that a result is sent as. A failure is `error`."""
+"""The event of each type of result. A failure is `error`."""
 
 DESCRIPTION: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 class EventStream(StreamingResponse):
-    """A stream of results as an answer. When the client leaves, the stream is closed at once."""
+    """A response that streams results. It closes their stream as soon as the client disconnects."""
 
     def __init__(self, request: Request, results: Stream[Any]) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -48,12 +48,12 @@ class EventStream(StreamingResponse):
                 if isinstance(result, Finish):
                     note_answer(request.scope, result)
                 yield event(EVENTS[type(result)], result)
-        except Exception as error:  # the answer has begun: what fails now can only be told in it
+        except Exception as error:  # the response has begun, so a failure must be sent in it
             document = failure_document(request.scope, error)
             context(request.scope).fields["error"] = document["code"]
             yield event("error", document)
 
 
 def event(name: str, result: object) -> bytes:
-    """One server-sent event. JSON holds no raw line break, so that one `data:` line is enough."""
+    """Returns one server-sent event. JSON contains no raw line break, so one `data:` line is enough."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), json_bytes(result))

@@ -1,10 +1,10 @@
-"""One request, from its head to its response, whichever way it came.
+"""One HTTP request, from its head to its response, for every way that it may arrive.
 
 In:   its id (x-request-id, traceparent), its path (404), its key (401, 403, 429), its deadline (x-request-timeout-ms).
-Out:  x-request-id and what tells browsers to be careful, a problem document for whatever was raised, the metrics, the
-      trace, and one line in the access log.
+Out:  x-request-id and security headers, a problem document for an exception, the metrics, the trace, and one line in
+      the access log.
 
-A response goes out by one of three sinks: ASGI's `send` (`middleware.py`), the HTTP protocol in one write
+A response is written by one of three sinks: ASGI's `send` (`middleware.py`), the HTTP protocol in one write
 (`dispatch.py`), or a frame of a WebSocket (`routes/stream.py`).
 """
 
@@ -37,31 +37,31 @@ from wane.service.registry.swap import Epochs
 from wane.service.types import ANYBODY, Answer, Finish, Owner
 
 Envelope = Callable[[Scope, Exception], Response]
-"""Turns a failure into the answer of the protocol that the request's path speaks."""
+"""Turns an exception into a response of the protocol of the request's path."""
 
-METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})  # others are one label
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})  # all others share one label
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 TIMEOUT_HEADER = "x-request-timeout-ms"
 TIMEOUT_HEADER_BYTES = TIMEOUT_HEADER.encode()
 TIMEOUT = "(?=0*[1-9])[0-9]{1,9}"
 WHOLE_BODY = "wane.body"
-"""In the scope of a request whose body was read before its endpoint was called: the body."""
+"""The key of a scope that holds the body, if the body was read before the endpoint was called."""
 
-HUNG_UP = 499  # the status of a request whose client left before an answer began
-LOGGED_CHARACTERS = 256  # of a path: those of our routes are shorter
-# Of what is not POSTed: the answer to a POST no browser stores, nor takes for a script, a style or an image.
+HUNG_UP = 499  # the status of a request whose client disconnected before a response began
+LOGGED_CHARACTERS = 256  # of a path: our routes' paths are shorter
+# Not for POST: browsers do not store the response to a POST, nor load it as a script, a style or an image.
 SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """What the server knows of one request beside its body.
+    """The server's data about one request, except its body.
 
-    `parent` is the client's span, `trace_id` names the trace. `headers`: by lower-case name, the first of each.
-    `timeout_s` is what one answer may take, of a WebSocket each, and `body_timeout_s` what a body may take to
-    come in; a request's `deadline` is in seconds on the event loop's clock. `fields` is what a route adds to the access
-    log. `principal` has the key that the request came with, where there are keys, and is the `owner` of its sessions.
+    `parent` is the client's span, `trace_id` names the trace. `headers`: the first of each lower-case name.
+    `timeout_s` limits the time to an answer, of a WebSocket to each answer. `body_timeout_s` limits the time to receive
+    a body. `deadline` is in seconds on the event loop's clock. `fields` is what a route adds to the access log.
+    `principal` has the request's key, if keys are set. `owner` owns the request's sessions.
     """
 
     request_id: str
@@ -77,7 +77,7 @@ class RequestContext:
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:
-        """A request's id is the client's `x-request-id`, else its trace's id, else a new one."""
+        """Reads the headers. The request id is the client's `x-request-id`, else the trace's id, else a new one."""
         headers = dict(reversed(scope["headers"]))
         parent: Parent | None = None
         trace_id: str | None = None
@@ -91,29 +91,29 @@ class RequestContext:
         return cls(request_id, trace_id, parent, headers)
 
     def request_id_header(self) -> tuple[bytes, bytes]:
-        """The header of the answer that tells the id."""
+        """Returns the response header with the request id."""
         return b"x-request-id", self.request_id.encode()
 
     def header(self, name: str) -> str | None:
-        """The value of the first header of this lower-case name."""
+        """Returns the value of the first header of this lower-case name."""
         value = self.headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
 
 def context(scope: Scope) -> RequestContext:
-    """The context of this request."""
+    """Returns the context of this request."""
     found: RequestContext = scope["wane.context"]
     return found
 
 
 def registry(request: HTTPConnection) -> ModelRegistry:
-    """The models that this process serves."""
+    """Returns the models that this process serves."""
     found: ModelRegistry = request.app.state.registry
     return found
 
 
 def note_answer(scope: Scope, given: Answer | Finish) -> None:
-    """Adds how the answer came about to the request's line in the access log, and to its span."""
+    """Adds an answer's mode, state and latency to the request's access log line and span."""
     if not ACCESS.isEnabledFor(INFO) and CURRENT.get() is None:
         return
     context(scope).fields.update(
@@ -127,10 +127,10 @@ def note_answer(scope: Scope, given: Answer | Finish) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RequestPolicy:
-    """What holds for every request of an application.
+    """Settings and services that every request of an application shares.
 
-    `request_timeout_ms` is the deadline of requests that name none: a client may shorten it, not lengthen it.
-    `epochs` count requests, and a WebSocket's messages, while they last. `max_body_bytes` is the longest body.
+    `request_timeout_ms` is the default timeout. A client may shorten it, but not lengthen it.
+    `epochs` count HTTP requests and WebSocket messages in flight. `max_body_bytes` is the longest body.
     """
 
     envelope: Envelope
@@ -143,9 +143,9 @@ class RequestPolicy:
     tracing: Tracing | None = None
 
     def timeout_s(self, here: RequestContext) -> float:
-        """How long an answer is wanted. Raises InvalidRequest for a timeout that is not a number."""
+        """Returns the request's timeout. Raises InvalidRequest for a timeout that is not a number."""
         given = here.headers.get(TIMEOUT_HEADER_BYTES)
-        if given is None:  # as nearly always
+        if given is None:  # the usual case
             return self.request_timeout_ms / 1000
         asked = given.decode("latin-1")
         if not re.fullmatch(TIMEOUT, asked):
@@ -171,7 +171,7 @@ class ResponseSink(Protocol):
     """Writes the response to one request."""
 
     def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        """Writes all of it, once. Writes nothing where the client has gone."""
+        """Writes the whole response, once. Writes nothing if the client has disconnected."""
         ...
 
 
@@ -274,12 +274,12 @@ class HttpExchange(Exchange):
 
     @property
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """The headers that every response has."""
+        """Headers of every response."""
         careful = () if self.scope["method"] == "POST" else SECURITY_HEADERS
         return self.context.request_id_header(), *careful
 
     def failed(self, error: BaseException) -> Response:
-        """The response to a failure. A cancellation is the server's: it waits no longer."""
+        """Returns the response to an exception. A CancelledError means that the client or the server gave up."""
         if isinstance(error, asyncio.CancelledError):
             error = (
                 Abandoned("the client hung up before the answer")
@@ -290,22 +290,22 @@ class HttpExchange(Exchange):
         return self.policy.envelope(self.scope, error)
 
     def start(self, respond: Callable[[], Awaitable[Response]], sink: ResponseSink) -> None:
-        """Runs a request that came whole to its response."""
+        """Answers a request that arrived whole."""
         own: Context | None = None
-        if self.policy.tracing is not None:  # who reads from the connection may be at another request
+        if self.policy.tracing is not None:  # the connection's reader may be in another request's context
             own = copy_context()
             own.run(CURRENT.set, self.traced)
         self._task = EagerTask(self._run(respond, sink), own)
-        self._task.on_done(EagerTask.result)  # raises, for the event loop to log, what failed while it was answered
+        self._task.on_done(EagerTask.result)  # raises the error of a failed response, which the event loop logs
 
     def hang_up(self) -> None:
-        """The client has gone: what has not entered a batch is taken back."""
+        """Handles the client's disconnection. Cancels work that has not entered a batch."""
         if not self.over and self._task is not None:
             self._has_hung_up = True
             self._task.interrupt()
 
     def stop(self) -> None:
-        """The server stops, and waits no longer."""
+        """Cancels the request, because the server waits no longer."""
         if not self.over and self._task is not None:
             self._task.interrupt()
 
@@ -323,7 +323,7 @@ class HttpExchange(Exchange):
             self.finish(status, len(body))
 
     def finish(self, status: int, sent_bytes: int) -> None:
-        """Counts and logs the request, which is over."""
+        """Counts and logs the finished request."""
         scope, here = self.scope, self.context
         seconds = self._end(status, here.fields.get("error"))
         method = scope["method"]
@@ -336,7 +336,7 @@ class HttpExchange(Exchange):
 
 
 def log_line(scope: Scope, here: RequestContext, seconds: float) -> dict[str, object]:
-    """What the access log says of every request."""
+    """Returns the access log's fields of every request."""
     client = scope.get("client")
     return {
         "request_id": here.request_id,
@@ -348,13 +348,13 @@ def log_line(scope: Scope, here: RequestContext, seconds: float) -> dict[str, ob
 
 
 def refuse_control(path: str) -> None:
-    """Raises NotFound for a path with a control character: the expressions that routes are found by take one for the
-    end of a line, and then the path is not what it is compared with elsewhere."""
+    """Raises NotFound for a path with a control character. The routes' regular expressions take a newline for the end
+    of the path, so that the matched path would differ from the one that other checks compare."""
     if CONTROL.search(path):
         raise NotFound("there is nothing at this path: it has a control character")
 
 
 def route(scope: Scope) -> str:
-    """The template of the request's path; for one that there is nothing at, `unmatched`."""
+    """Returns the template of the request's path, or `unmatched`."""
     found: str = getattr(scope.get("route"), "path", "unmatched")
     return found

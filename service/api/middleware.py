@@ -1,8 +1,8 @@
-"""ASGI's way into and out of an exchange: the one piece of middleware, around every route.
+"""The only ASGI middleware, around every route.
 
-It limits a body (413, declared or counted), and answers what a route raises. A WebSocket has its id and its key looked
-at before its route runs. One that is refused, or that no route takes, is accepted, told why in a message, and closed
-with 1008: a browser tells its page nothing of a handshake that fails.
+It limits the length of a body (413), declared or counted, and turns the exceptions of routes into responses. It checks
+a WebSocket's key before its route runs. A WebSocket that is refused, or has no route, is accepted, gets the reason in a
+message, and is closed with 1008, because a browser hides the reason of a failed handshake from its page.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TRY_AGAIN = 1013
 class RequestMiddleware:
     """Wraps an application.
 
-    After the first byte of a response no other is possible: then what was raised goes on, and the server cuts the
-    connection. A request that the server cancels, because it waits no longer, is answered too, with 503.
+    After the first byte of a response, no other response is possible. An exception is then raised on, and the server
+    closes the connection. A request that the server cancels during shutdown is answered 503.
     """
 
     def __init__(self, app: ASGIApp, *, policy: RequestPolicy) -> None:
@@ -41,7 +41,7 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         exchange = HttpExchange(self.policy, scope)
-        token = CURRENT.set(exchange.traced)  # also where it is None: a pipelined request begins where another one ends
+        token = CURRENT.set(exchange.traced)  # set even to None: pipelined requests share a context
         status: int | None = None
         sent_bytes = 0
 
@@ -66,8 +66,8 @@ class RequestMiddleware:
             CURRENT.reset(token)
 
     async def of_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A WebSocket has one line in the log, when it is over. What fails in it its route tells in a message, so that
-        what is raised here was raised before it was accepted."""
+        """Handles a WebSocket, and logs one line when it is closed. Its route sends failures as messages, so an
+        exception here was raised before the WebSocket was accepted."""
         started_s = time.perf_counter()
         here = scope["wane.context"] = RequestContext.of(scope)
         here.timeout_s = self.policy.request_timeout_ms / 1000
@@ -81,19 +81,20 @@ class RequestMiddleware:
             log_access("socket", log_line(scope, here, time.perf_counter() - started_s) | here.fields)
 
     async def turn_away(self, scope: Scope, receive: Receive, send: Send, error: WaneError) -> None:
-        """Tells a WebSocket why it is refused."""
+        """Accepts a WebSocket, sends the error, and closes it."""
         document = self.policy.envelope(scope, error).body
         code = TRY_AGAIN if isinstance(error, Overloaded) else POLICY
         context(scope).fields["code"] = code
-        await receive()  # that it connects
+        await receive()  # the connect message
         await send({"type": "websocket.accept", "subprotocol": chosen(scope)})
         await send({"type": "websocket.send", "text": f'{{"error": {bytes(document).decode()}}}'})
         await send({"type": "websocket.close", "code": code, "reason": error.code})
 
     def bounded(self, here: RequestContext, receive: Receive) -> Receive:
-        """`receive`, which raises TooLarge where the body goes on over the limit; at once where it says that it will.
+        """Returns a `receive` that raises TooLarge for a body over the limit. Raises TooLarge if the declared length is
+        over it.
 
-        A body of declared length is not counted again: the server reads no more of it than that.
+        A body of declared length is not counted, because the server reads no more than that.
         """
         declared = here.headers.get(b"content-length", b"")
         if declared.isdigit():
@@ -107,10 +108,10 @@ class RequestMiddleware:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self.policy.max_body_bytes:
-                raise self.too_large("goes on")
+                raise self.too_large("is too long")
             return message
 
         return counted_receive
 
     def too_large(self, what: str) -> TooLarge:
-        return TooLarge(f"the body {what}; at most {self.policy.max_body_bytes} bytes are taken")
+        return TooLarge(f"the body {what}; at most {self.policy.max_body_bytes} bytes are accepted")

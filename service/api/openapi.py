@@ -1,4 +1,4 @@
-"""What the OpenAPI description says that no route knows: limits that are settings, and the header of every request."""
+"""Completes the OpenAPI description with limits from the settings, and with the timeout header of every request."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TIMEOUT_PARAMETER = {
     "name": TIMEOUT_HEADER,
     "in": "header",
     "required": False,
-    "description": "milliseconds in which an answer is wanted; at most as many as the server's own limit count",
+    "description": "the request's timeout in milliseconds; a value above the server's own limit means that limit",
     "schema": {"type": "string", "pattern": anchored(TIMEOUT)},
 }
 
 
 def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """The framework's description, with what it does not know."""
+    """Adds limits and the timeout header to the framework's description."""
     for schema in _schemas(document):
         if AT_MOST not in schema:
             continue

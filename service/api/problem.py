@@ -1,13 +1,13 @@
-"""Failures as answers, in the envelope of the protocol that the path speaks.
+"""Turns failures into responses of the protocol of the request's path.
 
-The native protocol's is a problem document (RFC 9457, application/problem+json).
+The native protocol uses a problem document (RFC 9457, application/problem+json).
 
     {"type": "urn:wane:error:position_conflict", "title": "Position conflict", "status": 409,
      "detail": "the session is at 12, not at 11", "code": "position_conflict", "retryable": false,
      "request_id": "...", "position": 12}
 
-Every failure of every native route has this shape: ours, a path or method that does not exist, and unexpected errors.
-Under /v2 it is the Open Inference Protocol's, whose clients look for `error`, a text.
+Every failure of every native route has this shape: our own, an unknown path or method, and unexpected errors.
+Under /v2, failures have the Open Inference Protocol's shape, whose clients read the text `error`.
 
     {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
 """
@@ -22,7 +22,7 @@ from http import HTTPStatus
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from wane.service.api.exchange import context
 from wane.service.errors import BodyTimeout, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
@@ -30,7 +30,7 @@ from wane.service.observability.logs import SERVICE
 
 
 class ProblemDocument(TypedDict):
-    """RFC 9457, with a stable `code`, whether trying again may help, and the request's id; some codes add fields."""
+    """RFC 9457, with a stable `code`, whether a retry may succeed, and the request id. Some codes add fields."""
 
     type: str
     title: str
@@ -44,13 +44,13 @@ class ProblemDocument(TypedDict):
 INTERNAL = "internal"
 BEARER, BASIC = 'Bearer realm="wane"', 'Basic realm="wane: a key as the password"'
 INFERENCE_PROTOCOL = "/v2/"
-NOWHERE = "there is nothing at this path; /docs lists what there is"
-UNEXPECTED = "the server failed to handle the request; the server's log has the error under this request id"
+NOWHERE = "there is nothing at this path; /docs lists the paths"
+UNEXPECTED = "the server failed to handle the request; its log has the error under this request id"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a client may know of a failure, in no protocol's words."""
+    """The public facts of a failure, for any protocol."""
 
     status: int
     code: str
@@ -60,7 +60,7 @@ class Failure:
     headers: dict[str, str] = field(default_factory=dict)
 
     def body(self, request_id: str) -> dict[str, object]:
-        """The members of a problem document."""
+        """Returns the members of a problem document."""
         return {
             "type": f"urn:wane:error:{self.code}",
             "title": self.code.replace("_", " ").capitalize(),
@@ -74,7 +74,7 @@ class Failure:
 
 
 def describe(error: Exception) -> Failure:
-    """What may be said about `error`: everything for our own, the method or path for the router's, else nothing."""
+    """Returns the public facts of `error`. Hides the details of unexpected errors."""
     if isinstance(error, WaneError):
         headers: dict[str, str] = {}
         if isinstance(error, Overloaded | Unavailable):
@@ -88,19 +88,19 @@ def describe(error: Exception) -> Failure:
         phrase = HTTPStatus(error.status_code).phrase
         detail = {
             404: NOWHERE,
-            405: "this path does not take this method; the header Allow lists those that it takes",
+            405: "this path does not accept this method; the header Allow lists those that it accepts",
         }.get(error.status_code, error.detail)
         return Failure(error.status_code, phrase.lower().replace(" ", "_"), detail, headers=dict(error.headers or {}))
     return Failure(500, INTERNAL, UNEXPECTED)
 
 
 def failure_document(scope: Scope, error: Exception) -> dict[str, object]:
-    """The problem document of what failed within an answer, such as one input of a batch."""
+    """Returns the problem document of a failed part of an answer, such as one input of a batch."""
     return described(scope, error).body(context(scope).request_id)
 
 
 def envelope(scope: Scope, error: Exception) -> Response:
-    """The answer to a failure, in the words of the path's protocol. The failure is noted for the access log."""
+    """Returns the response to a failure, in the protocol of the path. Adds the failure's code to the access log."""
     here = context(scope)
     failure = described(scope, error)
     here.fields["error"] = failure.code
@@ -118,7 +118,7 @@ def envelope(scope: Scope, error: Exception) -> Response:
 
 
 def described(scope: Scope, error: Exception) -> Failure:
-    """As `describe`; logs the trace of what nobody expected."""
+    """Like `describe`. Logs the traceback of an unexpected error."""
     failure = describe(error)
     if failure.code == INTERNAL:
         fields = {"request_id": context(scope).request_id}

@@ -1,7 +1,7 @@
-"""Where keys come from: the environment, a file, or both. Without either, every request is accepted.
+"""Loads keys from the environment, a file, or both. Without keys, every request is accepted.
 
-The file is looked at once a second. It is read when it has changed and then stayed as it is from one look to the next,
-so that a file which is still being written is left alone. A file that cannot be read leaves the keys as they are.
+The file is checked once a second. It is read after it has changed, and then stayed unchanged between two checks, so a
+file that is still being written is not read. If the file cannot be read, the keys stay unchanged.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ logger = logging.getLogger("wane.keys")
 LOOK_S = 1.0
 
 Signature = tuple[int, int, int]
-"""Of a file: its inode, its size in bytes, and when it was written, in nanoseconds."""
+"""A file's inode, size in bytes, and modification time in nanoseconds."""
 
 
 class KeySource:
-    """Reads the keys at start, and those of a file again. `keyring` is None if no keys are set."""
+    """Reads the keys at startup, and reloads the file. `keyring` is None if no keys are set."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises KeysError for a value that is no list of keys, or a file that cannot be read."""
+        """Raises KeysError for an invalid list of keys, or a file that cannot be read."""
         self._path = settings.api_keys_file
-        self._others: list[Key] = []  # those of the environment, which stay
+        self._others: list[Key] = []  # the environment's, which never change
         self._seen: Signature | None = None
         self._known: Signature | None = None
         if settings.api_keys is not None:
@@ -38,17 +38,17 @@ class KeySource:
             except KeysError as error:
                 raise KeysError(f"WANE_API_KEYS: {error}") from None
             for name in weak(text):
-                logger.warning("the key of %s is short enough to be found by trying; `wane key` makes one", name)
+                logger.warning("the key of %s is too short to be secure; `wane key` makes a secure key", name)
         keys = self._others if self._path is None else self._read(self._path)
         self.keyring = Keyring(keys) if keys else None
 
     @property
     def has_file(self) -> bool:
-        """Whether there is a file to read."""
+        """Whether a key file is set."""
         return self._path is not None
 
     def poller(self) -> asyncio.Task[None] | None:
-        """The task that looks at the file again and again, if there is one; the caller must cancel it."""
+        """Starts a task that polls the file, if there is one. The caller must cancel it."""
         return asyncio.create_task(self._poll()) if self.has_file else None
 
     async def _poll(self) -> None:
@@ -57,20 +57,20 @@ class KeySource:
             self.look()
 
     def look(self) -> None:
-        """Reads the file if it has changed, and has settled since the last look. It is small, and read in no time."""
-        assert self._path is not None, "there is no file of keys: this is a bug"
+        """Reads the file if it has changed, and stayed unchanged since the last check. The file is small."""
+        assert self._path is not None, "there is no key file: this is a bug"
         try:
             now = _signature(self._path)
         except OSError:
-            now = None  # it is being replaced: `reload` logs it once it has settled
+            now = None  # it is being replaced, or missing: `reload` logs it if it stays so
         settled, self._seen = now == self._seen, now
         if settled and now != self._known:
             self._known = now
             self.reload()
 
     def reload(self) -> None:
-        """Reads the file now. A broken one leaves the keys as they are."""
-        assert self._path is not None and self.keyring is not None, "there is no file of keys: this is a bug"
+        """Reads the file now. An invalid file leaves the keys unchanged."""
+        assert self._path is not None and self.keyring is not None, "there is no key file: this is a bug"
         try:
             keys = self._read(self._path)
         except KeysError as error:
@@ -80,14 +80,14 @@ class KeySource:
         logger.info("%d keys were read from %s", len(keys), self._path)
 
     def _read(self, path: Path) -> list[Key]:
-        """The keys of the file, and the others. Raises KeysError naming the file and what is wrong with it."""
+        """Returns the keys of the file and the environment. Raises KeysError with the file's name and the reason."""
         try:
             self._seen = self._known = _signature(path)
             keys = of_file(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise KeysError(f"{path} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError:
-            raise KeysError(f"{path} is no text") from None
+            raise KeysError(f"{path} is not UTF-8 text") from None
         except KeysError as error:
             raise KeysError(f"{path}, {error}") from None
         digests = {key.digest for key in keys}

@@ -1,4 +1,4 @@
-"""The keys that are valid now, and a token bucket for each owner's rate; the keys can be replaced while in use."""
+"""The valid keys, which can be replaced while in use, and a token bucket for each owner's rate."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from wane.service.errors import RateLimited, Unauthorized
 from wane.service.types import Owner
 
 ROUNDING = 1e-9
-"""A shortage below this is a rounding error of taking and giving back."""
+"""A smaller shortage is a rounding error."""
 
 
 class TokenBucket:
-    """Holds `burst` at most, and fills by `rate` a second. A call for more than `burst` is granted when the bucket is
-    full, and leaves a debt: so a large call is not refused for ever, and costs no less."""
+    """Holds at most `burst`, and is refilled by `rate` a second. A call for more than `burst` is granted when the
+    bucket is full, and leaves a debt. So a large call is not refused for ever, and still costs its full amount."""
 
     __slots__ = ("_burst", "_clock", "_held", "_rate", "_since_s")
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
-        """`clock` in seconds. The bucket is full at first."""
+        """`clock` in seconds. The bucket starts full."""
         self._clock = clock
         self._rate = rate
         self._burst = self._held = burst
         self._since_s = clock()
 
     def take(self, amount: float, before: float = 0.0) -> float:
-        """Takes `amount` and returns 0, or takes nothing and returns the seconds until it may be taken.
+        """Takes `amount` and returns 0, or takes nothing and returns the seconds until a retry can succeed.
 
-        `before` was taken for the same call. It is given back if `amount` is refused."""
+        `before` was taken for the same call. It is returned to the bucket if `amount` is refused."""
         now_s = self._clock()
         held = min(self._burst, self._held + (now_s - self._since_s) * self._rate)
         self._since_s = now_s
@@ -42,30 +42,30 @@ class TokenBucket:
         return 0.0
 
     def adopt(self, before: TokenBucket) -> None:
-        """Goes on from what the owner's bucket under other limits holds."""
+        """Takes over the level of the owner's bucket, which had other limits."""
         self._held = min(self._burst, before._held)
         self._since_s = before._since_s
 
 
 SELECTOR_BYTES = 16
-"""A key is looked up by the first half of its digest; then the whole digest is compared in constant time."""
+"""Keys are looked up by the first half of their digest. Then the whole digests are compared in constant time."""
 
 
 class Principal:
-    """The holder of a key. It stays the same when the key's limits change or permissions are added. It is `gone` once
-    the key is revoked, loses permissions or changes its name: an open WebSocket then has to authenticate again."""
+    """The holder of a key. It stays the same when the key's limits change or permissions are added. It is `revoked`
+    when the key is removed, loses permissions or changes its name: an open WebSocket must then authenticate again."""
 
-    __slots__ = ("_bucket", "_clock", "gone", "key", "owner")
+    __slots__ = ("_bucket", "_clock", "key", "owner", "revoked")
 
     def __init__(self, key: Key, clock: Callable[[], float], before: Principal | None = None) -> None:
-        """`before`: the holder until now, whose spending goes on."""
+        """`before`: the previous holder, whose bucket is kept."""
         self._clock = clock
         self._bucket: TokenBucket | None = None if before is None else before._bucket
-        self.gone = False
+        self.revoked = False
         self.give(key)
 
     def give(self, key: Key) -> None:
-        """Replaces the key's permissions and limits. What was spent of its rate stays spent."""
+        """Replaces the key's permissions and limits. Keeps the level of its bucket."""
         before = self._bucket
         self.key = key
         self.owner = Owner(key.name, key.sessions)
@@ -78,10 +78,11 @@ class Principal:
     def charge(self, requests: float, before: float = 0.0) -> None:
         """Charges requests of one call, of which `before` were charged already.
 
-        Raises RateLimited, charging none of them, if they are too many together; Unauthorized if the key was revoked.
+        Raises RateLimited, and charges none of them, if their sum exceeds the rate. Raises Unauthorized if the key is
+        revoked.
         """
-        if self.gone:
-            raise Unauthorized("the key is good no more")
+        if self.revoked:
+            raise Unauthorized("the API key is no longer valid")
         if self._bucket is None:
             return
         wait_s = self._bucket.take(requests, before)
@@ -90,7 +91,7 @@ class Principal:
 
 
 class Keyring:
-    """Finds the holder of a key."""
+    """Finds the holders of keys."""
 
     def __init__(self, keys: Sequence[Key], clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` in seconds."""
@@ -102,15 +103,15 @@ class Keyring:
         return len(self._principals)
 
     def find(self, key: bytes) -> Principal | None:
-        """The holder of a key; None for an unknown key."""
-        told = digest(key)
-        principal = self._principals.get(told[:SELECTOR_BYTES])
-        if principal is None or not compare_digest(principal.key.digest, told):
+        """Returns the holder of a key; None for an unknown key."""
+        hashed = digest(key)
+        principal = self._principals.get(hashed[:SELECTOR_BYTES])
+        if principal is None or not compare_digest(principal.key.digest, hashed):
             return None
         return principal
 
     def replace(self, keys: Sequence[Key]) -> None:
-        """Replaces all keys, between one request and the next."""
+        """Replaces all keys."""
         before = self._principals
         self._principals = {}
         for key in keys:
@@ -118,10 +119,10 @@ class Keyring:
             if principal is None:
                 principal = Principal(key, self._clock)
             elif principal.key.name != key.name or not key.may_all(principal.key):
-                principal.gone = True
+                principal.revoked = True
                 principal = Principal(key, self._clock, principal)
             elif principal.key != key:
                 principal.give(key)
             self._principals[key.digest[:SELECTOR_BYTES]] = principal
-        for gone in before.values():
-            gone.gone = True
+        for removed in before.values():
+            removed.revoked = True

@@ -1,4 +1,4 @@
-"""API keys, in a file and in the environment: whose they are, what they permit, and how much.
+"""API keys, in a file and in the environment: their owners, permissions and limits.
 
 A line of the file is one key. `wane key NAME` makes a key and its line. Every line ends in a newline.
 
@@ -7,11 +7,11 @@ A line of the file is one key. `wane key NAME` makes a key and its line. Every l
     bob:sha256:60303ae22b998861...    rate=100 burst=200 sessions=1000
     prometheus:sha256:fd61a03af4f7...   scope=metrics
 
-In the environment it is `name:key`, or `name:key:scope`, with commas between keys. A name may have several keys at a
-time: they own the same sessions, so that a new key may replace an old one.
+In the environment, a key is `name:key` or `name:key:scope`, with commas between keys. A name may have several keys at a
+time, which own the same sessions, so a new key can replace an old one.
 
-A key is 256 random bits, which nobody guesses however quick the hash is. So SHA-256 is enough, where a password would
-need a slow hash.
+A key is 256 random bits, which cannot be guessed even with a fast hash. So SHA-256 is enough, while a password needs a
+slow hash.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-KEY = re.compile(r"[A-Za-z0-9._~+/-]{1,256}={0,2}")  # what may stand behind `Bearer` (RFC 6750)
+KEY = re.compile(r"[A-Za-z0-9._~+/-]{1,256}={0,2}")  # a token of `Bearer` (RFC 6750)
 DIGEST = re.compile(r"[0-9a-f]{64}")
 NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
-PREFIX = "wane_"  # so that scanners for leaked secrets find it
+PREFIX = "wane_"  # a mark for scanners that search for leaked secrets
 RANDOM_BYTES = 32
-WEAK_CHARACTERS = 20  # a key of fewer was hardly drawn at random
+WEAK_CHARACTERS = 20  # a shorter key was probably not drawn at random
 ALGORITHM = "sha256"
 
 
 class KeysError(Exception):
-    """Invalid keys. The message says where, and repeats only names, never a key or a digest."""
+    """Invalid keys. The message names the place, and never contains a key or a digest."""
 
 
 class Permission(StrEnum):
-    """What a key permits: `use`, all that is for clients; `metrics`, to read them; `admin`, to load and unload models,
-    and all the rest."""
+    """A permission of a key: `use`, all requests of clients; `metrics`, to read the metrics; `admin`, everything, with
+    loading and unloading models."""
 
     USE = "use"
     METRICS = "metrics"
@@ -48,8 +48,8 @@ class Permission(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of `name`; `digest` is its SHA-256. `rate`: requests a second, `burst` of them at once. `sessions`: how
-    many `name` may have. None: no limit."""
+    """A key of `name`; `digest` is its SHA-256. `rate`: requests a second. `burst`: requests at once. `sessions`: the
+    limit of sessions of `name`. None: no limit."""
 
     name: str
     digest: bytes
@@ -67,7 +67,7 @@ class Key:
         return Permission.ADMIN in self.permissions or other.permissions <= self.permissions
 
     def line(self) -> str:
-        """The key's line in a file."""
+        """Returns the key's line in a file."""
         words = [f"{self.name}:{ALGORITHM}:{self.digest.hex()}"]
         if self.permissions != {Permission.USE}:
             words.append(f"scope={'+'.join(sorted(self.permissions))}")
@@ -79,12 +79,12 @@ class Key:
 
 
 def digest(key: bytes) -> bytes:
-    """The SHA-256 of a key."""
+    """Returns the SHA-256 of a key."""
     return hashlib.sha256(key).digest()
 
 
 def make_key(name: str, words: Sequence[str] = ()) -> tuple[str, Key]:
-    """A new key of `name` for its holder, and the `Key` to write to a file. `words` as in the file.
+    """Returns a new key for `name`, and the `Key` to write to a file. `words`: options, like in the file.
 
     Raises KeysError.
     """
@@ -93,29 +93,29 @@ def make_key(name: str, words: Sequence[str] = ()) -> tuple[str, Key]:
 
 
 def of_file(text: str) -> list[Key]:
-    """The keys that a file holds. Raises KeysError naming the line.
+    """Returns the keys of a file. Raises KeysError naming the line.
 
-    The last line must end in a newline too: a line that was cut off could be a key with fewer limits.
+    The last line must end in a newline too: a truncated line could be a key with fewer limits.
     """
     if text and not text.endswith("\n"):
-        raise KeysError(f"line {len(text.splitlines())}: it does not end in a newline, and may have been cut off")
+        raise KeysError(f"line {len(text.splitlines())}: it does not end in a newline, and may be truncated")
     keys: list[Key] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         try:
-            name, algorithm, told = (*words[0].split(":"), "", "")[:3]
-            if words[0].count(":") != 2 or algorithm != ALGORITHM or DIGEST.fullmatch(told) is None:
+            name, algorithm, hexadecimal = (*words[0].split(":"), "", "")[:3]
+            if words[0].count(":") != 2 or algorithm != ALGORITHM or DIGEST.fullmatch(hexadecimal) is None:
                 raise KeysError(f"it must begin with NAME:{ALGORITHM}: and 64 hexadecimal digits in lower case")
-            keys.append(_key(name, bytes.fromhex(told), words[1:]))
+            keys.append(_key(name, bytes.fromhex(hexadecimal), words[1:]))
         except KeysError as error:
             raise KeysError(f"line {number}: {error}") from None
     return _checked(keys)
 
 
 def of_text(text: str) -> list[Key]:
-    """The keys of the environment. Raises KeysError naming the place of the key."""
+    """Returns the keys of the environment. Raises KeysError naming the place of the key."""
     keys: list[Key] = []
     for number, entry in enumerate(filter(None, map(str.strip, text.split(","))), 1):
         name, _, rest = entry.partition(":")
@@ -131,19 +131,19 @@ def of_text(text: str) -> list[Key]:
 
 
 def weak(text: str) -> list[str]:
-    """The names in the environment whose keys are too short to be safe."""
+    """Returns the names in the environment whose keys are too short to be secure."""
     entries = (entry.strip().split(":") for entry in text.split(","))
     return [entry[0] for entry in entries if len(entry) > 1 and len(entry[1]) < WEAK_CHARACTERS]
 
 
-def _key(name: str, told: bytes, words: Sequence[str]) -> Key:
+def _key(name: str, digest: bytes, words: Sequence[str]) -> Key:
     if NAME.fullmatch(name) is None:
         raise KeysError("a name must be 1 to 64 letters, digits and . _ -")
     options: dict[str, str] = {}
     for word in words:
         option, equals, value = word.partition("=")
         if option not in ("scope", "rate", "burst", "sessions") or not equals:
-            raise KeysError(f"{name} has an unknown option; there are scope=, rate=, burst= and sessions=")
+            raise KeysError(f"{name} has an unknown option; the options are scope=, rate=, burst= and sessions=")
         if option in options:
             raise KeysError(f"{name} has {option} twice")
         options[option] = value
@@ -152,28 +152,28 @@ def _key(name: str, told: bytes, words: Sequence[str]) -> Key:
     try:
         permissions = frozenset(map(Permission, options.get("scope", Permission.USE).split("+")))
     except ValueError:
-        raise KeysError(f"{name} has an unknown scope; there are {', '.join(Permission)}") from None
+        raise KeysError(f"{name} has an unknown scope; the scopes are {', '.join(Permission)}") from None
     if rate is None and burst is not None:
         raise KeysError(f"{name} has a burst, but no rate")
     if sessions is not None and sessions != int(sessions):
-        raise KeysError(f"{name} has sessions={options['sessions']}, which is no whole number")
-    return Key(name, told, permissions, rate, burst, None if sessions is None else int(sessions))
+        raise KeysError(f"{name} has sessions={options['sessions']}, which is not a whole number")
+    return Key(name, digest, permissions, rate, burst, None if sessions is None else int(sessions))
 
 
 def _number(name: str, options: dict[str, str], option: str) -> float | None:
-    """The value of an option, over 0; None if it is not given."""
+    """Returns an option's value, above 0; None if it is not given."""
     value = options.get(option)
     if value is None:
         return None
     if NUMBER.fullmatch(value) is None or float(value) <= 0:
-        raise KeysError(f"{name} has a {option} that is no number over 0")
+        raise KeysError(f"{name} has a {option} that is not a number above 0")
     return float(value)
 
 
 def _checked(keys: list[Key]) -> list[Key]:
-    """Raises KeysError for an empty list, or for a key that is listed twice."""
+    """Returns the keys. Raises KeysError for an empty list, or for a key that is listed twice."""
     if not keys:
-        raise KeysError("there is no key in it")
+        raise KeysError("it contains no keys")
     if len({key.digest for key in keys}) < len(keys):
-        raise KeysError("the same key is there twice")
+        raise KeysError("it lists a key twice")
     return keys

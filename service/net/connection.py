@@ -1,11 +1,11 @@
-"""What a connection may cost: limits, timeouts, the budget of bytes being received, counts of rejected connections.
+"""Limits the costs of a connection: limits, timeouts, the receive budget, and counts of rejected connections.
 
-uvicorn waits as long as a client takes. Here the time for the head of a request, for its body, and for reading a
-response is limited, and so is the number of connections. `http_protocol.py` and `websocket_protocol.py` enforce these
-limits. A connection that they reject never becomes a request, so it is counted and logged here.
+uvicorn waits as long as a client takes. Here there are timeouts for the head of a request, for its body, and for
+reading a response, and a limit on the number of connections. `http_protocol.py` and `websocket_protocol.py` enforce
+them. A connection that they reject never becomes a request, so it is counted and logged here.
 
-The receive budget covers large bodies only. Heads, and messages of some KiB, are bounded by the number of connections,
-so a session's next step is taken however many large bodies are being received.
+The receive budget covers large bodies only. The number of connections limits heads, and messages of some KiB, so a
+session's next step is accepted even while many large bodies are being received.
 """
 
 from __future__ import annotations
@@ -58,34 +58,34 @@ class ReceiveShare:
 
 
 class RejectReason(StrEnum):
-    """Why a connection is rejected, and the status that the client gets."""
+    """Why a connection is rejected, and the status that the client receives."""
 
-    TOO_MANY = "too_many"  # connections are open: 503
+    TOO_MANY = "too_many"  # open connections: 503
     LONG_HEAD = "long_head"  # 431
     LONG_TRAILERS = "long_trailers"  # or too many bytes of chunk lengths: 431
     SLOW_HEAD = "slow_head"  # 408
-    SLOW_BODY = "slow_body"  # that no handler waits for (else the middleware answers): 408; a slow message: 1008
+    SLOW_BODY = "slow_body"  # no handler waits for it (else the middleware answers): 408; a slow message: 1008
     FULL = "full"  # the receive budget: 429; 1013
-    MALFORMED = "malformed"  # no HTTP: 400; no frame: 1002; no text: 1007
+    MALFORMED = "malformed"  # invalid HTTP: 400; an invalid frame: 1002; invalid UTF-8: 1007
     HANDSHAKE = "handshake"  # of a WebSocket: invalid, or too late: 400, 405, 414, 426, 431
     UNREAD = "unread"  # the client read nothing, and the kernel aborted the connection
-    FRAMES = "frames"  # of a WebSocket, too many that end no message: 1008
+    FRAMES = "frames"  # of a WebSocket: too many that end no message: 1008
 
 
 class RejectedConnections:
-    """Counts rejected connections by reason, from 0, and logs each."""
+    """Counts rejected connections by reason, and logs each. Each count is exported from the start, as 0."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._counted = {reason: metrics.connections_rejected.labels(reason.value) for reason in RejectReason}
 
     def tell(self, reason: RejectReason, client: tuple[str, int] | None, status: HTTPStatus | None = None) -> None:
-        """`client`: address and port. `status`: of the answer, if there is one."""
+        """Counts and logs one. `client`: address and port. `status`: of the response, if there is one."""
         self._counted[reason].inc()
         log_access("refused", {"client": client[0] if client else None, "status": status, "reason": reason.value})
 
 
 RETRYABLE = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
-MOST_MILLISECONDS = 2**31 - 1  # that a socket's option holds
+MOST_MILLISECONDS = 2**31 - 1  # the largest value of the socket option
 DEAF_S = 2.0  # time for a rejected client to read its answer, before the connection is closed
 
 
@@ -131,9 +131,9 @@ class TimeoutProtocol(asyncio.Protocol):
 def abort_unread(transport: asyncio.Transport, seconds: float) -> None:
     """Has the kernel abort the connection once the client has accepted no byte for `seconds`.
 
-    Only the kernel can tell: it buffers megabytes, so a transport's writes succeed although nobody reads. It counts
-    from the last byte that the client accepted; later writes give the client no more time. The transport then reports
-    TimeoutError. Systems without Linux's TCP_USER_TIMEOUT abort nothing.
+    Only the kernel can notice this: it buffers megabytes, so a transport's writes succeed although the client does not
+    read. It measures from the last byte that the client accepted; later writes give the client no more time. The
+    transport then reports TimeoutError. Systems without Linux's TCP_USER_TIMEOUT abort nothing.
 
     The kernel also aborts a client that reads slowly through a receive window smaller than one segment. A client with
     SO_RCVBUF 4096 that read 2 KB each 0.5 s was reset after 32 s, where `seconds` was 30.
@@ -145,7 +145,7 @@ def abort_unread(transport: asyncio.Transport, seconds: float) -> None:
 
 
 def bare_answer(status: HTTPStatus, text: bytes = b"") -> bytes:
-    """The bytes of the last response on a connection, with a `retry-after` if the client may retry."""
+    """Returns the bytes of the last response on a connection, with a `retry-after` if the client may retry."""
     more = b"retry-after: 1\r\n" if status in RETRYABLE else b""
     if text:
         more += b"content-type: text/plain; charset=utf-8\r\n"

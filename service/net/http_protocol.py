@@ -1,12 +1,12 @@
 """HTTP with limits and timeouts, and one write for each response.
 
-Slow clients and oversized requests are answered 408, 429, 431 or 503 before any route sees them.
+Slow clients and oversized requests are answered 408, 429, 431 or 503 before a route sees them.
 
-A request that comes whole, in one read of the network, may go to a `RequestDispatcher`, which answers it without ASGI
-messages and without a task. All others go to the ASGI application.
+A request that arrives whole, in one read, may be passed to a `RequestDispatcher`, which answers it without ASGI
+messages and without a task. All others are passed to the ASGI application.
 
-uvicorn writes the head and the body of a response separately, and uvloop makes a system call of each. That is a good
-part of what a response costs. `BufferedTransport` joins what is written in one turn of the event loop.
+uvicorn writes the head and the body of a response separately, and uvloop makes a system call for each. The second call
+is a good part of a response's cost. `BufferedTransport` joins the writes of one turn of the event loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, abort_unread, bare_answer
 
-LINGER_S = 30  # time for the client to read the rest of a response after the connection was closed
+LINGER_S = 30  # time for the client to read the rest of a response after the connection is closed
 
 
 def _never() -> bool:
@@ -34,7 +34,7 @@ def _never() -> bool:
 
 
 class BufferedTransport:
-    """A transport that buffers writes until the event loop's next turn, or up to MOST_BYTES."""
+    """A transport that buffers writes until the event loop's next turn, or until it holds MOST_BYTES."""
 
     MOST_BYTES = 1 << 16
 
@@ -44,7 +44,7 @@ class BufferedTransport:
         self._held: list[bytes] = []
         self._bytes = 0
         self._has_ended = False
-        self.delays_closing: Callable[[], bool] = _never  # the protocol's: whether it closes the connection later
+        self.delays_closing: Callable[[], bool] = _never  # returns whether the protocol closes the connection later
 
     def write(self, data: bytes) -> None:
         if not self._held:
@@ -55,7 +55,7 @@ class BufferedTransport:
             self.flush()
 
     def write_whole(self, data: bytes) -> None:
-        """As `write`, at once if nothing is buffered: for a complete response."""
+        """Writes a complete response: at once if nothing is buffered, else like `write`."""
         if self._held:
             self.write(data)
         else:
@@ -74,13 +74,13 @@ class BufferedTransport:
             self._transport.write(data)
 
     def write_eof(self) -> None:
-        """Ends the writing; what is written later is dropped."""
+        """Ends writing. Later writes are dropped."""
         self.flush()
         self._has_ended = True
         self._transport.write_eof()
 
     def close(self) -> None:
-        """Closes the connection after the buffer is written, unless the protocol closes it later."""
+        """Closes the connection after it writes the buffer, unless the protocol closes it later."""
         self.flush()
         if self.delays_closing():
             return
@@ -89,7 +89,7 @@ class BufferedTransport:
             self._loop.call_later(LINGER_S, self._transport.abort)
 
     def let_go(self) -> None:
-        """Drops the callback into the protocol: the two would be a cycle for the garbage collector."""
+        """Drops the callback into the protocol, so that the two are no cycle for the garbage collector."""
         self.delays_closing = _never
 
     def __getattr__(self, name: str) -> Any:
@@ -97,60 +97,60 @@ class BufferedTransport:
 
 
 class InFlight(Protocol):
-    """A request that was dispatched."""
+    """A dispatched request."""
 
     over: bool
 
     def hang_up(self) -> None:
-        """The client has disconnected."""
+        """Handles the client's disconnection."""
 
     def stop(self) -> None:
-        """The time for shutdown is over."""
+        """Stops the request: the time for shutdown is over."""
 
 
 class RequestDispatcher(Protocol):
-    """Takes requests that came whole. `max_body_bytes`: the longest body that it takes."""
+    """Answers requests that arrived whole, with bodies of at most `max_body_bytes`."""
 
     max_body_bytes: int
 
     def matches(self, scope: Any) -> bool:
-        """Whether it takes a request, by its method and path."""
+        """Whether it answers requests with this method and path."""
 
     def dispatch(self, scope: Any, body: bytes, sink: HttpResponder) -> InFlight:
-        """Begins a request that it takes."""
+        """Starts a request that `matches`."""
 
 
 class ProxyHeaders(ProxyHeadersMiddleware):
     """uvicorn's middleware for trusted proxies, used without an application."""
 
     def __init__(self, trusted: str) -> None:
-        """`trusted`: addresses, as uvicorn takes them."""
+        """`trusted`: addresses, in uvicorn's format."""
         super().__init__(_no_app, trusted)
 
     def apply(self, scope: Any) -> None:
-        """Writes into a request's scope what trusted proxies say of the client."""
+        """Applies the forwarding headers of trusted proxies to a request's scope."""
         unused: Any = None
-        with suppress(StopIteration):  # it has ended: the middleware awaits its application only
+        with suppress(StopIteration):  # the middleware awaits nothing but `_no_app`, so it ends
             self(scope, unused, unused).send(None)
 
 
 async def _no_app(*_: Any) -> None:
-    """An application that does nothing."""
+    """Does nothing, as the middleware's application."""
 
 
 CLOSE = (b"connection", b"close")
-TRAILERS: Any = deque(maxlen=0)  # takes the trailers of every connection, and keeps none
+TRAILERS: Any = deque(maxlen=0)  # stands for every connection's list of trailers, and drops them
 
 HEAD_END = b"\r\n\r\n"
 PARSER_REASONS = {"Pause on PRI/Upgrade": "this is HTTP/2, and the server speaks HTTP/1.1"}
-"""Replacements for messages of the parser that would not help a client."""
+"""Replacements for the parser's messages that do not help a client."""
 
 
 def malformed(error: HttpParserError) -> bytes:
-    """The text of the answer to a request that the parser refused."""
+    """Returns the text of the response to a request that the parser refused."""
     reason = str(error)
     if isinstance(error, HttpParserCallbackError):
-        reason = "the request target cannot be read"  # nothing else is read in a callback of ours or of uvicorn's
+        reason = "the request target cannot be read"  # no other callback, ours or uvicorn's, parses anything
     return f"malformed HTTP request: {PARSER_REASONS.get(reason, reason)}".encode()
 
 
@@ -164,28 +164,28 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         trusted_headers: ProxyHeaders | None = None,
         **named: Any,
     ) -> None:
-        """`dispatcher`: of the application. `trusted_headers`: of proxies, if any are trusted."""
+        """`dispatcher`: the application's. `trusted_headers`: those of trusted proxies, if any."""
         super().__init__(*given, **named)
         self.dispatcher = dispatcher
         self.trusted_headers = trusted_headers
         self.is_reading = False  # received bytes are being parsed
-        self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None  # begins when they are parsed
-        self.in_flight: InFlight | None = None  # the request that was dispatched
-        self.last_whole: object = None  # the scope of the last request that came in whole
-        self.completed = False  # a request, by what has come in last
-        self.head_bytes = 0  # of a head that is not whole; without its beginning, if that came behind another request
-        self.head_end = b""  # the last of them
-        self.framing_bytes = 0  # that came since the last byte of the body itself, which is not whole
-        self.keepalive_hold: RequestResponseCycle | None = None  # the request that is kept alive once its body is whole
-        self.grace_used = False  # the timer has run out once
+        self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None  # starts after they are parsed
+        self.in_flight: InFlight | None = None  # the dispatched request
+        self.last_whole: object = None  # the scope of the last request that was received whole
+        self.completed = False  # the latest bytes completed a request
+        self.head_bytes = 0  # bytes of an incomplete head, without those in one read with an earlier request
+        self.head_end = b""  # the last of these bytes
+        self.framing_bytes = 0  # received since the last byte of an incomplete body's content
+        self.keepalive_hold: RequestResponseCycle | None = None  # keeps its connection alive once its body is complete
+        self.grace_used = False  # the timer has fired once
         self.running: RequestResponseCycle | None = None  # the request that is being answered, or was answered last
-        self.discarding = False  # no request is taken any more
-        self.lingers = False  # the last answer is given, and the connection is closed a little later
-        self.at_last: Callable[[], None] | None = None  # what is done once the requests that were taken are answered
+        self.discarding = False  # received bytes are dropped
+        self.lingers = False  # the last response is written, and the connection is closed soon
+        self.at_last: Callable[[], None] | None = None  # called after the earlier requests are answered
         self.upgrades = False  # a WebSocket's handshake waits for them
-        self.unanswered_bytes = 0  # that came with requests, but for what came at once and is small
-        self.is_unread = False  # something that came, and it is the last
-        self.measured: object = None  # the scope of the last request whose length was looked at before it was taken
+        self.unanswered_bytes = 0  # of unanswered requests, without small ones that arrived in one read
+        self.is_unread = False  # the last received bytes were not parsed
+        self.measured: object = None  # the scope of the last request whose length `has_room` checked
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         is_full = len(self.connections) >= self.settings.max_connections
@@ -202,7 +202,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         cast(BufferedTransport, self.transport).let_go()
         self.share.is_now(0)
         self.drop_requests()
-        self._unset_keepalive_if_required()  # uvicorn leaves it where the connection failed, and it holds this
+        self._unset_keepalive_if_required()  # uvicorn keeps the timer, which holds this, if the connection failed
         super().connection_lost(exc)
         in_flight, self.in_flight = self.in_flight, None
         if in_flight is not None:
@@ -217,8 +217,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             if self.held is not None:
                 self.begin(*self.held)
             if self.in_flight is not None and len(self.pipeline) <= 1:
-                # uvicorn reads no more while a request waits: that the client hangs up, or goes on with its body, would
-                # not be noticed.
+                # uvicorn stops reading while a request waits. It would notice neither a disconnection nor more body.
                 self.flow.resume_reading()
 
     def take_in(self, data: bytes) -> None:
@@ -244,7 +243,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                 if self.timer is not None:
                     self.at_ease()
             elif self.timer is None and (self.cycle is None or self.cycle.response_complete):
-                self.begin_timer()  # an empty line may stand before a request, and begins none
+                self.begin_timer()  # for bytes that start no request, like an empty line before one
             return
         if self.discarding:
             return
@@ -267,10 +266,10 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
 
     def feed(self, data: bytes) -> None:
         """Parses received bytes. Replaces uvicorn's `data_received`, which answers a malformed request at once, and
-        forgets the bytes behind a request to upgrade."""
+        drops the bytes after a request to upgrade."""
         self._unset_keepalive_if_required()
         rest: bytes | memoryview = data
-        behind: bytes | memoryview = b""  # what is parsed after `rest`
+        behind: bytes | memoryview = b""  # parsed after `rest`
         while rest:
             try:
                 self.parser.feed_data(rest)
@@ -292,15 +291,15 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                     return
                 else:
                     rest, behind = self.head_without_upgrade(), rest
-                    # The old parser takes nothing more where the head says `Connection: close`.
+                    # The old parser refuses more bytes if the head says `Connection: close`.
                     self.parser = HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _should_upgrade(self) -> bool:
-        """Whether the parser stopped at a head that `feed` has to look at before its request begins. uvicorn asks this
-        where a head asks for another protocol or is a CONNECT; it begins no request where the answer is true.
+        """Whether the parser stopped at a head that `feed` handles before its request starts. uvicorn asks this for
+        a CONNECT, and for a head that asks for another protocol. If the answer is true, it does not start the request.
 
-        httptools takes no body for such a head: a declared body would be parsed as the next request.
+        httptools reads no body after such a head, and would parse a declared body as the next request.
         """
         return self.scope["method"] != "CONNECT" or self.declares_body()
 
@@ -312,14 +311,14 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         )
 
     def head_without_upgrade(self) -> bytes:
-        """The head that was parsed last, without its Upgrade fields. A protocol that is not spoken here is ignored
-        (RFC 9110, 7.8): parsed again without it, the request has the body that its head declares."""
+        """Returns the last parsed head without its Upgrade fields. The server ignores protocols that it does not speak
+        (RFC 9110, 7.8). Parsed again without these fields, the request has the body that its head declares."""
         lines = [f"{self.scope['method']} ".encode() + self.url + f" HTTP/{self.scope['http_version']}".encode()]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join(lines) + HEAD_END
 
     def came_late(self) -> None:
-        """Drops bytes that come when no request is taken any more. Refuses a WebSocket whose handshake waits, because
+        """Drops bytes that arrive after the last accepted request. Refuses a WebSocket whose handshake waits, because
         its client must wait too (RFC 6455, 4.1)."""
         self.is_unread = True
         if self.upgrades:
@@ -328,7 +327,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             self.refuse(RejectReason.HANDSHAKE, HTTPStatus.BAD_REQUEST, text)
 
     def is_long_head(self, data: bytes) -> bool:
-        """Whether `data` makes the head longer than it may be."""
+        """Whether `data` makes the head longer than the limit."""
         before = self.head_end  # the end of the head may be split between two reads
         found = (before + data).find(HEAD_END)
         return found < 0 or found - len(before) > self.settings.max_header_bytes - self.head_bytes
@@ -349,18 +348,18 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.framing_bytes = self.framing_bytes + len(data) if is_bare else 0
 
     def takes(self, count: int) -> bool:
-        """Takes `count` bytes of the receive budget; False, taking nothing, if they do not fit."""
+        """Takes `count` bytes of the receive budget. Returns False, and takes nothing, if they do not fit."""
         if self.share.is_now(self.unanswered_bytes + count):
             self.unanswered_bytes += count
             return True
         return False
 
     def has_room(self) -> bool:
-        """Whether the budget has room for the declared length of a body. A chunked body is counted as it comes, and a
+        """Whether the budget has room for the declared length of a body. A chunked body is counted as it arrives. A
         body longer than the budget is refused elsewhere."""
         self.measured = self.scope
         most, taken = self.share.receive_budget.most, self.share.receive_budget.taken
-        if 2 * taken <= most:  # a body is at most half of it
+        if 2 * taken <= most:  # a body is at most half of the budget
             return True
         declared = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"")
         length = int(declared) if declared.isdigit() else 0
@@ -376,7 +375,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             at_last()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Replaces uvicorn's. White space around a value is no part of it (RFC 9110, 5.5)."""
+        """Replaces uvicorn's. White space around a value is not part of it (RFC 9110, 5.5)."""
         name = name.lower()
         value = value.strip(b" \t")
         if name == b"expect" and value.lower() == b"100-continue":
@@ -391,7 +390,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             super()._start_asgi_task(cycle, app)
 
     def begin(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Dispatches a request that came whole; any other goes to the application."""
+        """Dispatches a request that arrived whole. Passes any other to the application."""
         self.held = None
         dispatcher = self.dispatcher
         if dispatcher is None or not self.came_whole(cycle) or len(cycle.body) > dispatcher.max_body_bytes:
@@ -404,11 +403,11 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             self.in_flight = in_flight
 
     def came_whole(self, cycle: RequestResponseCycle) -> bool:
-        """Whether all of a request is here, and its client reads what it is sent."""
+        """Whether the whole request was received, and its client reads its responses."""
         return not (cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue or self.flow.write_paused)
 
     def on_chunk_header(self) -> None:
-        """The length of a chunk has come. Fields from here on are trailers, which nobody reads."""
+        """The length of a chunk was received. Later fields are trailers, which are dropped."""
         if self.in_body():
             self.headers = TRAILERS
 
@@ -421,31 +420,31 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         super().on_message_complete()
 
     def shutdown(self) -> None:
-        """Also stops a dispatched request, which has no task that uvicorn could cancel, when the time is over."""
+        """Also stops a dispatched request when the time is over. It has no task that uvicorn could cancel."""
         self.keepalive_hold = None
         if self.in_flight is not None and self.config.timeout_graceful_shutdown is not None:
             self.loop.call_later(self.config.timeout_graceful_shutdown, self.in_flight.stop)
         super().shutdown()
 
     def in_body(self) -> bool:
-        """Whether the current request has its whole head, and not its whole body."""
+        """Whether the head of the current request is complete, and its body is not."""
         return self.scope is not self.last_whole and self.cycle is not None and self.cycle.scope is self.scope
 
     def too_slow(self) -> None:
-        """Ends a connection that sends too slowly. The middleware has time to answer a slow body first."""
+        """Closes a connection that sends too slowly. The middleware has time to answer a slow body first."""
         self.timer = None
         if self.in_body() and not self.grace_used:
             self.grace_used = True
             self.timer = self.loop.call_later(self.settings.body_timeout_s, self.too_slow)
-        elif self.scope is None:  # not a byte has come
+        elif self.scope is None:  # no byte was received
             self.transport.close()
         else:
             reason = RejectReason.SLOW_BODY if self.in_body() else RejectReason.SLOW_HEAD
             self.refuse(reason, HTTPStatus.REQUEST_TIMEOUT)
 
     def refuse(self, reason: RejectReason, status: HTTPStatus, text: bytes = b"") -> None:
-        """Ends the connection, once, with a last answer behind those to earlier requests. There is no last answer if
-        the refused request is being answered already, or if the request before it asked to close the connection."""
+        """Closes the connection, once, after a last response behind those to earlier requests. Writes no last response
+        if the refused request is being answered already, or if the request before it asked to close the connection."""
         if self.discarding or self.transport.is_closing():
             return
         self.at_ease()
@@ -456,7 +455,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         else:
             is_silent = waits and running is not None and not running.keep_alive
             if self.in_body():
-                self.pipeline.popleft()  # nobody has begun it
+                self.pipeline.popleft()  # it has not started
         self.tell(reason, None if is_silent else status)
         last = partial(self.say_last, b"" if is_silent else bare_answer(status, text))
         if waits:
@@ -465,13 +464,13 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             last()
 
     def say_last(self, answer: bytes) -> None:
-        """Writes the last answer, if there is one, and closes the connection."""
+        """Writes the last response, if there is one, and closes the connection."""
         if answer:
             self.transport.write(answer)
         self.transport.close()
 
     def handle_websocket_upgrade(self) -> None:
-        """Gives the connection to a WebSocket, after the earlier requests are answered."""
+        """Passes the connection to a WebSocket, after the earlier requests are answered."""
         if not self.is_answered():
             self.discarding = self.upgrades = True
             self.at_last = self.handle_websocket_upgrade
@@ -479,12 +478,12 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self._unset_keepalive_if_required()
         super().handle_websocket_upgrade()
         cast(BufferedTransport, self.transport).let_go()
-        self.parser = None  # type: ignore[assignment]  # it holds this, and both would wait for the garbage collector
+        self.parser = None  # type: ignore[assignment]  # breaks a reference cycle
         self.share.is_now(0)
 
     def delays_closing(self) -> bool:
-        """Whether the connection is closed later, because a request still comes in. The kernel resets a connection with
-        unread bytes, and its client would not receive the answer."""
+        """Whether the connection is closed later, because a request is still being received. The kernel resets a
+        connection with unread bytes, and its client would not receive the response."""
         if (self.scope is self.last_whole and not self.is_unread) or self.lingers or self.transport.is_closing():
             return False
         self.discarding = self.lingers = True
@@ -496,11 +495,11 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         return True
 
     def drop_requests(self) -> None:
-        """Drops the requests that wait, and disconnects the one that runs."""
+        """Drops the waiting requests, and disconnects the running one."""
         self.pipeline.clear()
         self.at_last = None
         if self.running is not None and not self.running.response_complete:
-            self.running.disconnected = True  # so that nothing more is written
+            self.running.disconnected = True  # so that uvicorn writes nothing more
             self.running.message_event.set()
 
     def is_answered(self) -> bool:
@@ -508,12 +507,12 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         return self.running is None or self.running.response_complete
 
 
-def _told() -> None:
-    """Replaces a callback that was called."""
+def _called() -> None:
+    """Replaces a callback that was called already."""
 
 
 class HttpResponder:
-    """Writes the answer to one request."""
+    """Writes the response to one request."""
 
     __slots__ = ("_cycle", "_protocol")
 
@@ -525,7 +524,7 @@ class HttpResponder:
         """Writes a whole response, unless the client has disconnected."""
         cycle, protocol = self._cycle, self._protocol
         protocol.in_flight = None
-        on_response, cycle.on_response = cycle.on_response, _told  # it holds the protocol, which holds the cycle
+        on_response, cycle.on_response = cycle.on_response, _called  # breaks a reference cycle
         cycle.response_started = cycle.response_complete = True
         if cycle.disconnected:
             return

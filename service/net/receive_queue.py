@@ -1,4 +1,4 @@
-"""The messages of a WebSocket that were received and are not handled yet. Knows no server."""
+"""The received messages of a WebSocket that its route has not taken yet. Independent of the server."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CHANNEL = "wane.channel"
 """The key of a WebSocket's scope that holds its protocol while its route runs."""
 
 DISCONNECT_GRACE_S = 0.05
-"""Time between a client's disconnection and the cancellation of its answer. Most answers are ready sooner."""
+"""Time between a client's disconnection and the cancellation of its answer. Most answers are ready earlier."""
 
 MOST_EARLY = 16
-"""Messages that are read ahead. The rest stay in the network, which slows the sender down."""
+"""Limit of messages that are read ahead. The rest stay in the network, which slows the sender down."""
 
 Message = MutableMapping[str, Any]  # ASGI's
 
@@ -49,7 +49,7 @@ class ReceiveQueue:
         return not self._messages
 
     def put_nowait(self, message: Message) -> None:
-        """Adds a message. The reader goes on in the event loop's next turn."""
+        """Adds a message. The reader resumes in the event loop's next turn."""
         self._messages.append(message)
         if self._reader is not None:
             self._loop.call_soon(self._wake)
@@ -59,7 +59,7 @@ class ReceiveQueue:
                 self._interrupt_soon()
 
     def put_now(self, message: Message) -> None:
-        """As `put_nowait`. The reader goes on before this returns."""
+        """Like `put_nowait`, but the reader resumes before this returns."""
         self._messages.append(message)
         self._wake()
 

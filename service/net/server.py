@@ -1,4 +1,4 @@
-"""uvicorn's server, which drains before it stops listening. Knows no application."""
+"""uvicorn's server, which drains before it stops listening. Independent of the application."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import uvicorn
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server.
+    """uvicorn's server, with a drain before shutdown.
 
     On the first SIGTERM or SIGINT it calls `drain`, and serves until that returns. Then it stops listening, and
-    WebSockets are closed with 1012. Another SIGINT stops it without that.
+    WebSockets are closed with 1012. Another SIGINT stops the server at once.
     """
 
     def __init__(

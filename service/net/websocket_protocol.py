@@ -10,20 +10,20 @@ from typing import Any, cast
 
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import Frame, apply_mask  # type: ignore[attr-defined]  # the quick one where there is one
+from websockets.frames import Frame, apply_mask  # type: ignore[attr-defined]  # the fast one, if it is installed
 from websockets.http11 import Request
 from websockets.protocol import State
 
 from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, bare_answer
 from wane.service.net.receive_queue import CHANNEL, MOST_EARLY, ClientDisconnected, Message, ReceiveQueue
 
-PIECE_BYTES = 1 << 12  # of what a WebSocket sends, taken apart at a time
+PIECE_BYTES = 1 << 12  # of a WebSocket's input, parsed at a time
 MOST_FRAMES, FRAMES_S = 1000, 10.0  # frames that end no message (fragments, pings), within FRAMES_S seconds
 PROTOCOL, NOT_UTF8, POLICY, TRY_AGAIN = 1002, 1007, 1008, 1013
 WHOLE_TEXT = 0x81  # the first byte of a text in one frame
-MASKED = 0x80  # in the second, beside the length of what is short
-SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF  # of a frame whose length is in that byte, or in the next two
-LENGTH_BYTES = {126: 2, 127: 8}  # of a length that is not in the second byte, by what is there instead
+MASKED = 0x80  # the flag in the second byte, beside the length of a short frame
+SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF  # the longest payloads whose length is in that byte, or in the next two
+LENGTH_BYTES = {126: 2, 127: 8}  # bytes of a longer payload's length, by the second byte's value
 MASK_BYTES = 4
 
 
@@ -33,8 +33,8 @@ class FrameBoundary:
     __slots__ = ("_head", "_missing_bytes")
 
     def __init__(self) -> None:
-        self._head = b""  # of a frame whose length has not come
-        self._missing_bytes = 0  # of a frame whose length has come
+        self._head = b""  # of a frame whose length is incomplete
+        self._missing_bytes = 0  # of a frame whose length is known
 
     @property
     def is_within_frame(self) -> bool:
@@ -42,7 +42,7 @@ class FrameBoundary:
         return bool(self._missing_bytes or self._head)
 
     def feed(self, data: bytes) -> None:
-        """Takes the bytes that follow."""
+        """Adds received bytes."""
         data = self._head + data
         at = self._missing_bytes  # where the next frame begins
         while at < len(data):
@@ -55,7 +55,7 @@ class FrameBoundary:
 
 
 def frame_bytes(data: bytes, at: int) -> int | None:
-    """The length of the frame that begins at `at`, with its head; None if its head is incomplete."""
+    """Returns the length of the frame that begins at `at`, with its head; None if its head is incomplete."""
     if len(data) < at + 2:
         return None
     payload_bytes = data[at + 1] & ~MASKED
@@ -77,21 +77,21 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.receive_queue = ReceiveQueue(self.loop)
         self.queue = self.receive_queue  # type: ignore[assignment]  # it has what uvicorn uses
         self.boundary = FrameBoundary()
-        self.at_rest = False  # all that came was whole messages, and the library has them
-        self.rest = b""  # of what came in, which is not taken apart before the messages in front of it are taken
+        self.at_rest = False  # all received bytes were whole messages, and are parsed
+        self.rest = b""  # received bytes that are parsed after the route takes the messages before them
         self.frames_left = MOST_FRAMES
         self.frames_since_s = self.loop.time()
-        self.discarding = False  # it is about to be closed, and what still comes is not taken
-        self.in_message = False  # something came of a message, or of a frame, that is not whole
-        self.fragment_bytes = 0  # of the frames of that message which are whole
-        self.unanswered: deque[int] = deque()  # messages, by their bytes, in their order
+        self.discarding = False  # the WebSocket is about to be closed, and received bytes are dropped
+        self.in_message = False  # a message or a frame is incomplete
+        self.fragment_bytes = 0  # of the complete frames of an incomplete message
+        self.unanswered: deque[int] = deque()  # lengths of messages in bytes, in order
         self.unanswered_bytes = 0  # of all of them
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.rest, self.frames = b"", []
         self.conn.reader.discard()
-        self.conn.parser.close()  # it would hold its last frame, and itself, until the garbage collector comes
+        self.conn.parser.close()  # breaks a reference cycle, which holds the last frame
         self.share.is_now(0)
 
     def data_received(self, data: bytes) -> None:
@@ -135,17 +135,17 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return False
 
     def coming_bytes(self) -> int:
-        """Received bytes of incomplete messages."""
+        """Returns the count of received bytes of incomplete messages."""
         return len(self.rest) + len(self.conn.reader.buffer) + self.fragment_bytes
 
     def too_slow(self) -> None:
-        """Closes the WebSocket: a message was not complete in time."""
+        """Closes the WebSocket, because a message was not complete in time."""
         self.timer = None
-        why = f"a message was not whole after {self.settings.body_timeout_s:g} s"
+        why = f"a message was not complete after {self.settings.body_timeout_s:g} s"
         self.break_off(RejectReason.SLOW_BODY, POLICY, why)
 
     def take_apart(self) -> None:
-        """Parses received bytes by pieces until a message is complete, so that one client does not block the others."""
+        """Parses received bytes in pieces until a message is complete, so that one client does not block the others."""
         while self.rest and not self.read_paused and not self.discarding:
             piece, self.rest = self.rest[:PIECE_BYTES], self.rest[PIECE_BYTES:]
             self.parse(piece)
@@ -188,7 +188,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         if self.rest:
             self.take_apart()
         if self.in_message and not self.disconnected:
-            self.look()  # it has waited for this one, and its time begins
+            self.look()  # it waited for this one, and its timer starts now
         return cast(ASGIReceiveEvent, message)
 
     def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
@@ -197,7 +197,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return super().send(message)
 
     async def send_text(self, text: bytes) -> None:
-        """As `send` of a text, without the library's frames, because nothing is compressed."""
+        """Sends a text, like `send`, without the library's frames, because nothing is compressed."""
         if not self.writable.is_set():
             await self.writable.wait()
         if self.disconnected or self.conn.state is not State.OPEN:
@@ -214,7 +214,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
     async def send_close(self, code: int, reason: str) -> None:
         if not self.close_sent:
-            with suppress(OSError):  # the client was quicker
+            with suppress(OSError):  # the client disconnected first
                 await self.send({"type": "websocket.close", "code": code, "reason": reason})
 
     def until_hangup(self) -> ReceiveQueue:
@@ -233,7 +233,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.take_in(data, is_text=self.curr_msg_data_type == "text")
 
     def take_in(self, data: bytes, *, is_text: bool, at_rest: bool = False) -> None:
-        """Queues a message. `at_rest`: the library's parser is not running, so the reader may go on at once."""
+        """Queues a message. `at_rest`: the library's parser is not running, so the reader may resume at once."""
         if self.close_sent:
             self.counts_frame()
             return
@@ -293,7 +293,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return False
 
     def break_off(self, reason: RejectReason, code: int, why: str) -> None:
-        """Reads no more, and closes the WebSocket once its client had time to read why."""
+        """Stops reading, and closes the WebSocket after its client had time to read the reason."""
         if self.discarding or self.transport.is_closing():
             return
         self.discarding = True
@@ -311,7 +311,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
 
 def short_text(data: bytes) -> bytes | None:
-    """The text, if `data` is exactly one frame with a short text, as most messages are."""
+    """Returns the text if `data` is exactly one frame with a short text, like most messages."""
     size = len(data) - 6
     if not 0 <= size <= SHORT_BYTES or data[0] != WHOLE_TEXT or data[1] != MASKED | size:
         return None

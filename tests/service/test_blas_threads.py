@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from wane.service.server import SAID_BY
+from wane.service.server import BLAS_VARIABLES
 
 ASKED = """
 import os
@@ -24,7 +24,7 @@ print(*(found["num_threads"] for found in threadpool_info() if found["user_api"]
 
 def threads(*arguments: str, **said: str) -> set[str]:
     """Of every BLAS that a process has, which is told to spare processors if that is among the arguments."""
-    environment = {name: value for name, value in os.environ.items() if name not in SAID_BY}
+    environment = {name: value for name, value in os.environ.items() if name not in BLAS_VARIABLES}
     run = subprocess.run(
         [sys.executable, "-c", ASKED, *arguments], env=environment | said, check=True, capture_output=True, text=True
     )
@@ -35,7 +35,7 @@ def test_numpy_multiplies_with_one_thread() -> None:
     assert threads("spare") == {"1"}
 
 
-@pytest.mark.parametrize("name", SAID_BY)
+@pytest.mark.parametrize("name", BLAS_VARIABLES)
 def test_an_operator_may_say_otherwise(name: str) -> None:
     said = {name: "2"}
     assert threads("spare", **said) == threads(**said)

@@ -29,7 +29,7 @@ router = APIRouter(tags=["generate"])
     responses=events.DESCRIPTION,
 )
 async def generate(request: Request) -> Response:
-    """Goes on from a text. With `stream`: an event `token` for each token, then `finish`; a failure is `error`."""
+    """Continues a text. With `stream`: an event `token` for each token, then `finish`. A failure is `error`."""
     body = await decode(request, GenerateBody)
     engine = await model_engine(request, body.model)
     with until_hangup(request):
@@ -60,4 +60,4 @@ async def _collect(request: Request, stream: Stream[GeneratedToken | Finish]) ->
                 note_answer(request.scope, item)
                 return Generated(**asdict(item), logprobs=tuple(logprobs))
             logprobs.append(item.logprob)
-    raise AssertionError("this is a bug: a generation ends with a Finish")
+    raise AssertionError("a generation ends with a Finish: this is a bug")

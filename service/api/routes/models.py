@@ -1,4 +1,4 @@
-"""Which models there are, in OpenAI's list shape, and how they have done so far."""
+"""The list of models, in OpenAI's shape, and the report of the server's measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.stats import Report
 
 EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
-"""The total variations that a model's card tells k(epsilon) for."""
+"""The total variations of `k_epsilon` in a model's card."""
 
 router = APIRouter(tags=["models"])
 
@@ -31,9 +31,9 @@ router = APIRouter(tags=["models"])
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", response_model=ModelListDocument)
 async def models(request: Request) -> Response:
-    """Every model, the default first, with its family, its k, its certificate but for the curve, and its quality.
+    """Lists every model, the default first: family, k, certificate without its curve, and quality.
 
-    Answered once every model is loaded, or failed to be.
+    Waits until every model has loaded or failed.
     """
     await registry(request).wait_for_all(deadline(request))
     return encode.reply({"object": "list", "data": [_summary(engine) for engine in registry(request).list()]})
@@ -42,7 +42,7 @@ async def models(request: Request) -> Response:
 @router.head("/v1/models/{name}", include_in_schema=False)
 @router.get("/v1/models/{name}", response_model=ModelCardDocument)
 async def model(request: Request, name: str) -> Response:
-    """One model, with its certificate's curve: the error bound of a window of k tokens, for every k."""
+    """Returns one model, with its certificate's curve: the error bound of a window of k tokens, for every k."""
     engine = await model_engine(request, name)
     card: ModelCardDocument = {
         **_facts(engine),
@@ -89,7 +89,7 @@ def _unix_time(iso: str) -> int:
 @router.head("/v1/report", include_in_schema=False)
 @router.get("/v1/report", response_model=Report)
 async def report(request: Request) -> Response:
-    """What was measured while serving: latency by mode, agreement over all comparisons, sessions. Waits as the list of
-    models does."""
+    """Returns measurements of this server: latency by mode, agreement over all comparisons, sessions. Waits until every
+    model has loaded or failed."""
     await registry(request).wait_for_all(deadline(request))
     return encode.reply(to_jsonable_python(await registry(request).report()))

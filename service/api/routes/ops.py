@@ -20,7 +20,7 @@ router = APIRouter(tags=["operations"])
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", response_model=LivenessDocument)
 async def healthz() -> Response:
-    """Whether the process lives."""
+    """Whether the process is alive."""
     return encode.reply({"live": True})
 
 
@@ -28,11 +28,11 @@ async def healthz() -> Response:
 @router.get(
     "/readyz",
     response_model=ReadinessDocument,
-    responses={503: {"model": ReadinessDocument, "description": "loading or draining, or the store is away"}},
+    responses={503: {"model": ReadinessDocument, "description": "loading or draining, or the store is unavailable"}},
 )
 async def readyz(request: Request) -> Response:
-    """Whether every model is loaded, or failed to be. Not ready either while the process drains, or while the sessions'
-    store is away and no step can be answered without it. A model answers as soon as it is loaded itself."""
+    """Whether every model has loaded or failed. Not ready while the process drains, or while the session store is
+    unavailable and steps need it. A model answers requests as soon as it is loaded."""
     models = registry(request)
     store = models.store
     ready = models.ready and store is not None and store.ready
@@ -62,7 +62,7 @@ def _health(store: StoreHealth) -> StoreDocument:
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics; with exemplars as OpenMetrics, where that is accepted."""
+    """Prometheus metrics; as OpenMetrics, with exemplars, if the client accepts it."""
     found: Metrics = request.app.state.metrics
     text, content_type = found.render(request.headers.get("accept", ""))
     return Response(text, headers={"content-type": content_type})
@@ -71,12 +71,12 @@ async def metrics(request: Request) -> Response:
 @router.head("/", include_in_schema=False)
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    """A first page for people."""
+    """Returns the start page."""
     return HTMLResponse(first_page(), headers=HEADERS)
 
 
 @router.head("/docs", include_in_schema=False)
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> Response:
-    """Every route, for people."""
+    """Returns the page of all routes."""
     return HTMLResponse(api_page(request.app.openapi()), headers=HEADERS)

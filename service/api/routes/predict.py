@@ -25,7 +25,7 @@ router = APIRouter(tags=["predict"])
 
 @router.post("/v1/predict", response_model=AnswerDocument | BatchDocument, openapi_extra=json_body(PredictBody))
 async def predict(request: Request) -> Response:
-    """What comes next: as the recurrent model, as a window of it, or both and how far they are apart."""
+    """Predicts the next token: in recurrent mode, in window mode, or in both with the distance between them."""
     body = await decode(request, PredictBody)
     session: str | None = None
     if body.session is None:
@@ -42,7 +42,7 @@ async def predict(request: Request) -> Response:
 
 
 def asked(request: Request, body: PredictBody, tokens: tuple[int, ...], session: str | None = None) -> PredictRequest:
-    """What a request asks of the engine; `session` as it goes by within. Raises InvalidRequest."""
+    """Returns the engine's request for a body. `session` is the session's key. Raises InvalidRequest."""
     return PredictRequest(
         tokens=tokens,
         mode=body.mode,
@@ -59,13 +59,13 @@ def asked(request: Request, body: PredictBody, tokens: tuple[int, ...], session:
 async def _predict_many(
     request: Request, engine: Engine, body: PredictBody, inputs: list[str | list[int]]
 ) -> BatchDocument:
-    """One bad input never fails the others: each has an answer or an error in its place."""
+    """Returns an answer or an error for each input. A bad input does not fail the others."""
     charge(request, len(inputs))
     wanted: list[PredictRequest] = []
     refused: dict[int, Exception] = {}
     for index, given in enumerate(inputs):
         if isinstance(given, str):
-            await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
+            await asyncio.sleep(0)  # many short texts do not block the event loop, its deadlines and disconnections
         try:
             wanted.append(asked(request, body, await tokens_of(engine, given, deadline(request))))
         except Exception as error:
@@ -85,7 +85,7 @@ async def _predict_many(
 
 @router.post("/v1/compare", response_model=ComparisonDocument, openapi_extra=json_body(CompareBody))
 async def compare(request: Request) -> Response:
-    """Measures latency and agreement of windows of several sizes against the recurrent answer."""
+    """Measures the latency of windows of several sizes, and their agreement with the recurrent answer."""
     body = await decode(request, CompareBody)
     names: Sequence[str | None] = body.models or [body.model]
     engines = [await model_engine(request, name) for name in names]

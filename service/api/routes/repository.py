@@ -1,7 +1,7 @@
-"""The Open Inference Protocol's model repository extension: which versions there are, loading and unloading; and its
+"""The Open Inference Protocol's model repository extension, which lists, loads and unloads models, and its readiness
 probe of one model.
 
-A load replaces the model's version under its live sessions: see `service/registry/registry.py`.
+A load replaces the version of a model while its sessions are live: see `service/registry/registry.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from wane.service.registry.registry import IndexEntry
 
 FAILURE: dict[int | str, dict[str, Any]] = {
     "default": {
-        "description": "any failure, as the Open Inference Protocol has it",
+        "description": "any failure, in the Open Inference Protocol's format",
         "content": {"application/json": {"schema": TypeAdapter(ProtocolFailureDocument).json_schema()}},
     }
 }
@@ -46,7 +46,7 @@ router = APIRouter(prefix="/v2", tags=["repository"], responses=FAILURE)
     openapi_extra=json_body(IndexBody, required=False),
 )
 async def index(request: Request) -> Response:
-    """Every version of every model that is served, is on its way in or out, or lies in the bundles' folder."""
+    """Lists every version of every model that is served, being loaded or unloaded, or in the bundles' folder."""
     body = await decode(request, IndexBody, empty=b"{}")
     entries = await registry(request).index()
     found = [one for one in entries if one.state == "READY" or not body.ready]
@@ -59,7 +59,7 @@ async def index(request: Request) -> Response:
     openapi_extra=json_body(UnloadBody, required=False),
 )
 async def unload(request: Request, name: str) -> Response:
-    """Serves a model no more. Its sessions are there again if it is loaded again before they expire."""
+    """Unloads a model. Its sessions are kept until they expire, and continue if it is loaded again before."""
     await decode(request, UnloadBody, empty=b"{}")
     await registry(request).unload_model(name, deadline(request))
     unloaded: UnloadedDocument = {"name": name, "state": "UNAVAILABLE"}
@@ -70,8 +70,8 @@ async def unload(request: Request, name: str) -> Response:
     "/repository/models/{name}/load", response_model=LoadedDocument, openapi_extra=json_body(LoadBody, required=False)
 )
 async def load(request: Request, name: str) -> Response:
-    """Loads a model, or the version of it that its bundle now holds, beside the one that is served; then takes that
-    one's place. Answered when that is done. If it fails, what was served before still is, and `error` says why."""
+    """Loads a model, or its bundle's current version, which then replaces the served version. Answers after the
+    replacement. If the load fails, the earlier version is still served, and `error` gives the reason."""
     await decode(request, LoadBody, empty=b"{}")
     with until_hangup(request):
         engine = await registry(request).load_model(name, deadline(request))
@@ -83,7 +83,7 @@ async def load(request: Request, name: str) -> Response:
 @router.head("/models/{name}/ready", include_in_schema=False)
 @router.get("/models/{name}/ready", response_model=ModelReadyDocument)
 async def ready(request: Request, name: str) -> Response:
-    """Whether a model answers: 503 while it is loaded or the server stops, 404 with the reason if it is not served."""
+    """Whether a model is ready: 503 while it loads or the server stops, 404 with the reason if it is not served."""
     models = registry(request)
     engine = models.get(name)
     if engine not in models.served:

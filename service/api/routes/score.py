@@ -24,10 +24,10 @@ router = APIRouter(tags=["predict"])
     responses=events.DESCRIPTION,
 )
 async def score(request: Request) -> Response:
-    """The log-probability of every token of a text: run in order, or in chunks side by side.
+    """Returns the log-probability of every token of a text, which is run in order or in concurrent chunks.
 
     With `stream`: events `progress` (`done`, `total`), `tokens` (`position`, `tokens`, `logprobs`, and with `truncated`
-    `error_bounds`) in order, as they are settled, then `finish`; a failure is `error`.
+    `error_bounds`) in order, when they are final, then `finish`. A failure is an event `error`.
     """
     body = await decode(request, ScoreBody)
     engine = await model_engine(request, body.model)

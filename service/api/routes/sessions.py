@@ -1,4 +1,4 @@
-"""Sessions: sequences that grow step by step, their state kept between requests; one step or many."""
+"""Sessions: sequences that grow step by step. The server keeps their state between requests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from wane.service.types import (
     name_within,
 )
 
-# What is no id is refused by the engine, not by the framework, whose answer would be another.
+# The engine refuses an invalid id, because the framework's response would differ from ours.
 PATTERN: dict[str, Any] = {"pattern": anchored(SESSION_ID.pattern)}
 SessionId = Annotated[str, Path(examples=["demo"], description="the session's id", json_schema_extra=PATTERN)]
 POSITION = "x-wane-position"
@@ -61,7 +61,7 @@ IDEMPOTENCY_KEY = "idempotency-key"
 STEP_HEADER_NAMES = {POSITION.encode(), IDEMPOTENCY_KEY.encode()}
 STEP_HEADERS = headers(
     {
-        POSITION: ("as `expected_position`", {"pattern": anchored(DIGITS)}),
+        POSITION: ("like `expected_position`", {"pattern": anchored(DIGITS)}),
         IDEMPOTENCY_KEY: (
             IDEMPOTENCY,
             {"minLength": 1, "maxLength": MAX_KEY_CHARACTERS},
@@ -69,7 +69,7 @@ STEP_HEADERS = headers(
     }
 )
 
-TOP_K = ONE_TOKEN.top_k  # of a step that does not say
+TOP_K = ONE_TOKEN.top_k  # of a step without `top_k`
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -82,14 +82,14 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
     responses={
         200: {
             "model": SessionView,
-            "description": "The session existed already with the same options, and no step was taken yet",
+            "description": "The session already exists with the same options and without steps",
         }
     },
 )
 async def create(request: Request) -> Response:
-    """Starts a session under an id of your own or a new one: at position 0, or at `position` behind its last tokens.
+    """Starts a session under the client's id or a new one: at position 0, or at `position` with its last tokens.
 
-    Sent again before the first step, the same request is answered 200 with the session.
+    Answers 200 with the session if the same request is sent again before the first step.
     """
     body = await decode(request, SessionBody)
     engine = await model_engine(request, body.model)
@@ -102,7 +102,7 @@ async def create(request: Request) -> Response:
 
 
 async def _history(engine: Engine, body: SessionBody, until: float | None) -> History | None:
-    """What the session goes on from; None where it starts at position 0. Raises InvalidRequest, TooLarge."""
+    """Returns the history that the session continues, if the body has one. Raises InvalidRequest, TooLarge."""
     if body.position is None:
         return None
     if body.input is not None:
@@ -113,7 +113,7 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> Hi
 @router.head("/{session}", include_in_schema=False)
 @router.get("/{session}", response_model=SessionView)
 async def read(request: Request, session: SessionId) -> Response:
-    """Where a session is. Looking does not keep it alive."""
+    """Returns a session's position and options. Does not extend the session's life."""
     name = session_key(request, session)
     engine = await session_engine(request, name)
     return encode.reply(await engine.get_session(name))
@@ -131,7 +131,7 @@ async def delete(request: Request, session: SessionId) -> Response:
 
 @router.post("/{session}/tokens", response_model=AnswerDocument, openapi_extra=json_body(StepBody) | STEP_HEADERS)
 async def append(request: Request, session: SessionId) -> Response:
-    """Appends tokens and predicts what follows. A step may be sent again: see `expected_position` and the key."""
+    """Appends tokens, and predicts the next. A step can be retried: see `expected_position`, `idempotency_key`."""
     scope = request.scope
     here = context(scope)
     token = only_token(scope.get(WHOLE_BODY))
@@ -159,12 +159,12 @@ def step_request(
     expected_position: int | None,
     idempotency_key: str | None,
 ) -> StepRequest:
-    """What a body asks of the engine; `session` is its key. Raises InvalidRequest."""
+    """Returns the engine's request for a body. `session` is the session's key. Raises InvalidRequest."""
     return StepRequest(session, tokens, body.mode, expected_position, idempotency_key, body.top_k, deadline, body.prove)
 
 
 def position(given: str | None, in_body: int | None) -> int | None:
-    """Where the step says that it starts, in a header or in its body. Raises InvalidRequest if the two differ."""
+    """Returns the expected position, from the header or the body. Raises InvalidRequest if the two differ."""
     if given is None:
         return in_body
     if not re.fullmatch(DIGITS, given):
@@ -179,7 +179,7 @@ def position(given: str | None, in_body: int | None) -> int | None:
 
 @router.post("/{session}/rewind", response_model=SessionView, openapi_extra=json_body(RewindBody))
 async def rewind(request: Request, session: SessionId) -> Response:
-    """Forgets the latest tokens, back to `position`; the state is rebuilt on the next step."""
+    """Drops the tokens after `position`. The next step rebuilds the state."""
     body = await decode(request, RewindBody)
     name = session_key(request, session)
     engine = await session_engine(request, name)
@@ -190,7 +190,7 @@ async def rewind(request: Request, session: SessionId) -> Response:
 
 @router.post("/tokens", response_model=StepsDocument | StepColumnsDocument, openapi_extra=json_body(StepsBody))
 async def append_many(request: Request) -> Response:
-    """Appends to many sessions, and predicts what follows in each. A step that fails does not fail the others."""
+    """Appends tokens to many sessions, and predicts the next tokens of each. A failed step does not fail the others."""
     raw = request.scope.get(WHOLE_BODY) or b""
     plain = plain_steps(raw, settings(request).max_batch_inputs) if len(raw) <= LARGE_BYTES else None
     steps: Sequence[SessionStepBody | PlainStep]
@@ -225,7 +225,7 @@ async def append_many(request: Request) -> Response:
 
 
 async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[encode.StepResult]:
-    """As `_step_many`, of plain steps of different sessions: in columns, as far as these take them."""
+    """Like `_step_many`, for plain steps of different sessions: in columns, except steps that these do not take."""
     models, here = registry(request), context(request.scope)
     prefix = here.owner.name + SLASH if here.owner.name else ""
     call, engines = StepCall(), dict[int, Engine]()
@@ -259,8 +259,8 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
 
 
 async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[encode.StepResult]:
-    """Every step at its session's engine, which is the same for all of the session's steps, whatever is loaded
-    meanwhile."""
+    """Submits every step to its session's engine. All steps of a session run on one engine, even if another version of
+    its model is loaded meanwhile."""
     models, until = registry(request), deadline(request)
     results: list[encode.StepResult | None] = [None] * len(bodies)
     engines: dict[str, Engine] = {}
@@ -288,5 +288,5 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
 async def _tokens(engine: Engine, body: SessionStepBody, until: float | None) -> tuple[int, ...]:
     if body.input is None:
         return tuple(body.tokens or ())
-    await asyncio.sleep(0)  # many short texts hold up nobody, and the deadline and a hang-up are seen
+    await asyncio.sleep(0)  # many short texts do not block the event loop, its deadlines and disconnections
     return await tokens_of(engine, body.input, until)

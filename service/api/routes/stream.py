@@ -1,23 +1,23 @@
-"""A session as a WebSocket: one message a step, one prediction a message, in order.
+"""A session as a WebSocket: each message is a step, and has one prediction, in order.
 
-    -> {"tokens": [5]}              <- {"predictions": [...], "position": 1, ...}    as POST .../tokens answers
-    -> {"rewind": 0}                <- {"predictions": [...], "position": 0, ...}    what is predicted there
+    -> {"tokens": [5]}              <- {"predictions": [...], "position": 1, ...}    like the answer of POST .../tokens
+    -> {"rewind": 0}                <- {"predictions": [...], "position": 0, ...}    the prediction at that position
     -> {"tokens": []}               <- {"error": {"status": 422, ...}}               a problem document
 
-One message is answered at a time; others may be sent meanwhile and wait their turn. A failure that leaves the session
-as the client knows it leaves the socket open; else the document is the last message (but where
-a * stands, where there is none), and the socket is closed:
+Messages are answered one at a time; the client may send more meanwhile, and they wait. After a failure that leaves the
+session where the client expects it, the socket stays open. After any other, the server sends the problem document (not
+for codes with a *) and closes the socket:
 
-    1002 * a frame is none
-    1007 * a text is not UTF-8
-    1008   there is no key, or it is not good, or no more; * a message takes too long to come in, or has too many frames
-    1009 * the message is longer than a body may be
-    1011   nobody expected this
-    1012   the server is loading or stopping: come again
-    1013   over the key's rate when it came; * too much is being received from everybody: come again
-    4404   there is no such session, or no more
-    4409   the session is not where the client says, or the last step's key comes with another step: what follows in
-           the client's order would be wrong too
+    1002 * an invalid frame
+    1007 * a text that is not UTF-8
+    1008   a missing, invalid or revoked key; * a message that takes too long to receive, or has too many frames
+    1009 * a message longer than the longest body
+    1011   an unexpected error
+    1012   the server is loading or stopping: try again
+    1013   over the key's rate when the socket was opened; * the server is receiving too many bytes: try again
+    4404   an unknown or deleted session
+    4409   the session is not at the client's position, or the last step's key was sent with another step: the client's
+           later steps would be wrong too
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ router = APIRouter()
 
 @router.websocket("/v1/sessions/{session}/stream")
 async def stream(socket: WebSocket, session: str) -> None:
-    """See the module's text."""
+    """Serves one session's WebSocket: see the module's docstring."""
     metrics: Metrics = socket.app.state.metrics
     await socket.accept(chosen(socket.scope))
     with metrics.websockets.track_inprogress():
@@ -89,10 +89,10 @@ async def stream(socket: WebSocket, session: str) -> None:
             await _refuse(socket, error, RESTART)
             return
         except WaneError as error:
-            await _refuse(socket, error, _close_code(error) or NO_SESSION)  # what is no id is no session
+            await _refuse(socket, error, _close_code(error) or NO_SESSION)  # an invalid id is no session
             return
         running = Stream(socket, engine, name).run()
-        # What the framework's own channel waits for may need an asyncio.Task.
+        # The framework's own channel may wait for futures that need an asyncio.Task.
         await (EagerTask(running, copy_context()) if CHANNEL in socket.scope else running)
 
 
@@ -117,21 +117,21 @@ class Stream:
         self.waits_since_s = math.inf  # on the loop's clock; infinite while a message is answered
 
     async def run(self) -> None:
-        """Answers messages until there are no more."""
+        """Answers messages until the WebSocket is closed."""
         self.idle = Interrupt()
         self.idle_timer = timers().at(self.loop.time() + self.idle_s, self.check_idle)
         try:
             while (message := await self.take()) is not None:
                 if await self.respond(message):
                     return
-        except ClientDisconnected:  # while its answer was sent
+        except ClientDisconnected:  # while an answer was being sent
             self.log["code"] = GONE
         finally:
             self.idle_timer.cancel()
             self.log["messages"] = self.answered
 
     async def take(self) -> str | bytes | None:
-        """The next message; None when the client has left, or was idle for too long and is told so."""
+        """Returns the next message; None if the client has disconnected, or was idle for too long."""
         self.waits_since_s = self.loop.time()
         try:
             message = await self.channel.receive()
@@ -148,7 +148,7 @@ class Stream:
         return message["bytes"] if text is None else text
 
     def check_idle(self) -> None:
-        """Interrupts the wait for a message that has taken too long."""
+        """Interrupts a wait for a message that lasts too long."""
         ends_s = min(self.waits_since_s, self.loop.time()) + self.idle_s
         if ends_s > self.loop.time():
             self.idle_timer = timers().at(ends_s, self.check_idle)
@@ -156,7 +156,7 @@ class Stream:
             self.idle.fire()
 
     async def respond(self, message: str | bytes) -> bool:
-        """Answers one message, which is traced, counted and in flight by itself. Whether the socket is closed.
+        """Answers, traces and counts one message. Returns whether the socket is closed.
 
         Raises ClientDisconnected.
         """
@@ -191,7 +191,7 @@ class Stream:
             exchange.finish(status, failed)
 
     async def answer(self, message: str | bytes, deadline: float) -> Answer:
-        """The prediction after one message."""
+        """Returns the prediction after one message."""
         token = only_token(message)
         body = ONE_TOKEN
         if token is None:
@@ -213,18 +213,18 @@ class Stream:
 
 
 async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:
-    """The first message is the last."""
+    """Sends an error as the only message, and closes the socket."""
     failure, here = described(socket.scope, error), context(socket.scope)
     here.fields.update(error=failure.code, code=code)
     try:
         await socket.send_text(json_bytes({"error": failure.body(here.request_id)}).decode())
         await socket.close(code, failure.code)
-    except WebSocketDisconnect:  # the client left while its model was being loaded
+    except WebSocketDisconnect:  # the client disconnected while its model was being loaded
         here.fields["code"] = GONE
 
 
 def _close_code(error: Exception) -> int | None:
-    """How a socket is closed after a failure; None where it goes on."""
+    """Returns the close code after a failure; None if the socket stays open."""
     if not isinstance(error, WaneError):
         return INTERNAL
     return next((code for kind, code in CLOSES if isinstance(error, kind)), None)

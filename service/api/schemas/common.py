@@ -1,11 +1,10 @@
-"""What clients send: the native protocol's requests, as strict models that refuse unknown fields.
+"""Request bodies of the native protocol: strict models that refuse unknown fields.
 
-Strict means that nothing is converted: "5" and 5.0 are no integers, true is no number, and NaN and Infinity,
-which are not JSON but which some encoders write all the same, are refused by name. Whether a value is in range is
-not judged here: `wane.service.types` and the engine do that, for every protocol alike. The OpenAPI description
-says it all the same, by their constants.
+A strict model converts nothing: "5" and 5.0 are not integers, and true is not a number. NaN and Infinity, which JSON
+does not have but some encoders write, are refused by name. The models do not check ranges: `wane.service.types` and the
+engine do that, for every protocol. The OpenAPI description takes the ranges from their constants.
 
-Every list fails at its first wrong item: one failure is told, and a body may hold a million wrong ones.
+Validation of a list stops at its first wrong item, because a body may have a million of them.
 """
 
 from __future__ import annotations
@@ -29,87 +28,87 @@ from wane.service.types import (
 HISTORY = "The history of the"
 
 IDEMPOTENCY = (
-    "names this step: sent again with the last step's key, the same tokens and the same position (if it has one), the "
-    "step is answered again and appends nothing; with other tokens or another position it is 409 idempotency_key_reused"
+    "names this step. A retry with the last step's key, the same tokens and the same position (if it has one) gets the "
+    "same answer and appends nothing; with other tokens or another position it is 409 idempotency_key_reused"
 )
 AT_MOST = "x-at-most"
-"""Where a schema has the limit of an `AtMost`."""
+"""The schema keyword with the limit of an `AtMost`."""
 
 
 def anchored(pattern: str) -> str:
-    """A regular expression of the whole of a text, for a schema, where one is searched for."""
+    """Returns a regular expression of a whole text, for a schema, whose patterns match any part of a text."""
     return f"^(?:{pattern})$"
 
 
 def says(**keywords: object) -> Any:
-    """Keywords of JSON Schema for what is checked elsewhere."""
+    """Returns a field with JSON Schema keywords for a rule that is checked elsewhere."""
     return Field(json_schema_extra=keywords)  # type: ignore[arg-type]
 
 
 def modes(of: Iterable[Mode]) -> WithJsonSchema:
-    """The schema of one of some modes."""
+    """Returns the schema of a field that takes one of these modes."""
     return WithJsonSchema({"type": "string", "enum": [mode.value for mode in of]})
 
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """How many values a list may hold, or how large an integer may be: a number, or what the setting of a name says.
-    `of_tokens`: the list is an input's token ids."""
+    """The longest allowed list, or the largest allowed integer: a number, or the name of a setting. `of_tokens`: the
+    list is an input's token ids."""
 
     limit: int | str
     of_tokens: bool = False
 
     def value(self, settings: Settings) -> int | None:
-        """The number; None where there is no limit."""
+        """Returns the limit; None if there is none."""
         most: int | None = getattr(settings, self.limit) if isinstance(self.limit, str) else self.limit
         return most
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """For `service/api/openapi.py`, which knows the settings."""
+        """Adds the limit for `service/api/openapi.py`, which replaces a setting's name with its value."""
         return {**handler(schema), AT_MOST: self.limit}
 
 
 Name = Annotated[str, Field(max_length=64)]
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # of a number without end, the message would have none either
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # keeps error messages short: they quote the number
 Natural = Annotated[Integer, says(minimum=0)]
 Positive = Annotated[Integer, says(minimum=1)]
-Model = Annotated[Name | None, Field(description="a name from /v1/models; default: the first there")]
-Text = Annotated[str, Field(description="text, tokenised as the model's vocabulary does it"), says(minLength=1)]
+Model = Annotated[Name | None, Field(description="a name from /v1/models; default: the first of these")]
+Text = Annotated[str, Field(description="text, which the model's vocabulary tokenises"), says(minLength=1)]
 Tokens = Annotated[
     list[int],
     Field(fail_fast=True, description="token ids"),
     says(minItems=1, items={"type": "integer", "minimum": 0}),
 ]
 TopK = Annotated[
-    Positive, AtMost("top_k_limit"), Field(description="how many predictions to answer, most probable first")
+    Positive, AtMost("top_k_limit"), Field(description="the number of predictions in the answer, most probable first")
 ]
 Tolerance = Annotated[
-    float, Field(description="the largest error bound wanted: total variation, 0 to 1"), says(minimum=0, maximum=1)
+    float, Field(description="the largest accepted error bound: total variation, 0 to 1"), says(minimum=0, maximum=1)
 ]
 AUTO = (
-    "auto: without a `tolerance`, from the `window` that is given, else from the model's own k if its certificate's "
-    "curve is at most 1e-3 there, else from all tokens; with one, from a window that is within it, else from all tokens"
+    "auto: without a `tolerance`, from the given `window`, else from the model's own k if its certificate's curve is at"
+    " most 1e-3 there, else from all tokens; with one, from a window whose bound is within it, else from all tokens"
 )
 Truncated = Annotated[
     bool,
     Field(
-        description="true: the tokens end a longer sequence, like the last k that a client keeps. No start token is "
-        "fed, and error_bound is the one for their number. false: the sequence starts with these tokens, and the start "
+        description="true: the tokens are the end of a longer sequence, such as a client's last k. No start token is "
+        "fed, and error_bound is that of their number. false: the sequence starts with these tokens, and the start "
         "token <eos> is fed before them"
     ),
 ]
 Prove = Annotated[
     bool,
     Field(
-        description="true: where the margin does not prove the first token, search for a proof. It takes several times "
-        "as long as a window's run, and a model searches for one at a time. Models can do that whose windows compute a "
-        "bound for their own tokens. false: top1_proved is what the margin proves"
+        description="true: if the margin does not prove the first token, search for a proof. This takes several times "
+        "as long as a window's run, and a model runs one search at a time. It requires a model whose windows compute a "
+        "bound for their own tokens. false: top1_proved is the margin's result"
     ),
 ]
 Window = Annotated[
     Positive,
     AtMost("max_window"),
-    Field(description="k, the tokens that window mode runs; default: the model's own"),
+    Field(description="k, the number of tokens that window mode runs; default: the model's own"),
 ]
 SessionId = Annotated[str, says(pattern=anchored(SESSION_ID.pattern))]
 IdempotencyKey = Annotated[str, says(minLength=1, maxLength=MAX_KEY_CHARACTERS)]
@@ -117,7 +116,10 @@ Stop = Annotated[str, says(minLength=1, maxLength=MAX_STOP_CHARACTERS)]
 WireMode = Annotated[Mode, Field(strict=False), modes(Mode)]
 WireScoreMethod = Annotated[
     ScoreMethod,
-    Field(strict=False, description="in order; or parallel: in chunks side by side, if that is expected to be quicker"),
+    Field(
+        strict=False,
+        description="sequential: in order; parallel: in concurrent chunks, if that is expected to be faster",
+    ),
     WithJsonSchema({"type": "string", "enum": [method.value for method in ScoreMethod]}),
 ]
 
@@ -127,10 +129,10 @@ def absent(name: str) -> dict[str, Any]:
 
 
 class Body(BaseModel):
-    """A request body. `examples` are the OpenAPI page's, and a test posts every one of them.
+    """A request body. `examples` are shown on the OpenAPI page, and a test posts each.
 
-    one_of: fields of which exactly one is to be given; null is as good as absent. not_both: two of which one may be.
-    only_with: fields that may be given only with some modes. rules: other rules, as JSON schemas.
+    one_of: exactly one of these fields must be given; null counts as absent. not_both: at most one of these two may be
+    given. only_with: fields that are allowed only with some modes. rules: other rules, as JSON schemas.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -153,7 +155,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """With what the fields have to do with each other."""
+        """Returns the schema with the rules between fields."""
         found: dict[str, Any] = handler.resolve_ref_schema(handler(schema))
         if cls.one_of:
             found["oneOf"] = [
@@ -182,5 +184,5 @@ class SequenceBody(Body):
 
     @property
     def sequence(self) -> str | list[int]:
-        """Whichever of the two was given; no ids where neither was."""
+        """The given field of the two; an empty list if neither was given."""
         return self.input if self.input is not None else self.tokens or []

@@ -1,18 +1,18 @@
-"""Recurrent beside windows of several k."""
+"""Comparisons of recurrent mode with windows of several k."""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from wane.service.api.schemas.common import HISTORY, AtMost, Model, Name, Positive, SequenceBody, Window
 from wane.service.types import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_REPEAT, Comparison
 
 
 class CompareBody(SequenceBody):
-    """Recurrent against windows of several sizes: how far apart, and how long each takes."""
+    """Compare recurrent mode with windows of several sizes: their distance, and the latency of each."""
 
     examples = ({"input": HISTORY, "windows": [1, 2, 4, 8], "repeat": 3},)
     not_both: ClassVar[tuple[str, ...]] = ("model", "models")
@@ -22,7 +22,7 @@ class CompareBody(SequenceBody):
         default=None, min_length=1, fail_fast=True, description="instead of `model`"
     )
     windows: Annotated[list[Window], AtMost(MAX_COMPARED_WINDOWS)] = Field(
-        default=[8, 16, 32, 64], fail_fast=True, description="every k to compare", json_schema_extra={"minItems": 1}
+        default=[8, 16, 32, 64], fail_fast=True, description="each k to compare", json_schema_extra={"minItems": 1}
     )
     repeat: Annotated[Positive, AtMost(MAX_REPEAT)] = Field(
         default=20, description="runs of each, for the latency's percentiles"
@@ -30,7 +30,7 @@ class CompareBody(SequenceBody):
 
 
 class ComparisonDocument(TypedDict):
-    """One comparison for each model asked for."""
+    """One comparison for each requested model."""
 
     device: str
     models: list[Comparison]

@@ -1,4 +1,4 @@
-"""A sequence to go on from."""
+"""Requests for generation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from wane.service.types import GENERATED_MODES, GENERATED_WINDOW_MODES, MAX_STOP
 
 
 class GenerateBody(SequenceBody):
-    """Go on from a sequence, token by token."""
+    """Continue a sequence, token by token."""
 
     examples = (
         {"input": HISTORY, "max_tokens": 8, "temperature": 0},
@@ -44,18 +44,18 @@ class GenerateBody(SequenceBody):
 
     model: Model = None
     max_tokens: Annotated[Positive, AtMost("max_generated_tokens")] = Field(
-        default=16, description="most tokens to generate"
+        default=16, description="the largest number of tokens to generate"
     )
-    temperature: Annotated[float, says(minimum=0)] = Field(default=1.0, description="0 takes the most probable token")
-    top_k: Positive | None = Field(default=None, description="sample among the k most probable only")
+    temperature: Annotated[float, says(minimum=0)] = Field(default=1.0, description="0: always the most probable token")
+    top_k: Positive | None = Field(default=None, description="sample from the k most probable tokens only")
     top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(
-        default=None, description="sample among the most probable that make up this share"
+        default=None, description="sample from the most probable tokens whose probabilities add up to this share"
     )
     seed: Natural | None = Field(default=None, description="the same seed gives the same text")
     stop: Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)], AtMost(MAX_STOPS)] = Field(
-        default=[], description="the text ends before the first of these"
+        default=[], description="the text ends before the first of these strings"
     )
     mode: Annotated[WireMode, modes(GENERATED_MODES)] = Mode.AUTO
     window: Window | None = None
     truncated: Truncated = False
-    stream: bool = Field(default=False, description="answer by server-sent events: `token`, then `finish` or `error`")
+    stream: bool = Field(default=False, description="answer with server-sent events: `token`, then `finish` or `error`")

@@ -1,11 +1,11 @@
-"""The models that are served, what is known of them, and the Open Inference Protocol's model repository."""
+"""The served models, their facts, and the Open Inference Protocol's model repository."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from wane.models.manifest import Certificate, Contraction, Quality, Rounding, VocabularyInfo
 from wane.service.api.schemas.common import Body
@@ -14,19 +14,19 @@ from wane.service.types import Condition
 
 
 class IndexBody(Body):
-    """Which models to list. All of it may be left out, as of the other bodies of the model repository."""
+    """Selects the models to list. Optional, like the other bodies of the model repository."""
 
     examples = ({}, {"ready": True})
 
-    ready: bool = Field(default=False, description="only those that take requests")
+    ready: bool = Field(default=False, description="only models that accept requests")
 
 
 class LoadParameters(Body):
-    """A load takes none: what a model is, its bundle says."""
+    """The parameters of a load: none, because the bundle describes the model."""
 
 
 class LoadBody(Body):
-    """Which model is in the path."""
+    """A load of the model in the path."""
 
     examples = ({},)
 
@@ -36,13 +36,13 @@ class LoadBody(Body):
 
 
 class UnloadParameters(Body):
-    """What the protocol's own clients send."""
+    """The parameters that the protocol's own clients send."""
 
-    unload_dependents: bool = Field(default=False, description="changes nothing: no model depends on another")
+    unload_dependents: bool = Field(default=False, description="ignored: no model depends on another")
 
 
 class UnloadBody(Body):
-    """Which model is in the path."""
+    """An unload of the model in the path."""
 
     examples = ({"parameters": {"unload_dependents": False}},)
 
@@ -52,8 +52,8 @@ class UnloadBody(Body):
 
 
 class ModelFactsDocument(TypedDict):
-    """OpenAI's fields, and the manifest's beside them. `k_epsilon`: for a bound on the total variation, the smallest k
-    whose bound, and that of every larger k, is within it; null where no window's is."""
+    """OpenAI's fields, and the manifest's. `k_epsilon`: for each bound on the total variation, the smallest k from
+    which on every window's bound is within it; null if there is none."""
 
     id: str
     object: Literal["model"]
@@ -73,14 +73,14 @@ class ModelFactsDocument(TypedDict):
 
 
 class ModelCardDocument(ModelFactsDocument):
-    """One model, with the whole of its certificate, and what its runs cost here."""
+    """One model, with its whole certificate, and the costs of its runs on this server."""
 
     certificate: Certificate
     costs: Costs
 
 
 class CertificateSummary(BaseModel, from_attributes=True):
-    """The certificate without its curve; `reason` says why a model is not certified."""
+    """The certificate without its curve; `reason` explains why a model is not certified."""
 
     contractive: bool
     certified: bool
@@ -97,14 +97,14 @@ class ModelSummaryDocument(ModelFactsDocument):
 
 
 class ModelListDocument(TypedDict):
-    """Every model that is served, the default first."""
+    """Every served model, the default first."""
 
     object: Literal["list"]
     data: list[ModelSummaryDocument]
 
 
 class LoadedDocument(TypedDict):
-    """A model that is served now."""
+    """A newly loaded model."""
 
     name: str
     version: str
@@ -112,21 +112,21 @@ class LoadedDocument(TypedDict):
 
 
 class UnloadedDocument(TypedDict):
-    """A model that is not served any more."""
+    """An unloaded model."""
 
     name: str
     state: Condition
 
 
 class ModelReadyDocument(TypedDict):
-    """A model that answers."""
+    """A model that is ready."""
 
     name: str
     ready: bool
 
 
 class ProtocolFailureDocument(TypedDict):
-    """A failure, as the Open Inference Protocol has it; `code` as in a problem document."""
+    """A failure in the Open Inference Protocol's format; `code` is that of a problem document."""
 
     error: str
     code: str

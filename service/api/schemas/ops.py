@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import Literal
 
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from wane.service.types import ModelDocument
 
 
 class LivenessDocument(TypedDict):
-    """The process lives."""
+    """The process is alive."""
 
     live: bool
 
 
 class ModelStandingDocument(ModelDocument):
-    """A model that is served, and why it is not certified where it is not."""
+    """A served model. `reason` explains why it is not certified."""
 
     certified: bool
     reason: str | None
 
 
 class StoreDocument(TypedDict):
-    """Where sessions are kept (memory or redis), whether it can be reached, and how many sessions have tokens that only
-    this process has."""
+    """The session store: its kind (memory or redis), whether it is reachable, and the number of sessions with tokens
+    that only this process has."""
 
     kind: str
     reachable: bool
@@ -32,15 +32,15 @@ class StoreDocument(TypedDict):
 
 
 class FailedModelDocument(TypedDict):
-    """A model whose bundle could not be loaded, or a bundle that has no name but its folder's; and why."""
+    """A model that failed to load, and the reason. A bundle without a readable name has its folder's name."""
 
     model: str
     reason: str
 
 
 class ReadinessDocument(TypedDict):
-    """Whether every model is loaded, or failed to be. `models`: those that answer already; `loading`: those that
-    requests wait for. The device is null until a model runs on one, and the store until it is open."""
+    """`ready`: every model has loaded or failed, and the server is not draining. `models`: those that are ready;
+    `loading`: those that requests wait for. `device` is null until a model runs on it, `store` until it is open."""
 
     ready: bool
     status: Literal["loading", "ready", "draining", "store_unavailable"]

@@ -1,11 +1,11 @@
-"""Predictions and steps: what comes next, and how that came about."""
+"""Predictions and steps: requests and answers."""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, NotRequired
 
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from wane.service.api.schemas.common import (
     AUTO,
@@ -41,7 +41,7 @@ from wane.service.types import (
 
 
 class PredictBody(SequenceBody):
-    """What comes next: after one sequence, after each of many, or after a session's tokens."""
+    """Predict the next token after one sequence, after each of many, or after a session's tokens."""
 
     examples = (
         {"input": HISTORY, "mode": "both"},
@@ -61,9 +61,9 @@ class PredictBody(SequenceBody):
         default=None,
         min_length=1,
         fail_fast=True,
-        description="a batch: each text or token ids, each answered on its own",
+        description="a batch of texts or lists of token ids, each with its own answer",
     )
-    session: SessionId | None = Field(default=None, description="predict from this session, appending nothing")
+    session: SessionId | None = Field(default=None, description="predict from this session without appending to it")
     mode: WireMode = Field(default=Mode.AUTO, description=AUTO)
     window: Window | None = None
     tolerance: Tolerance | None = None
@@ -73,8 +73,8 @@ class PredictBody(SequenceBody):
 
 
 class AnswerDocument(ModelDocument):
-    """What comes next. `top1_proved`: the first prediction is proved to be the never-interrupted model's, by its margin
-    or, with `prove`, by a search."""
+    """A prediction of the next token. `top1_proved`: the margin or, with `prove`, a search proves that the
+    never-interrupted model has the same first prediction."""
 
     mode: Mode
     window: int | None
@@ -93,7 +93,7 @@ class AnswerDocument(ModelDocument):
 
 
 class FailureDocument(TypedDict):
-    """One item of a batch that was not answered, as a problem document."""
+    """A failed item of a batch, as a problem document."""
 
     error: dict[str, object]
 
@@ -111,10 +111,10 @@ class StepsDocument(TypedDict):
 
 
 class StepColumnsDocument(TypedDict):
-    """The answers to steps as one list for each field, in the order of the steps. Of a step that failed all are null
-    but `session` and `error`, a problem document, which is null for the others.
+    """The answers to steps as one list for each field, in the order of the steps. A failed step has null in all lists
+    but `session` and `error`. `error` is a problem document, or null for a step that succeeded.
 
-    `token_id` and `logprob` list each step's predictions, the most probable first. `latency`: the largest of all steps.
+    `token_id` and `logprob` list each step's predictions, most probable first. `latency`: the largest of all steps.
     """
 
     session: list[str]

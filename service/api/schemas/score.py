@@ -1,4 +1,4 @@
-"""A text to score."""
+"""Requests for scoring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wane.service.types import ScoreMethod
 
 
 class ScoreBody(SequenceBody):
-    """One log-probability for each token of a sequence."""
+    """Compute the log-probability of each token of a sequence."""
 
     examples = (
         {"input": f"{HISTORY} town"},
@@ -33,9 +33,9 @@ class ScoreBody(SequenceBody):
     model: Model = None
     method: WireScoreMethod = ScoreMethod.SEQUENTIAL
     tolerance: Tolerance | None = Field(
-        default=None, description="the largest error, as total variation, that chunks side by side may add, 0 to 1"
+        default=None, description="the largest accepted error of concurrent chunks, as total variation, 0 to 1"
     )
     truncated: Truncated = False
     stream: bool = Field(
-        default=False, description="answer by server-sent events: `progress`, `tokens`, then `finish` or `error`"
+        default=False, description="answer with server-sent events: `progress`, `tokens`, then `finish` or `error`"
     )

@@ -27,11 +27,11 @@ from wane.service.api.schemas.common import (
 from wane.service.types import MAX_POSITION
 
 BEHIND_A_TOKEN = {"required": ["position"], "properties": {"position": {"type": "integer", "minimum": 1}}}
-"""What a body with a history has."""
+"""The schema of a body that continues a history: its position is at least 1."""
 
 
 class SessionBody(Body):
-    """Start a session: at position 0, or at `position` behind its last tokens."""
+    """Start a session: at position 0, or at `position` with its last tokens."""
 
     examples = ({"session": "demo"}, {"mode": "recurrent"}, {}, {"history": [5, 6, 7], "position": 20})
     not_both: ClassVar[tuple[str, ...]] = ("history", "input")
@@ -46,17 +46,18 @@ class SessionBody(Body):
     )
 
     model: Model = None
-    session: SessionId | None = Field(default=None, description="an id of your own; default: a new one")
-    mode: WireMode | None = Field(default=None, description="how its steps are answered unless they say")
+    session: SessionId | None = Field(default=None, description="the client's id for it; default: a new id")
+    mode: WireMode | None = Field(default=None, description="the default mode of its steps")
     history: Annotated[Tokens | None, AtMost("max_input_tokens", of_tokens=True)] = Field(
         default=None,
         description="token ids: the last tokens before `position`. If these are all `position` tokens, they are the "
-        "whole sequence, and the start token is fed before them; if fewer, they end a longer one, as with `truncated`",
+        "whole sequence, and the start token is fed before them; if fewer, they are the end of a longer one (see "
+        "`truncated`)",
     )
     input: Text | None = Field(default=None, description="the history as text")
     position: Annotated[Natural, AtMost(MAX_POSITION)] | None = Field(
         default=None,
-        description="how many tokens the session has had, the start token <eos> not counted; with `history` or `input`",
+        description="the session's number of tokens so far, without the start token <eos>; with `history` or `input`",
     )
 
     @model_validator(mode="after")
@@ -68,12 +69,12 @@ class SessionBody(Body):
 
 
 class StepBody(SequenceBody):
-    """Append to a session, and predict what follows."""
+    """Append to a session, and predict the next token."""
 
     examples: ClassVar[tuple[dict[str, object], ...]] = ({"input": HISTORY}, {"tokens": [5, 6, 7], "top_k": 3})
 
     expected_position: Natural | None = Field(
-        default=None, description="where the step must start, or 409; also as the header x-wane-position"
+        default=None, description="the session's position before the step, or 409; also the header x-wane-position"
     )
     top_k: TopK = 5
     mode: WireMode | None = Field(default=None, description="default: the session's own")
@@ -88,7 +89,7 @@ class SessionStepBody(StepBody):
 
 
 class StepsFormat(StrEnum):
-    """How the answers to many steps are written."""
+    """The format of the answers to many steps."""
 
     DOCUMENTS = "documents"
     COLUMNS = "columns"
@@ -98,8 +99,8 @@ WireStepsFormat = Annotated[
     StepsFormat,
     Field(
         strict=False,
-        description="documents: an answer for each step, as of a single one; columns: one list for each field, about a "
-        "quarter as long in all. Columns have no probability and no token: a probability is exp(logprob), and the "
+        description="documents: an answer for each step, like that of a single step; columns: one list for each field, "
+        "about a quarter as long. Columns have no probability and no token: a probability is exp(logprob), and the "
         "model's vocabulary has the token of a token_id",
     ),
     WithJsonSchema({"type": "string", "enum": [form.value for form in StepsFormat]}),
@@ -107,8 +108,8 @@ WireStepsFormat = Annotated[
 
 
 class StepsBody(Body):
-    """Steps of many sessions in one call. Those of one session are taken in order; behind one that fails, its session's
-    others are not."""
+    """Steps of many sessions in one call. Steps of one session run in order. After a failed step, the session's later
+    steps fail too."""
 
     examples = (
         {"steps": [{"session": "demo", "input": HISTORY}, {"session": "demo", "tokens": [5], "top_k": 1}]},
@@ -133,20 +134,20 @@ class StreamBody(StepBody):
     )
     one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "rewind")
 
-    rewind: Natural | None = Field(default=None, description="forget the tokens behind this position")
+    rewind: Natural | None = Field(default=None, description="drop the tokens after this position")
     idempotency_key: IdempotencyKey | None = Field(default=None, description=IDEMPOTENCY)
 
     @model_validator(mode="after")
     def _rewind_alone(self) -> Self:
-        beside = self.model_fields_set - {"rewind"}
-        if self.rewind is not None and beside:
-            raise ValueError(f"`rewind` stands alone; found `{min(beside)}` beside it")
+        others = self.model_fields_set - {"rewind"}
+        if self.rewind is not None and others:
+            raise ValueError(f"`rewind` excludes other fields; found `{min(others)}`")
         return self
 
 
 class RewindBody(Body):
-    """Forget a session's latest tokens."""
+    """Drop a session's latest tokens."""
 
     examples = ({"position": 1},)
 
-    position: Natural = Field(description="how many tokens to keep; those after it must still be in the tail")
+    position: Natural = Field(description="the number of tokens to keep; the tokens after it must still be in the tail")

@@ -145,7 +145,7 @@ async def test_with_a_key_every_route_is_open_to_whoever_it_is_for(guarded: Fast
 async def test_whoever_may_not_load_models_is_told_so_in_the_protocol_s_words(client: httpx.AsyncClient) -> None:
     response = await client.post("/v2/repository/models/fake/load", headers=bearer(ALICE))
     assert response.status_code == 403
-    assert response.json()["error"] == "key alice has not the scope admin"
+    assert response.json()["error"] == "key alice does not have the scope admin"
 
 
 def test_every_websocket_refuses_whoever_has_no_key_and_says_so(guarded: FastAPI, sockets: TestClient) -> None:

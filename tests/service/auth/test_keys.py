@@ -52,18 +52,18 @@ def test_a_file_has_a_line_for_each_key_and_what_it_may_do() -> None:
         (f"a/b:sha256:{HEX}\n", "line 1: a name must be"),
         (f":sha256:{HEX}\n", "line 1: a name must be"),
         (f"alice:sha256:{HEX} use\n", "alice has an unknown option"),
-        (f"alice:sha256:{HEX} scope=root\n", "alice has an unknown scope; there are use, metrics, admin"),
-        (f"alice:sha256:{HEX} rate=0\n", "alice has a rate that is no number over 0"),
-        (f"alice:sha256:{HEX} rate=nan\n", "alice has a rate that is no number over 0"),
+        (f"alice:sha256:{HEX} scope=root\n", "alice has an unknown scope; the scopes are use, metrics, admin"),
+        (f"alice:sha256:{HEX} rate=0\n", "alice has a rate that is not a number above 0"),
+        (f"alice:sha256:{HEX} rate=nan\n", "alice has a rate that is not a number above 0"),
         (f"alice:sha256:{HEX} rate=1 rate=2\n", "alice has rate twice"),
         (f"alice:sha256:{HEX} burst=2\n", "alice has a burst, but no rate"),
         (f"alice:sha256:{HEX} sessions=1.5\n", "no whole number"),
-        (f"alice:sha256:{HEX}\nbob:sha256:{HEX}\n", "the same key is there twice"),
-        ("# none yet\n", "there is no key in it"),
+        (f"alice:sha256:{HEX}\nbob:sha256:{HEX}\n", "it lists a key twice"),
+        ("# none yet\n", "it contains no keys"),
         (f"alice:sha256:{HEX}\nprom:sha256:{HEX}", "line 2: it does not end in a newline"),
         (f"alice:sha256:{HEX} rate=1", "line 1: it does not end in a newline"),
         (f"alice:sha256:{HEX}\n#", "line 2: it does not end in a newline"),
-        ("", "there is no key in it"),
+        ("", "it contains no keys"),
     ],
 )
 def test_what_is_no_file_of_keys_is_refused_by_its_line(text: str, why: str) -> None:
@@ -264,7 +264,7 @@ def test_a_file_that_was_cut_off_anywhere_in_a_line_lets_nobody_do_more(
             source.look()
             source.look()
         assert principal(keyring, "b").key == before
-    assert "and may have been cut off" in caplog.text
+    assert "and may be truncated" in caplog.text
 
 
 @pytest.mark.parametrize("broken", ["alice\n", "", "# none\n", f"alice:sha256:{HEX} rate=fast\n"])
@@ -312,5 +312,5 @@ def test_a_file_that_cannot_be_read_at_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(KeysError, match="No such file"):
         opened(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(KeysError, match="is no text"):
+    with pytest.raises(KeysError, match="is not UTF-8 text"):
         opened(tmp_path / "binary")
