@@ -40,6 +40,6 @@ def main(arguments: Sequence[str]) -> int:
         else:
             Console().print(*report_tables(found))
     if failures:
-        missing = f"{len(failures)} of {len(urls)} servers did not report, and are not included: " if reports else ""
+        missing = f"{len(failures)} of {len(urls)} servers are not included: " if reports else ""
         raise CommandError(missing + "; ".join(failures))
     return 0
