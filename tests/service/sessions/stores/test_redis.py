@@ -452,7 +452,7 @@ async def test_an_append_that_was_sent_twice_and_finds_another_behind_it_is_not_
         raise ConnectionError("gone")
 
     monkeypatch.setattr(one.trips, "send", cut_off)
-    with pytest.raises(Unavailable, match="may have done it or not"):
+    with pytest.raises(Unavailable, match="may have made the change"):
         await one.append(here, (5,), STEP)
     assert one.standing.reachable
     found = await one.get("s")
