@@ -341,7 +341,7 @@ async def test_two_bundles_of_one_name_and_version_that_differ_are_refused(tmp_p
     for name in ("a", "b"):
         shutil.copytree(PATHS[0], tmp_path / name)
     edit_manifest(tmp_path / "b", "description", value="another")
-    with pytest.raises(RegistryError, match="two bundles that differ hold version"):
+    with pytest.raises(RegistryError, match="two different bundles have version"):
         await make(tmp_path).load()
 
 

@@ -138,7 +138,7 @@ async def test_an_old_version_answers_what_runs_for_a_caller_who_left(registry: 
         (lambda path: edit_manifest(path, "version", value="1"), "its bundle has changed, but not its version"),
         (lambda path: edit_manifest(path, "window", value=0), "small/manifest.json: window"),
         (lambda path: edit_manifest(put(path.parent, "2", "gated", name="other"), "name", value=MODEL),
-         "two bundles that differ hold version 2"),
+         "two different bundles have version 2"),
     ],
     ids=["hash", "json", "version", "field", "twice"],
 )  # fmt: skip
@@ -301,7 +301,7 @@ async def test_tails_grow_to_the_longest_window_of_a_model_that_is_loaded(folder
 
 async def test_a_caller_whose_deadline_passes_leaves_the_load_to_go_on(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
-    with pytest.raises(DeadlineExceeded, match="still being loaded: the index will tell"):
+    with pytest.raises(DeadlineExceeded, match="the load continues: the index shows"):
         await registry.load_model(MODEL, asyncio.get_running_loop().time())
     async with asyncio.timeout(TIMEOUT_S):
         while registry.get().version != "2":  # noqa: ASYNC110
