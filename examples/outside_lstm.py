@@ -1,9 +1,9 @@
-"""A language model as one finds them: a torch.nn.LSTM trained on a text file with ordinary torch code, without Wane.
+"""A typical language model: a torch.nn.LSTM trained on a text file with ordinary torch code, without Wane.
 
     python examples/outside_lstm.py LICENSE outside/
     wane audit outside/model.pt --data LICENSE --tokenizer outside/tokenizer.json --export bundles/
 
-It writes `model.pt`, a dictionary with the state_dict in it, and `tokenizer.json`.
+It writes `model.pt`, a dictionary that contains the state_dict, and `tokenizer.json`.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@
     │   └── QuotaExceeded         quota_exceeded        429     yes
     ├── Unavailable               unavailable           503     yes  (carries `retry_after_s`)
     ├── DeadlineExceeded          deadline_exceeded     504     yes
-    └── Abandoned                 abandoned             499     no   (the client left; nobody reads this)
+    └── Abandoned                 abandoned             499     no   (the client has disconnected)
 
-No framework is imported here: each protocol maps this tree to its own envelope, once.
+This module imports no framework: each protocol maps this tree to its own envelope, once.
 `BundleError` and `DeviceError` (models/bundle.py, service/runners) end the process at start instead.
 """
 
@@ -34,7 +34,7 @@ REPR_MAX_CHARACTERS = 64
 
 
 def truncate_repr(value: object) -> str:
-    """What a client sent, as a message may repeat it: cut, for it may be as long as a body."""
+    """Returns the repr of a client's value, truncated for an error message: the value may be as long as a body."""
     text = repr(value[: REPR_MAX_CHARACTERS + 1] if isinstance(value, str) else value)
     return text if len(text) <= REPR_MAX_CHARACTERS + 2 else f"{text[:REPR_MAX_CHARACTERS]}..."
 
@@ -51,19 +51,19 @@ class WaneError(Exception):
         self.message = message
 
     def extra(self) -> dict[str, object]:
-        """Fields besides the message that help a client to go on."""
+        """Returns fields besides the message that help the client to recover."""
         return {}
 
 
 class NotJson(WaneError):
-    """The body is not JSON; the message says where it stops being it."""
+    """The body is not JSON. The message says where the first fault is."""
 
     code = "not_json"
     http_status = 400
 
 
 class InvalidRequest(WaneError):
-    """Well-formed, but not valid; `field` names the part at fault, where there is one."""
+    """The request is well-formed, but not valid. `field` names the field at fault, if there is one."""
 
     code = "invalid_request"
     http_status = 422
@@ -77,7 +77,8 @@ class InvalidRequest(WaneError):
 
 
 class Unauthorized(WaneError):
-    """No key, or one that is not good. `basic`: the client may be a browser, which asks its user for a key."""
+    """The request has no API key, or an invalid one. `basic`: the client may be a browser, which asks its user for a
+    key."""
 
     code = "unauthorized"
     http_status = 401
@@ -88,7 +89,7 @@ class Unauthorized(WaneError):
 
 
 class Forbidden(WaneError):
-    """The key is good, but not for this."""
+    """The key is valid, but lacks the scope for this request."""
 
     code = "forbidden"
     http_status = 403
@@ -118,7 +119,7 @@ class SessionExists(Conflict):
 
 
 class PositionConflict(Conflict):
-    """The step does not start where the session is; `position` is where it is."""
+    """The step does not start at the session's position, which is `position`."""
 
     code = "position_conflict"
 
@@ -131,36 +132,36 @@ class PositionConflict(Conflict):
 
 
 class IdempotencyKeyReused(PositionConflict):
-    """The step carries the last step's key, but other tokens or another position; `position` is the session's."""
+    """The step has the last step's key, but other tokens or another position. `position` is the session's."""
 
     code = "idempotency_key_reused"
 
 
 class EarlierStepFailed(Conflict):
-    """A step before this one, of the same session and in the same call, failed: this one was not taken."""
+    """An earlier step of the same session in the same call failed, so this one was not run."""
 
     code = "earlier_step_failed"
 
     def __init__(self, session: str) -> None:
         super().__init__(
-            f"an earlier step of session {truncate_repr(session)} in this call failed, so this one was not taken"
+            f"an earlier step of session {truncate_repr(session)} in this call failed, so this one was not run"
         )
 
 
 class TokenizerChanged(Conflict):
-    """The session's tokens are another tokenizer's: no version of its model that is served here may run them."""
+    """The session's tokens are from another tokenizer, so no version of its model that is served here can run them."""
 
     code = "tokenizer_changed"
 
     def __init__(self, session: str, model: str, version: str) -> None:
         super().__init__(
-            f"session {truncate_repr(session)} was started on another tokenizer than that of version {version} of "
+            f"session {truncate_repr(session)} was started with another tokenizer than that of version {version} of "
             f"model {model}, which is served now: start a new session"
         )
 
 
 class LoadFailed(WaneError):
-    """A model was not loaded; whatever was served before still is."""
+    """A model was not loaded. The models served before are still served."""
 
     code = "load_failed"
     http_status = 422
@@ -171,7 +172,7 @@ class LoadFailed(WaneError):
 
 
 class BodyTimeout(WaneError):
-    """The body came in too slowly."""
+    """The body arrived too slowly."""
 
     code = "body_timeout"
     http_status = 408
@@ -194,18 +195,18 @@ class Overloaded(WaneError):
 
 
 class RateLimited(Overloaded):
-    """The key has asked for more than it may at a time."""
+    """The key has exceeded its rate limit."""
 
     code = "rate_limited"
 
 
 class QuotaExceeded(Overloaded):
-    """The owner has all the sessions that it may have: until one is deleted, or ends."""
+    """The owner has reached its quota of sessions; one must be deleted or expire before it can create another."""
 
     code = "quota_exceeded"
 
     def __init__(self, owner: str, most: int) -> None:
-        super().__init__(f"{owner} has {most} sessions, and may have no more", retry_after_s=60)
+        super().__init__(f"{owner} has {most} sessions, which is its quota", retry_after_s=60)
 
 
 class Unavailable(WaneError):

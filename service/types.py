@@ -1,19 +1,18 @@
-"""What the engine is asked, and what it answers: the nouns that the rest of the service speaks of.
+"""The requests and results of the engine, and the other types that the rest of the service shares.
 
-All of them are immutable. Requests are checked where they are made. What can be judged without a model is judged here,
-by `InvalidRequest`; limits that depend on a model or on the settings (vocabulary, largest window, longest input) are
-judged by the engine.
+All of them are immutable. A request checks itself when it is constructed, and raises `InvalidRequest`. The engine
+checks the limits that depend on a model or on the settings (vocabulary, largest window, longest input).
 
-Results are encoded as they stand here (`service/api/encode.py`), and the OpenAPI description is made from them: their
-docstrings are its texts, their fields are the members of a JSON object. A field whose default is None is left out where
-it is None; any other field is always there.
+`service/api/encode.py` encodes results field by field, and the OpenAPI description is generated from them: their
+docstrings are its texts, their fields are the members of a JSON object. JSON omits a field whose default is None if its
+value is None; it always has every other field.
 
 Token ids are plain ints. A *position* counts the tokens of a sequence; its leading start token is not counted.
 Deadlines are seconds on the event loop's clock, durations are milliseconds.
 
-Inside the service a session is called by its owner's name, a slash, and the id that the owner knows. So two owners may
-each have a session of one id, and neither can name the other's. Without API keys a session is called by its id alone.
-An id holds no slash, so no id of one owner equals a name of another's, in any store.
+Inside the service a session's name is its owner's name, a slash, and the id that the owner knows. So two owners may use
+the same id for different sessions, and neither can name the other's. Without API keys a session's name is its id.
+An id contains no slash, so no owner's id equals another owner's session name, in any store.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict  # before Python 3.12 pydantic accepts only this one
 
 from wane.service.errors import InvalidRequest
 
 
 class Mode(StrEnum):
-    """How a request may ask to be answered."""
+    """The mode that a request may ask for."""
 
     AUTO = "auto"
     RECURRENT = "recurrent"
@@ -50,14 +49,13 @@ class StateSource(StrEnum):
 
 
 Condition = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
-"""Of a version of a model, as in the Open Inference Protocol's model repository."""
+"""The state of a model version, as in the Open Inference Protocol's model repository."""
 
 SLASH = "/"
 
 
 class Owner(NamedTuple):
-    """Who asks; of no name where nobody is asked. `sessions`: how many it may have; None: as many as there is room
-    for."""
+    """The owner of sessions: the name of an API key, or "" without API keys. `sessions`: its quota; None: no quota."""
 
     name: str = ""
     sessions: int | None = None
@@ -67,22 +65,22 @@ ANYBODY = Owner()
 
 
 def name_within(owner: str, session: str) -> str:
-    """What the owner's session of this id goes by. Raises InvalidRequest for what is no id."""
+    """Returns the name of the owner's session with this id. Raises InvalidRequest if the id is invalid."""
     check_session_id(session)
     return owner + SLASH + session if owner else session
 
 
 def id_of(session: str) -> str:
-    """The id that the owner of a session knows it by."""
+    """Returns the id by which its owner knows a session."""
     return session.rpartition(SLASH)[2]
 
 
 def owner_of(session: str) -> str:
-    """Whose a session is."""
+    """Returns the name of a session's owner."""
     return session.rpartition(SLASH)[0]
 
 
-SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")  # clients and proxies take `.` and `..` out of a path
+SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")  # clients and proxies remove `.` and `..` from a path
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -90,10 +88,10 @@ MAX_COMPARED_MODELS = 8
 MAX_COMPARED_WINDOWS = 32
 MAX_REPEAT = 1000
 MAX_KEY_CHARACTERS = 255
-MAX_POSITION = 10**14  # stores count exactly up to 2^53, about 9 * 10^15, in all of their scripts
+MAX_POSITION = 10**14  # the stores' scripts count exactly up to 2^53, about 9 * 10^15
 
 WINDOW_MODES = (Mode.AUTO, Mode.WINDOW, Mode.BOTH)
-"""Of predictions, those that a window may be given for."""
+"""The modes of a prediction that take a window."""
 
 TOLERANCE_MODES = (Mode.AUTO,)
 GENERATED_MODES = (Mode.AUTO, Mode.RECURRENT, Mode.WINDOW)
@@ -101,7 +99,7 @@ GENERATED_WINDOW_MODES = (Mode.WINDOW,)
 
 
 class ScoreMethod(StrEnum):
-    """How a text may be scored."""
+    """The methods of scoring a text."""
 
     PARALLEL = "parallel"
     SEQUENTIAL = "sequential"
@@ -109,12 +107,12 @@ class ScoreMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PredictRequest:
-    """Predict what follows `tokens`, from nothing before them (or from `session`, appending nothing).
+    """Predict the token after `tokens`, or the next token of `session` without appending to it.
 
-    `window` is the k of modes auto, window and both (default: the model's own), `tolerance` the largest error bound
-    that auto may answer with. From a session, auto is the session's own mode, and an answer whose bound does not
-    meet the tolerance is refused. What a mode has no use for is refused too. `truncated`: the tokens end a longer
-    sequence, and no start token is fed. `prove`: search for a proof of the first token where its margin proves nothing.
+    `window` is the k of modes auto, window and both (default: the model's own). `tolerance` is the largest error bound
+    that auto may answer with. With a session, auto means the session's own mode, and an answer whose bound exceeds the
+    tolerance is rejected. A field that the mode does not use is rejected too. `truncated`: the tokens end a longer
+    sequence, and no start token is fed. `prove`: search for a proof of the first token if its margin proves nothing.
     """
 
     tokens: tuple[int, ...] = ()
@@ -148,9 +146,10 @@ class PredictRequest:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The last tokens of a sequence, which a new session goes on from at `position`.
+    """The last tokens of a sequence that a new session continues at `position`.
 
-    All `position` tokens are the whole sequence, before which the start token is fed; fewer are the end of it.
+    If there are `position` tokens, they are the whole sequence, and the start token is fed before them. Fewer tokens
+    are the end of the sequence.
     """
 
     tokens: tuple[int, ...]
@@ -172,7 +171,7 @@ class History:
 
 @dataclass(slots=True)
 class StepRequest:
-    """Append `tokens` to a session and predict what follows. Without a mode, the session's own. `prove`: as in a
+    """Append `tokens` to a session and predict the next one. `mode` defaults to the session's own. `prove`: see
     `PredictRequest`."""
 
     session: str
@@ -198,10 +197,10 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """The log-probability of each of `tokens`, given those before it.
+    """Compute the log-probability of each of `tokens`, given those before it.
 
-    `tolerance` is the largest error that chunks side by side may add; in order there is none. `truncated`: the tokens
-    end a longer sequence, and no start token is fed, so nothing predicts the first of them.
+    `tolerance` is the largest error that method parallel may add; method sequential adds none. `truncated`: the tokens
+    end a longer sequence, and no start token is fed, so the first token has no prediction.
     """
 
     tokens: tuple[int, ...]
@@ -220,8 +219,8 @@ class ScoreRequest:
 class GenerateRequest:
     """Continue `tokens` by up to `max_tokens` more.
 
-    `temperature` 0 is greedy; `top_k` and `top_p` of None keep every token; the same `seed` gives the same
-    text, which ends before the first of the `stop` strings. Mode auto is recurrent; `window` is for mode window.
+    `temperature` 0 is greedy. `top_k` and `top_p` of None keep every token. The same `seed` gives the same text. The
+    text ends before the first of the `stop` strings. Mode auto means recurrent; `window` is for mode window.
     `truncated`: the tokens end a longer sequence, and no start token is fed.
     """
 
@@ -265,7 +264,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompareRequest:
-    """Measure recurrent against windows of several k, `repeat` times each, on what follows `tokens`."""
+    """Measure the recurrent mode and windows of several k, `repeat` times each, on the token after `tokens`."""
 
     tokens: tuple[int, ...]
     windows: tuple[int, ...] = (8, 16, 32, 64)
@@ -297,7 +296,7 @@ def _at_least(field: str, value: int, least: int) -> None:
 
 
 def _within(field: str, value: float, low: float, high: float) -> None:
-    """Refuses NaN too, which is within nothing."""
+    """Raises InvalidRequest unless `value` is in the range. NaN never is."""
     if not low <= value <= high:
         raise InvalidRequest(f"{field} is {value}, but must be a number from {low:g} to {high:g}", field)
 
@@ -308,7 +307,7 @@ def _some_tokens(tokens: tuple[int, ...]) -> None:
 
 
 def _window(window: int | None, mode: Mode, *takes: Mode) -> None:
-    """Raises InvalidRequest for no k, and for one that the mode has no use for."""
+    """Raises InvalidRequest if the window is invalid, or if the mode does not use one."""
     if window is None:
         return
     _at_least("window", window, 1)
@@ -319,16 +318,16 @@ def _window(window: int | None, mode: Mode, *takes: Mode) -> None:
 ErrorBound = Annotated[
     float | None,
     Field(
-        description="total variation from the never-interrupted model, at most, at temperature 1 and before top-k or "
-        "top-p; proved but for the rounding of float32 runs, which was measured; 0: exact, but for that; "
-        "null: nothing is certified. A bound of 1 is no guarantee"
+        description="upper bound of the total variation from the never-interrupted model, at temperature 1 and before "
+        "top-k or top-p. The bound is proved, except for the rounding of float32 runs, which was measured. 0: exact, "
+        "except for that rounding. null: not certified. A bound of 1 is no guarantee"
     ),
 ]
 StateErrorBound = Annotated[
     float | None,
     Field(
-        description="2-norm distance from the never-interrupted model at the output layer's input, at most; "
-        "null: nothing is certified"
+        description="upper bound of the 2-norm distance from the never-interrupted model at the output layer's input; "
+        "null: not certified"
     ),
 ]
 
@@ -339,16 +338,16 @@ def _never_null(schema: dict[str, Any]) -> None:
 
 
 LEFT_OUT = Field(json_schema_extra=_never_null)
-"""Of a field that is left out where it is None, and so is never null."""
+"""Marks a field that JSON omits if it is None, so that it is never null."""
 
 DURABLE = (
-    "of a session in a store that replicas share: whether the store has acknowledged it as it is here; "
-    "if not, its latest tokens may be lost"
+    "only if replicas share the session store: whether the store has acknowledged the session's latest tokens; "
+    "if false, they may be lost"
 )
 
 
 class ModelDocument(TypedDict):
-    """Who answered, and where it ran."""
+    """The model version that answered, and its device."""
 
     model: str
     model_version: str
@@ -356,7 +355,7 @@ class ModelDocument(TypedDict):
 
 
 class PredictionDocument(TypedDict):
-    """One possible next token; `bytes` only where `token` is not whole text."""
+    """One possible next token; `bytes` only if `token` is not valid UTF-8 on its own."""
 
     token_id: int
     token: str
@@ -366,7 +365,7 @@ class PredictionDocument(TypedDict):
 
 
 class LatencyDocument(TypedDict):
-    """Where the time went once the tokens were there: tokenising text comes before."""
+    """The latency of a request in the engine, by phase, in milliseconds. Tokenising text is not included."""
 
     queue_ms: float
     compute_ms: float
@@ -374,7 +373,7 @@ class LatencyDocument(TypedDict):
 
 
 class Prediction(NamedTuple):
-    """One possible next token; `token_bytes` only where the token's text is not whole UTF-8."""
+    """One possible next token; `token_bytes` only if the token's text is not valid UTF-8 on its own."""
 
     token_id: int
     token: str
@@ -384,15 +383,15 @@ class Prediction(NamedTuple):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A named tuple for speed; in JSON it is an object."""
+        """Describes the named tuple as a JSON object. It is a tuple for speed."""
         return handler(PredictionDocument)
 
 
 class Latency(NamedTuple):
-    """Where a request's time went in the engine: waiting for the runner, running, and all of it.
+    """The latency of a request in the engine: waiting for the runner, running, and in total.
 
-    It begins with the tokens in hand: reading a request, and tokenising its text, come before. `batch_items`: how many
-    shared the largest batch that it was in.
+    It does not include reading the request and tokenising its text. `batch_items`: the size of the largest batch that
+    the request was in.
     """
 
     queue_ms: float
@@ -402,14 +401,14 @@ class Latency(NamedTuple):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A named tuple for speed; in JSON it is an object."""
+        """Describes the named tuple as a JSON object. It is a tuple for speed."""
         return handler(LatencyDocument)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far the window's answer is from the recurrent one. `top1_proved`: the window alone, by the margin its first
-    token leads by, proves that it is the recurrent one's too; `top1_match`: it was seen to be."""
+    """The distance of the window's answer from the recurrent one. `top1_match`: both have the same first token.
+    `top1_proved`: the margin of the window's first token alone proves that."""
 
     top1_match: bool
     top1_proved: bool
@@ -423,7 +422,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class ModeAnswer:
-    """One mode's part in an answer to `both`."""
+    """One mode's part of an answer in mode `both`."""
 
     predictions: tuple[Prediction, ...]
     latency: Latency
@@ -431,11 +430,11 @@ class ModeAnswer:
 
 @dataclass(slots=True)
 class Answer:
-    """What the model says comes next, and how it came to say so.
+    """The predictions of the next token, and how they were made.
 
     `mode` is the one that was used, `window` the k of a windowed answer. `top1_proved`: the first prediction is proved
-    to be the never-interrupted model's. `position` and `replayed` are given for sessions only (`replayed` for steps
-    only), and `durable` where replicas share the store: whether it has the session's tokens.
+    to be the never-interrupted model's. `position` is present for sessions only, and `replayed` for steps only.
+    `durable` is present if replicas share the store: whether the store has the session's tokens.
     """
 
     mode: Mode
@@ -455,12 +454,12 @@ class Answer:
 
 
 Identity = tuple[str, str, str]
-"""Of an engine: the first three fields of what it answers, as in `Served`."""
+"""An engine's model, version and device: the fields of `Served`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Who answered, and where it ran."""
+    """The model version that answered, and its device."""
 
     model: str
     model_version: str
@@ -469,10 +468,10 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class SessionView(Served):
-    """A session as its owner may see it. `position` counts its tokens, the start token <eos> not among them.
+    """A session as its owner sees it. `position` counts its tokens without the start token <eos>.
 
-    `state` is where the state of an answer in the session's own mode would come from now: `resident`, `rebuilt` for
-    a parked session, or `window`; `error_bound` bounds that answer.
+    `state` is the source that an answer in the session's own mode would use now: `resident`, `rebuilt` for a parked
+    session, or `window`. `error_bound` bounds that answer.
     """
 
     session: str
@@ -486,12 +485,12 @@ class SessionView(Served):
 
 @dataclass(frozen=True, slots=True)
 class NewSession(SessionView):
-    """A session that was created by the request that this answers."""
+    """A session that this request created."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreProgress:
-    """In a stream: how many of all tokens were run."""
+    """In a stream: how many of the `total` tokens have been run."""
 
     done: int
     total: int
@@ -500,7 +499,7 @@ class ScoreProgress:
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
     """In a stream: the tokens from `position` on, and the log-probability of each. With `truncated`, also the error
-    bound of each; the first token's are null, for nothing predicts it."""
+    bound of each; the first token has no prediction, so both of its values are null."""
 
     position: int
     tokens: tuple[int, ...]
@@ -512,10 +511,10 @@ class ScoredTokens:
 class ScoreSummary(Served):
     """How a text was scored.
 
-    `chunks` ran side by side, each `warm_up` tokens or more before its first; `rounds` is 1, and 1 for every part of
-    them that was run again. `max_residual`: how far a unit of the state was, at most, from where the chunk before had
-    ended; 0: as in order, bit for bit. `error_bound`: the worst over all positions. `perplexity` is over the tokens
-    that have a log-probability; null where none has.
+    `chunks` ran in parallel, each from at least `warm_up` tokens before its first. `rounds` is 1, plus 1 for every
+    part of them that was run again. `max_residual`: the largest difference of a state unit from the end of the chunk
+    before; 0: bit for bit as in sequence. `error_bound`: the largest over all positions. `perplexity` is over the
+    tokens that have a log-probability, and null if none has.
     """
 
     perplexity: float | None
@@ -530,8 +529,9 @@ class ScoreSummary(Served):
 
 @dataclass(frozen=True, slots=True)
 class Score(ScoreSummary):
-    """The tokens that were scored, and the log-probability of each. With `truncated`, also the error bound of each, by
-    the number of tokens before it; the first token's are null, for nothing predicts it."""
+    """The tokens that were scored, and the log-probability of each. With `truncated`, also the error bound of each,
+    which depends on the number of tokens before it; the first token has no prediction, so both of its values are null.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float | None, ...]
@@ -539,7 +539,7 @@ class Score(ScoreSummary):
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended: a stop string (or the end of an event sequence), or its token limit."""
+    """Why a generation ended: at a stop string or the end of an event sequence, or at its token limit."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -547,8 +547,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """A generated token. In a stream, `text` is what it made certain: empty while a character or a possible stop string
-    is still open. `bytes` only where `token` is not whole text."""
+    """A generated token. In a stream, `text` is the text that is final after this token: empty while a character or a
+    possible stop string is incomplete. `bytes` only if `token` is not valid UTF-8 on its own."""
 
     token_id: int
     token: str
@@ -559,8 +559,8 @@ class GeneratedToken:
 
 @dataclass(frozen=True, slots=True)
 class Finish(Served):
-    """How a stream ends: as the whole answer, without the tokens' log-probabilities. `error_bound` is the largest of
-    its distributions', each compared with the never-interrupted model's after the same tokens."""
+    """The end of a stream: the whole answer without the tokens' log-probabilities. `error_bound` is the largest bound
+    of its distributions, each compared with the never-interrupted model's after the same tokens."""
 
     text: str
     tokens: tuple[int, ...]
@@ -574,14 +574,14 @@ class Finish(Served):
 
 @dataclass(frozen=True, slots=True)
 class Generated(Finish):
-    """What was generated."""
+    """The generated text and tokens."""
 
     logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one phase, over the repeated runs."""
+    """Latency of one phase, over the repeated runs."""
 
     p50_ms: float
     p99_ms: float
@@ -589,7 +589,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Where the time went, over the repeated runs."""
+    """Latency by phase, over the repeated runs."""
 
     queue: Percentiles
     compute: Percentiles
@@ -598,8 +598,8 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class ComparedMode:
-    """One line of a comparison. Recurrent is one step from a resident state: what a session pays for a token.
-    `agreement` is with that recurrent answer, and null for it."""
+    """One line of a comparison. The recurrent line is one step from a resident state: the cost of a session's token.
+    `agreement` compares a window with the recurrent answer; it is null for the recurrent line."""
 
     mode: Mode
     window: int | None
@@ -612,7 +612,7 @@ class ComparedMode:
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Served):
-    """One model's comparison: recurrent, then every window in the order asked for. `tokens` is the input's length."""
+    """One model's comparison: recurrent, then every window in the request's order. `tokens` is the input's length."""
 
     tokens: int
     repeat: int

@@ -1,4 +1,4 @@
-"""`python -m wane`: the same as the command `wane`."""
+"""`python -m wane`: runs the command `wane`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one command, `wane`. A command's module is imported only when that command is asked for."""
+"""The command `wane`. A subcommand's module is imported only when that subcommand runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 FAILED = 2
-INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
+INTERRUPTED = 130  # the shells' convention: 128 plus the number of SIGINT
 
 
 class Command(NamedTuple):
-    """What `wane --help` says of a command, the module whose `main` runs it, and the extra that it needs, if any."""
+    """A subcommand: its line in `wane --help`, the module whose `main` runs it, and the extra that it needs, if any."""
 
     help: str
     module: str
@@ -24,23 +24,23 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command("serve models over HTTP", "wane.service.cli.serve"),
     "compare": Command("compare a running server's two modes: latency and agreement", "wane.service.cli.compare"),
-    "report": Command("show what one server, or several replicas, have measured so far", "wane.service.cli.report"),
-    "key": Command("make an API key", "wane.service.cli.key"),
+    "report": Command("show the statistics of one server, or of several replicas", "wane.service.cli.report"),
+    "key": Command("create an API key", "wane.service.cli.key"),
     "train": Command("train a model, or resume a run", "wane.training.cli", "train"),
     "evaluate": Command("measure a run's perplexity, recurrent and as windows", "wane.training.cli", "train"),
     "export": Command("write a run as a bundle that `wane serve` loads", "wane.training.cli", "train"),
-    "audit": Command("audit a checkpoint, and make a bundle of it", "wane.training.cli", "train"),
+    "audit": Command("audit a checkpoint, and write it as a bundle", "wane.training.cli", "train"),
 }
 
 NEEDED = {"train": ("torch", "onnx", "matplotlib")}
-"""The modules that an extra installs, by extra."""
+"""The modules that each extra installs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
-    Returns the exit status: 0, 1 if another process of a training was lost, 2 with a message if the input was at fault,
-    130 if the command was interrupted.
+    Returns the exit status: 0, 1 if a training lost another of its processes, 2 with a message if the input was at
+    fault, 130 if the command was interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """What `wane --help` prints."""
+    """Returns the text that `wane --help` prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(

@@ -1,6 +1,6 @@
-"""`scripts/ray`: Wane on a Ray of its own on this machine, with Redis, until it is interrupted.
+"""`scripts/ray`: runs Wane on a local Ray cluster with Redis, until it is interrupted.
 
-SIGHUP reads the configuration again, and Ray makes it so: more replicas or fewer, other settings.
+SIGHUP reads the configuration again, and Ray applies it: more replicas or fewer, other settings.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ LOOK_EVERY_S = 0.2
 
 
 class Stopped(BaseException):
-    """It was asked to stop."""
+    """A signal asked the process to stop."""
 
 
 class Signals:
-    """What the process was told since the last look."""
+    """The signals that the process has received since the last check."""
 
     def __init__(self) -> None:
         self.again = False
         self.stopped = False
 
     def listen(self) -> None:
-        """Takes the signals; again where a library has taken them for itself."""
+        """Installs the handlers; call it again after a library has installed its own."""
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, self._stop)
         signal.signal(signal.SIGHUP, self._hang_up)
 
     def _stop(self, _: int, __: FrameType | None) -> None:
-        """Ends it once. What it is raised in may swallow it, so it is looked for as well."""
+        """Raises Stopped once. The interrupted code may swallow it, so the main loop also checks `stopped`."""
         if not self.stopped:
             self.stopped = True
             raise Stopped
@@ -53,7 +53,8 @@ class Signals:
 
 @contextmanager
 def store(folder: Path) -> Iterator[None]:
-    """The sessions' store is there for the block: that of WANE_STORE, else a Redis that the environment then names."""
+    """Provides the session store for the block: the one in WANE_STORE, else a new Redis, which it adds to the
+    environment."""
     if "WANE_STORE" in os.environ:
         yield
         return
@@ -66,15 +67,18 @@ def store(folder: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Returns the exit code: 2 with a message where something did not start."""
+    """Returns the exit code: 2 with a message if something did not start."""
     parser = argparse.ArgumentParser("scripts/ray", description=__doc__)
     parser.add_argument("--config", type=Path, default=CONFIGURATION, help="default: deploy/ray/serve.yaml")
-    parser.add_argument("--port", type=int, help="where clients come; default: the configuration's")
-    parser.add_argument("--cpus", type=int, help="cores that Ray is to count on; default: those of the machine")
+    parser.add_argument("--port", type=int, help="port for clients; default: the configuration's")
+    parser.add_argument("--cpus", type=int, help="cores that Ray may use; default: the machine's")
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "build" / "ray", help="for Redis's log and file; default: build/ray"
+        "--folder",
+        type=Path,
+        default=ROOT / "build" / "ray",
+        help="folder for Redis's log and file; default: build/ray",
     )
-    parser.add_argument("--ray-folder", type=Path, help="for Ray's logs and sockets; default: Ray's own, /tmp/ray")
+    parser.add_argument("--ray-folder", type=Path, help="folder for Ray's logs and sockets; default: /tmp/ray")
     options = parser.parse_args()
     signals = Signals()
     signals.listen()

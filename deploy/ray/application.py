@@ -1,8 +1,8 @@
-"""Wane as a Ray Serve deployment: each of Ray's replicas is a server's own application, with all that it is.
+"""Wane as a Ray Serve deployment: each replica of Ray is a complete Wane application.
 
-Ray's proxies and routers stand where HAProxy does, and its controller where somebody would start and stop processes.
-What they need of a server is mapped here, and nothing else is: a replica is healthy once its models are loaded; it is
-told to go by Ray no longer sending it requests, and ends as a server does, with the lifespan of the application.
+Ray's proxies and routers replace HAProxy, and its controller starts and stops replicas. This module maps only what they
+need: a replica is healthy once its models are loaded; before it stops, Ray sends it no more requests; it stops with the
+lifespan of the application, like a server.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from wane.service.settings import Settings
 
 NAME = "wane"
 Chosen = Mapping[str, object]
-"""Settings by their names, as the command line has them."""
+"""Settings by name, with the command line's values."""
 
 
 class LoadEnded(Exception):
-    """The models could not be loaded; the message says why, and Ray tells it with the deployment's status."""
+    """The models could not be loaded. The message says why; Ray shows it in the deployment's status."""
 
 
 class Replica:
-    """One server. Settings are those of the environment, and over them what the configuration names under `args`."""
+    """One server. Its settings come from the environment; the configuration's `args` override them."""
 
     def __init__(self, chosen: Chosen) -> None:
         self.settings = read(chosen)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application; Ray runs its lifespan, on the loop that it runs its requests on."""
+        """Returns the application. Ray runs its lifespan on the event loop of its requests."""
         logs.configure(self.settings.log_level)
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         metrics = Metrics()
@@ -54,16 +54,17 @@ class Replica:
         )
 
     def __del__(self) -> None:
-        """Ray calls this once the lifespan is over."""
+        """Exports the last spans and flushes the log. Ray calls this after the lifespan has ended."""
         if self.tracing is not None:
             self.tracing.close()
         logs.flush()
 
     async def check_health(self) -> None:
-        """Healthy is a replica that answers. The first time, before it is sent any request, this waits for the models.
+        """Waits until the models are loaded; Ray calls this before it sends the first request. After that, a replica
+        that answers is healthy.
 
-        A store that is away makes no replica unhealthy: another one would not reach it either. Raises LoadEnded, and
-        Ray gives the replica up.
+        An unreachable store does not make a replica unhealthy, because no other replica would reach it either. Raises
+        LoadEnded; Ray then drops the replica.
         """
         await asyncio.shield(self.loaded)
 
@@ -76,14 +77,14 @@ class Replica:
 
 
 def read(chosen: Chosen) -> Settings:
-    """Raises SettingsError naming what is wrong."""
+    """Returns the settings. Raises SettingsError, which names the setting at fault."""
     return Settings.read(os.environ, Namespace(**chosen))
 
 
 def wane(chosen: dict[str, object]) -> serve.Application:
-    """What `import_path` in serve.yaml names; `chosen` is what is there under `args`.
+    """Builds the application for `import_path` in serve.yaml; `chosen` is its `args`.
 
-    Raises SettingsError before there is any replica.
+    Raises SettingsError before any replica starts.
     """
     read(chosen)
     deployment = serve.deployment(serve.ingress()(Replica), name=NAME)

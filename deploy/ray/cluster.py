@@ -1,7 +1,7 @@
-"""A Ray of this process's own, of one node and without a dashboard, and Serve on it.
+"""A local Ray cluster of one node without a dashboard, and Ray Serve on it.
 
-`ray.serve._private` is where the `serve` command, too, takes a configuration's file to the controller: nothing public
-does that without the dashboard.
+Like the `serve` command, this uses `ray.serve._private` to send a configuration to the controller: the public API
+cannot do that without the dashboard.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ SURROUNDINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "OMP_NUM_THREADS": "1",
 }
-"""What Ray and its workers find in their environment."""
+"""Variables for Ray and its workers."""
 
 BELIEVED = "FORWARDED_ALLOW_IPS"
-"""By which Ray's proxies, which are uvicorn's servers, know whom to believe whose a request is. Without it they believe
-whoever comes from their own machine."""
+"""The variable with the trusted proxies of Ray's own proxies, which are uvicorn servers. By default they trust any
+client on their own machine."""
 
-OBJECT_STORE_BYTES = 80 * 2**20  # requests and answers are messages, and no objects: about as small as Ray takes it
+OBJECT_STORE_BYTES = 80 * 2**20  # about Ray's minimum: requests and answers are messages, not objects
 NAMESPACE = "serve"
-FAILED = "DEPLOY_FAILED"  # of no hope; what is unhealthy is made anew
+FAILED = "DEPLOY_FAILED"  # final; Ray restarts unhealthy replicas
 
 
 class DeployFailed(Exception):
-    """Ray could not make the configuration so; the message has what it says."""
+    """Ray could not apply the configuration. The message has Ray's reason."""
 
 
 class Cluster:
-    """A context. `port` is the configuration's where it is None, as `cpus` is the machine's and `folder` is Ray's."""
+    """A context with the cluster running. Defaults: the configuration's `port`, the machine's `cpus`, Ray's
+    `folder`."""
 
     def __init__(self, configuration: Path, port: int | None, cpus: int | None, folder: Path | None) -> None:
         self.configuration = configuration
@@ -80,11 +81,12 @@ class Cluster:
             ray.shutdown()
 
     def deploy(self) -> None:
-        """Tells Serve the configuration, which it then follows by itself."""
+        """Sends the configuration to Serve, which applies it in the background."""
         self._client.deploy_apps(self._read())
 
     def state(self) -> str:
-        """How it stands, in a line: every replica, and whether all is as it is wanted. Raises DeployFailed."""
+        """Returns the state in one line: every replica, and whether the configuration is applied. Raises
+        DeployFailed."""
         details = self._client.get_serve_details()
         replicas: list[str] = []
         applications = details["applications"].items()
@@ -102,7 +104,7 @@ class Cluster:
         return f"{', '.join(replicas) or 'no replica'}: {ready}"
 
     def _read(self) -> Any:
-        """The configuration as Serve has it. Raises DeployFailed."""
+        """Returns the configuration as a Serve schema. Raises DeployFailed."""
         from pydantic import ValidationError
         from ray.serve.schema import ServeDeploySchema
 
@@ -116,6 +118,6 @@ class Cluster:
 
 
 def said(application: dict[str, Any]) -> str:
-    """What Ray says of an application that does not run: its own message, and those of its deployments."""
+    """Returns Ray's messages about an application that does not run, and about its deployments."""
     messages = [application["message"], *(one["message"] for one in application["deployments"].values())]
     return "\n".join(message for message in messages if message)

@@ -1,8 +1,8 @@
-"""What stands in each of Ray's proxies, before its router: it says which session a request is of, and answers where
-Ray does not.
+"""Middleware in each of Ray's proxies, before its router. It names the session of a request, and answers requests that
+Ray leaves unanswered.
 
-Ray calls `middlewares` where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. `x-session-id` is the header that
-Ray's router hashes by.
+Ray calls `middlewares`, which RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names. Ray's router hashes the header
+`x-session-id`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ CALLBACK = "deploy.ray.front:middlewares"
 SESSION_HEADER = b"x-session-id"
 REQUEST_ID = b"x-request-id"
 OF_SESSION = re.compile("/v1/sessions/([^/]+)(?:/.*)?")
-OF_MANY = "/v1/sessions/tokens"  # steps of many sessions are posted there
+OF_MANY = "/v1/sessions/tokens"  # for steps of many sessions
 RESTART = 1012
-UNANSWERED = "the replica ended before it answered: what was asked of it was done, or was not"
+UNANSWERED = "the replica ended before it answered: the request may or may not have been processed"
 
 
 class Front:
-    """Wraps Ray's proxy. A request for a path of one session is given that session's header, whatever header it had.
+    """Wraps Ray's proxy. Sets the session header of a request whose path has a session, and replaces the client's.
 
-    A replica that is killed leaves its requests without an answer, and its WebSockets without an end. They are told:
-    502, whose client may ask again where it has named a position or an `Idempotency-Key`; and 1012.
+    A killed replica leaves its requests unanswered and its WebSockets open. Requests get 502; a client may retry one
+    that has a position or an `Idempotency-Key`. WebSockets are closed with 1012.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -60,13 +60,13 @@ class Front:
 
 
 def once(headers: list[tuple[bytes, bytes]], name: bytes) -> list[tuple[bytes, bytes]]:
-    """The headers with one of that name: Ray's proxy adds its own to the application's, and they are the same."""
+    """Returns the headers with only the first of that name: Ray's proxy adds another one with the same value."""
     first = next((pair for pair in headers if pair[0].lower() == name), None)
     return [pair for pair in headers if pair[0].lower() != name or pair is first]
 
 
 def unanswered(scope: Scope) -> JSONResponse:
-    """A problem document, as the application's are."""
+    """Returns a problem document like the application's."""
     document = {
         "type": "urn:wane:error:unanswered",
         "title": "Unanswered",
@@ -80,5 +80,5 @@ def unanswered(scope: Scope) -> JSONResponse:
 
 
 def middlewares() -> list[Middleware]:
-    """What Ray asks for."""
+    """Returns the middlewares that Ray installs."""
     return [Middleware(Front)]

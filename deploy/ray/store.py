@@ -1,4 +1,4 @@
-"""The Redis of the compose file alone, as a process of this machine: for what runs its replicas in another way."""
+"""Runs only the Redis of the compose file, as a process of this machine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from deploy.stack.stack import COMPOSE, STORE
 
 SECRETS = Path("secrets")
 PASSWORD = SECRETS / secrets.REDIS_PASSWORD
-"""The file of its password, in its folder."""
+"""The file with Redis's password, relative to its folder."""
 
 
 @contextmanager
 def redis(folder: Path) -> Iterator[Process]:
-    """Takes commands in the block, on a free port. `folder` takes its log, its file and its password, which is made if
-    it is not there. Raises ProcessFailed."""
+    """Runs Redis during the block, on a free port. `folder`: for its log, its file and its password, which is made if
+    missing. Raises ProcessFailed."""
     service = next(one for one in read(COMPOSE) if one.name == STORE)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""`scripts/stack`: the services of docker-compose.yml as processes of this machine, until it is interrupted."""
+"""`scripts/stack`: runs the services of docker-compose.yml as processes of this machine, until it is interrupted."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ LOOK_EVERY_S = 0.5
 
 
 class Stopped(Exception):
-    """It was asked to stop."""
+    """A signal asked the process to stop."""
 
 
 def stop(_: int, __: FrameType | None) -> None:
-    """Ends it once: what else is sent while everything stops changes nothing."""
+    """Stops the process once, and ignores further signals while everything stops."""
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, signal.SIG_IGN)
     raise Stopped
 
 
 def main() -> int:
-    """Returns the exit code: 2 with a message where a service did not start."""
+    """Returns the exit code: 2 with a message if a service did not start."""
     parser = argparse.ArgumentParser("scripts/stack", description=__doc__)
-    parser.add_argument("--port", type=int, default=8000, help="of HAProxy, where clients come; default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="HAProxy's port for clients; default: %(default)s")
     parser.add_argument(
-        "--operations-port", type=int, default=8404, help="of HAProxy's own page and metrics; default: %(default)s"
+        "--operations-port",
+        type=int,
+        default=8404,
+        help="port of HAProxy's status page and metrics; default: %(default)s",
     )
-    parser.add_argument("--prometheus-port", type=int, default=9090, help="of Prometheus; default: %(default)s")
+    parser.add_argument("--prometheus-port", type=int, default=9090, help="port of Prometheus; default: %(default)s")
     parser.add_argument(
         "--folder",
         type=Path,
         default=ROOT / "build" / "stack",
-        help="for logs, volumes and secrets; default: build/stack",
+        help="folder for logs, volumes and secrets; default: build/stack",
     )
-    parser.add_argument("--bundles", type=Path, help="a folder of bundles, or one; default: those of the compose file")
+    parser.add_argument("--bundles", type=Path, help="a folder of bundles, or one bundle; default: the compose file's")
     options = parser.parse_args()
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, stop)
@@ -54,12 +57,12 @@ def main() -> int:
         with stack:
             for process in stack.processes.values():
                 print(f"  {process.name:10} 127.0.0.1:{process.port}  pid {process.pid}")
-            print(f"  the key for it is in {stack.secrets / CLIENT_KEY}")
+            print(f"  the API key is in {stack.secrets / CLIENT_KEY}")
             print(f"ready at {stack.processes[ENTRANCE].url}; logs in {stack.logs}; Ctrl-C stops it", flush=True)
             while True:
                 time.sleep(LOOK_EVERY_S)
                 for name in stack.tend():
-                    print(f"  {name} ended and was started again", flush=True)
+                    print(f"  {name} ended and was restarted", flush=True)
     except Stopped:
         print("stopped")
         return 0

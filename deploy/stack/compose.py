@@ -1,4 +1,4 @@
-"""The services of `docker-compose.yml`, as far as they say what is run: those without a profile."""
+"""Reads the services without a profile from `docker-compose.yml`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import yaml
 
 SECRETS = "/run/secrets"
-"""Where a container finds its secrets: a folder of the compose file's own, each of them a file in it."""
+"""The folder in which a container finds its secrets, each as a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """What a container sees at `target`: a file or folder of the checkout, or else a volume by its name."""
+    """A mount at `target` of a container: a file or folder of the checkout, or a named volume."""
 
     source: str
     target: str
 
     @property
     def is_volume(self) -> bool:
-        """Whether it is storage of the service's own, and nothing of the checkout."""
+        """Whether the source is a volume, and not in the checkout."""
         return not self.source.startswith(".")
 
 
@@ -31,10 +31,10 @@ class Mount:
 class Service:
     """One service.
 
-    `command` begins with the program, and is empty where the image says what is run. A variable without a value is that
-    of the surroundings, and not in `environment`. `published` has the host's port by the container's; `after` names the
-    services that must be ready before this one starts; `secrets` is the name of the folder that it finds as `SECRETS`,
-    if any; `grace_s` is the time that it has to end.
+    `command` begins with the program, and is empty if the image sets it. `environment` lacks variables without a value,
+    which come from the caller's environment. `published` maps ports of the container to ports of the host. `after`: the
+    services that must be ready before this one starts. `secrets`: the name of the folder mounted at `SECRETS`, if any.
+    `grace_s`: the time that the service has to end.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Service:
 
 
 def read(file: Path) -> list[Service]:
-    """The services of a compose file, each behind those that it waits for."""
+    """Returns the services of a compose file, each after the services that it waits for."""
     document = yaml.safe_load(file.read_text(encoding="utf-8"))
     services = {name: _service(name, body) for name, body in document["services"].items() if "profiles" not in body}
     order = TopologicalSorter({name: service.after for name, service in services.items()}).static_order()
@@ -79,7 +79,7 @@ def _service(name: str, body: Mapping[str, Any]) -> Service:
 
 
 def _mount(entry: str | Mapping[str, Any]) -> Mount:
-    """One of `volumes`, by either of the specification's syntaxes."""
+    """Reads an entry of `volumes`, in either of the specification's syntaxes."""
     if isinstance(entry, str):
         return Mount(*entry.split(":")[:2])
     return Mount(entry["source"], entry["target"])

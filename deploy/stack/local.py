@@ -1,10 +1,9 @@
-"""How a service of the compose file is run as a process of this machine: the same program, configuration and variables.
+"""Runs a service of the compose file as a process of this machine, with the same program, configuration and variables.
 
-Six things differ from the container, and nothing else. A service's address is a port of 127.0.0.1, wherever its name or
-its own port is written in a variable, in the command, or in a mounted file; that is where a proxy is, too; the folder
-of its secrets is one of this machine, wherever its path is; a mounted file is read where it lies in the checkout, or as
-a copy where one of these is written in it; a volume is a folder, which the process runs in; and it may take what memory
-there is.
+The process differs from the container in six ways. In variables, commands and mounted files, a service's address
+becomes a port of 127.0.0.1. The trusted proxy is 127.0.0.1. The path of the secrets becomes a folder of this machine. A
+mounted file is read from the checkout, or from a copy if it contains one of these. A volume is a folder, and the
+process's working directory. Memory is not limited.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ PROXIES = "WANE_TRUSTED_PROXIES"
 REDIS = "redis-server"
 PROMETHEUS = "prometheus"
 ELSEWHERE = frozenset({"grafana/grafana"})
-"""Images of programs that no package of Debian or Ubuntu has: their services are not run here."""
+"""Images of programs that Debian and Ubuntu do not package; their services are not run here."""
 
 Addresses = Mapping[tuple[str, int], int]
-"""The port of this machine, by a service's name and its port in the container."""
+"""Maps a service's name and its port in the container to a port of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What is run, in which folder, with which variables beside those of its surroundings."""
+    """A command, its working directory, and its variables besides the inherited ones."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -41,8 +40,8 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where things are on this machine: ports by address, the folders of secrets, those of volumes, and copies of what
-    is mounted."""
+    """Ports and folders of this machine: ports by address, and the folders of secrets, of volumes, and of copies of
+    mounted files."""
 
     addresses: Addresses
     secrets: Path
@@ -51,7 +50,7 @@ class Place:
 
 
 def command(service: Service, place: Place) -> Command:
-    """The process for a service. What it reads is copied, where it has to be."""
+    """Returns the command of a service. Copies the mounted files that have to be changed."""
     environment = {name: _located(value, service, place) for name, value in service.environment.items()}
     port = place.addresses[service.name, service.ports[0]]
     if service.image == SERVER:
@@ -69,14 +68,15 @@ def command(service: Service, place: Place) -> Command:
 
 
 def probe(service: Service) -> str | None:
-    """The path that answers 200 once the service is ready; None for a service that does not speak HTTP."""
+    """Returns the path that answers 200 once the service is ready; None if the service does not speak HTTP."""
     if service.command[:1] == (REDIS,):
         return None
     return "/-/ready" if service.name == PROMETHEUS else "/readyz"
 
 
 def _mounted(argument: str, service: Service, place: Place) -> str:
-    """An argument, with a mounted file's place on this machine for that in the container: behind a `=`, or alone."""
+    """Returns an argument in which the path of a mounted file, alone or after a `=`, is replaced by its path on this
+    machine."""
     option, equals, path = argument.rpartition("=")
     for mount in service.mounts:
         if not mount.is_volume and (path == mount.target or path.startswith(f"{mount.target}/")):
@@ -85,7 +85,7 @@ def _mounted(argument: str, service: Service, place: Place) -> str:
 
 
 def _source(mount: Mount, service: Service, place: Place) -> Path:
-    """What is mounted, or its copy, where addresses or secrets are written in it."""
+    """Returns the path of a mount's source, or of its copy if it contains addresses or paths of secrets."""
     source = ROOT / mount.source
     files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
     texts = {path: path.read_text(encoding="utf-8") for path in files}
@@ -101,7 +101,7 @@ def _source(mount: Mount, service: Service, place: Place) -> Path:
 
 
 def _located(text: str, service: Service, place: Place) -> str:
-    """A text, with addresses and secrets of this machine for those of a container."""
+    """Returns a text in which a container's addresses and paths of secrets are replaced by this machine's."""
     for (name, container), port in place.addresses.items():
         text = text.replace(f"{name}:{container}", f"127.0.0.1:{port}")
         if name == service.name:

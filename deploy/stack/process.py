@@ -1,4 +1,4 @@
-"""A service as a process: started, asked until it is ready, stopped or killed, and started again as it was."""
+"""A service as a process: starts it, waits until it is ready, stops or kills it, and restarts it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LOG_TAIL_CHARACTERS = 2000
 
 
 class ProcessFailed(Exception):
-    """A process ended, or was not ready in time; the message has the end of its log."""
+    """A process ended, or was not ready in time. The message has the end of its log."""
 
 
 class Process:
-    """One service; `port` is where it is asked whether it is ready. What it says is appended to `log`."""
+    """One service. `port`: of the readiness probe. Its output is appended to `log`."""
 
     def __init__(self, service: Service, command: Command, port: int, log: Path) -> None:
         self.service = service
@@ -37,12 +37,12 @@ class Process:
 
     @property
     def name(self) -> str:
-        """The service's."""
+        """The service's name."""
         return self.service.name
 
     @property
     def url(self) -> str:
-        """Where it listens, for a service that speaks HTTP."""
+        """The service's address, if it speaks HTTP."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -57,9 +57,9 @@ class Process:
         return self._process.pid
 
     def start(self) -> None:
-        """Starts it. It is in a session of its own: what the terminal sends is for whoever looks after it.
+        """Starts the process in a session of its own, so that the terminal's signals reach only its parent.
 
-        Raises ProcessFailed where the program is not there.
+        Raises ProcessFailed if the program is not installed.
         """
         assert not self.running, "the process runs already"
         self.command.folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class Process:
                 raise ProcessFailed(f"{program} is not installed; scripts/install-stack does that") from error
 
     def wait_ready(self) -> None:
-        """Waits until it answers. Raises ProcessFailed where it ended, or takes too long."""
+        """Waits until the service is ready. Raises ProcessFailed if it ends or takes too long."""
         deadline = time.monotonic() + READY_WITHIN_S
         while not self.ready():
             if not self.running:
@@ -92,7 +92,7 @@ class Process:
             time.sleep(ASK_EVERY_S)
 
     def ready(self) -> bool:
-        """Whether it takes requests."""
+        """Returns whether the service takes requests."""
         path = probe(self.service)
         try:
             if path is None:
@@ -105,12 +105,12 @@ class Process:
             return False
 
     def terminate(self) -> None:
-        """Asks it to end, if it runs."""
+        """Sends SIGTERM, if the process runs."""
         if self.running:
             os.kill(self.pid, signal.SIGTERM)
 
     def wait(self) -> int:
-        """Waits for it to end, as long as its service says, and returns its exit code; then kills it."""
+        """Waits for the process to end, for the service's grace period, then kills it. Returns its exit code."""
         assert self._process is not None, "the process was not started"
         try:
             return self._process.wait(self.service.grace_s)
@@ -119,7 +119,7 @@ class Process:
             return self._process.returncode
 
     def kill(self) -> None:
-        """SIGKILL, to all that it started too."""
+        """Sends SIGKILL to the process and its children."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

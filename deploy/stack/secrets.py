@@ -1,19 +1,19 @@
-"""Passwords and keys of the services of docker-compose.yml, a folder for each, and a file for each of them; what is
-there stays as it is.
+"""Makes the passwords and keys of the services of docker-compose.yml, a folder for each service and a file for each
+secret. Existing files are not changed.
 
-    python3 -m deploy.stack.secrets [FOLDER]      FOLDER: secrets, where docker-compose.yml looks for them
+    python3 -m deploy.stack.secrets [FOLDER]      FOLDER: default secrets, where docker-compose.yml expects them
 
-    wane/api_keys               who may ask, by hashes: `client`, and `prometheus`, for the metrics alone
-    client_key                  the first one's key
-    prometheus/metrics_key      the second one's
-    redis/redis_acl             who may use Redis, by hashes: Wane, as far as it has to, by
-    redis/redis_password        this one
-    wane/redis_password         the same
-    redis_admin_password        of Redis's user `admin`, who may do everything there; no container has it
-    grafana/grafana_password    of Grafana's user admin
+    wane/api_keys               hashes of API keys: `client`, and `prometheus` with access to metrics only
+    client_key                  the API key of `client`
+    prometheus/metrics_key      the API key of `prometheus`
+    redis/redis_acl             users of Redis, with hashes of their passwords; Wane's has only the permissions it needs
+    redis/redis_password        the password of Wane's user
+    wane/redis_password         the same password
+    redis_admin_password        the password of Redis's user `admin`, which has all permissions; no container has it
+    grafana/grafana_password    the password of Grafana's user admin
 
-The folder is for its owner alone. What is in it can be read by all who can reach it: a container is given a folder as
-it is, and those in it are not its owner. Further keys: `wane key NAME >> secrets/wane/api_keys`.
+Only its owner can enter the folder. The files in it are readable by all, because a container's user is not their owner.
+Further keys: `wane key NAME >> secrets/wane/api_keys`.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ COMMANDS = (
     *("EVAL", "EVALSHA", "GET", "GETRANGE", "SET", "DEL", "PTTL", "PEXPIRE", "LASTSAVE", "PING"),
     *("TIME", "ZADD", "ZCARD", "ZINCRBY", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),  # for the quotas of keys
 )
-"""Of Redis, what Wane asks for, by itself and in its scripts: docs/sessions.md lists them."""
+"""The commands of Redis that Wane and its scripts use: docs/sessions.md lists them."""
 
 KEYS = "wane:*"
-"""The keys that it asks for them of. It uses no channel."""
+"""The keys that Wane uses. It uses no channels."""
 
 
 def make(folder: Path) -> list[str]:
-    """Makes what is missing, and what hashes of it; the names of the files that were made."""
+    """Makes missing secrets and the files with their hashes. Returns the names of the new files."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     made: list[str] = []
 
     def keep(name: str, text: str) -> str:
-        """What the file holds, which is the text if there was none."""
+        """Writes the text to the file if it does not exist. Returns the file's content."""
         file = folder / name
         if not file.exists():
             if file.parent != folder:
@@ -71,15 +71,16 @@ def make(folder: Path) -> list[str]:
 
 
 def redis_acl(wane: str, admin: str) -> str:
-    """Redis's file of users, by the hashes of their passwords. Wane gives no name, and so is `default`."""
+    """Returns Redis's file of users, with the hashes of their passwords. Wane sends no user name, so it is
+    `default`."""
     may = " ".join(f"+{command.lower()}" for command in COMMANDS)
     return f"user default on #{wane} ~{KEYS} resetchannels -@all {may}\nuser admin on #{admin} ~* &* +@all"
 
 
 def main() -> None:
-    """Makes them, and says which."""
+    """Makes missing secrets and prints their names."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "secrets")
-    print(f"{folder}: made {', '.join(make(folder)) or 'nothing: all is there'}")
+    print(f"{folder}: made {', '.join(make(folder)) or 'nothing: all files exist'}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All services of `docker-compose.yml` as processes of this machine, in a folder of their own."""
+"""Runs all services of `docker-compose.yml` as processes of this machine, in a folder of their own."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ KEYS = "WANE_API_KEYS_FILE"
 
 
 def replicas() -> list[str]:
-    """The names of the servers."""
+    """Returns the names of the Wane servers."""
     return sorted(service.name for service in read(COMPOSE) if service.image == SERVER)
 
 
 def run_here() -> list[Service]:
-    """The services of the compose file whose programs this machine may have."""
+    """Returns the services of the compose file whose programs can be installed on this machine."""
     return [service for service in read(COMPOSE) if service.image.partition(":")[0] not in ELSEWHERE]
 
 
 class Stack:
-    """Every service, started after those that it needs, and stopped before them; a context.
+    """A context with every service running. A service starts after the services that it needs, and stops before them.
 
-    `folder` takes logs and volumes. `published` has the port for those that the compose file publishes, by the port
-    that it publishes; without it every port is a free one. `variables` are set for services, by name, beside those of
-    the compose file. `whole` is all of it: else nobody is asked for a key, and Prometheus is left out, for those who
-    look at something else. Secrets that are not in the `folder` are made.
+    `folder`: for logs, volumes and secrets; missing secrets are made. `published` maps ports that the compose file
+    publishes to ports of this machine; by default every port is a free one. `variables`: additional variables, by
+    service. Unless `whole` is set, the servers need no API keys, and Prometheus is not run.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """Where clients come."""
+        """The address for clients."""
         return self.processes[ENTRANCE].url
 
     @property
@@ -76,33 +75,33 @@ class Stack:
 
     @property
     def operations(self) -> int:
-        """The port of HAProxy's own page and metrics."""
+        """The port of HAProxy's status page and metrics."""
         return self.addresses[ENTRANCE, 8404]
 
     @property
     def store(self) -> str:
-        """The address of the sessions' store."""
+        """The address of the session store."""
         return f"redis://:{self.secret(secrets.REDIS_PASSWORD)}@127.0.0.1:{self.processes[STORE].port}/0"
 
     @property
     def administered_store(self) -> str:
-        """The same, for who may do everything there: Wane may not."""
+        """The address of the session store for its user `admin`, which has all permissions."""
         return self.store.replace(
             f"//:{self.secret(secrets.REDIS_PASSWORD)}", f"//admin:{self.secret(secrets.ADMIN_PASSWORD)}"
         )
 
     def secret(self, name: str) -> str:
-        """One of the secrets, by its file in the folder of them."""
+        """Returns a secret, by the name of its file."""
         return (self.secrets / name).read_text(encoding="utf-8").strip()
 
     @property
     def replicas(self) -> list[Process]:
-        """The servers, by name."""
+        """The Wane servers, by name."""
         found = (process for process in self.processes.values() if process.service.image == SERVER)
         return sorted(found, key=lambda process: process.name)
 
     def start(self) -> None:
-        """Starts all, and waits until all are ready. Raises ProcessFailed."""
+        """Starts all services, and waits until they are ready. Raises ProcessFailed."""
         self.logs.mkdir(parents=True, exist_ok=True)
         ready: set[str] = set()
         for process in self.processes.values():
@@ -114,7 +113,8 @@ class Stack:
             process.wait_ready()
 
     def stop(self) -> dict[str, int]:
-        """Stops all, those that need others first; their exit codes, negative for what had to be killed."""
+        """Stops all services, each before the services that it needs. Returns their exit codes, which are negative for
+        killed processes."""
         codes: dict[str, int] = {}
         for process in reversed(list(self.processes.values())):
             for other in self.processes.values():
@@ -127,7 +127,7 @@ class Stack:
         return codes
 
     def tend(self) -> list[str]:
-        """Starts again what has ended, as the compose file wants it; the names of those."""
+        """Restarts services that have ended, as the compose file demands. Returns their names."""
         ended = [process for process in self.processes.values() if not process.running]
         for process in ended:
             process.start()
@@ -148,13 +148,13 @@ class Stack:
             self.kill()
 
     def kill(self) -> None:
-        """Ends all at once."""
+        """Kills all services."""
         for process in self.processes.values():
             process.kill()
 
 
 def _addresses(services: list[Service], published: Mapping[int, int]) -> dict[tuple[str, int], int]:
-    """The port of this machine for every port of a service."""
+    """Returns a port of this machine for every port of a service."""
     wanted = [(service, port) for service in services for port in service.ports]
     with contextlib.ExitStack() as stack:
         found: dict[tuple[str, int], int] = {}

@@ -1,4 +1,4 @@
-"""A small client of the native protocol, over httpx: what `compare` and `report` speak."""
+"""A small client of the native protocol, over httpx, for `wane compare` and `wane report`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PARENT_VARIABLE = "TRACEPARENT"
 
 
 class CommandError(Exception):
-    """The command line asks for what cannot be done; the message says why."""
+    """The command line is at fault; the message says why."""
 
 
 class ClientError(Exception):
-    """The server could not be reached, refused, or is not a Wane server; the message is for a person to read."""
+    """The server is unreachable, rejected a request, or is not a Wane server; the message is for the user."""
 
 
 class Client:
@@ -40,8 +40,8 @@ class Client:
         key: str | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """`key`: the API key that is sent; if none is given, the one in the variable WANE_API_KEY, if it is set.
-        `tracing`: every call is a span; their parent is the one of the variable TRACEPARENT, if it is set."""
+        """`key`: the API key to send, by default the value of the variable WANE_API_KEY, if it is set. `tracing`: makes
+        a span of every call; its parent is the value of the variable TRACEPARENT, if it is set."""
         self._url = url
         self._tracing = tracing
         self._parent = Parent.of(os.environ.get(PARENT_VARIABLE, "").encode())
@@ -56,15 +56,15 @@ class Client:
         self._http.close()
 
     def models(self) -> list[Document]:
-        """Every model, the default first."""
+        """Returns every model, the default first."""
         return list(self._get("/v1/models", ModelListDocument)["data"])
 
     def report(self) -> Document:
-        """What the server has measured."""
+        """Returns the server's statistics."""
         return self._get("/v1/report", Report)
 
     def post(self, path: str, body: Document) -> Document:
-        """The answer to a request with a JSON body."""
+        """Returns the answer to a request with a JSON body."""
         response = self._answered("POST", path, body)
         try:
             document: Document = response.json()
@@ -73,11 +73,11 @@ class Client:
         return document
 
     def delete(self, path: str) -> None:
-        """Deletes what is at `path`."""
+        """Deletes the resource at `path`."""
         self._answered("DELETE", path)
 
     def _get(self, path: str, kind: Any) -> Document:
-        """The document at `path`. Its schema tells that the server is a Wane server of a version understood here."""
+        """Returns the document at `path`. Its schema shows that the server is a Wane server of a compatible version."""
         response = self._answered("GET", path)
         try:
             TypeAdapter(kind).validate_json(response.content, strict=True)
@@ -90,7 +90,7 @@ class Client:
         return document
 
     def _answered(self, method: str, path: str, body: Document | None = None) -> httpx.Response:
-        """The server's response, if it is a success."""
+        """Returns the server's response, if its status is a success."""
         calling: AbstractContextManager[dict[str, str]] = nullcontext({})
         if self._tracing is not None:
             calling = self._tracing.calling(method, path, self._parent)
@@ -110,7 +110,7 @@ class Client:
 
 @contextmanager
 def traced() -> Iterator[Tracing | None]:
-    """Tracing for the calls of one command, where OpenTelemetry's variables ask for it."""
+    """Yields the tracing for the calls of one command; None unless OpenTelemetry's variables enable it."""
     logging.basicConfig(format="%(message)s")
     tracing = Tracing.open(os.environ)
     try:

@@ -1,4 +1,4 @@
-"""`wane compare`: runs both modes of one model over a text, and shows how long they take and how far they are apart."""
+"""`wane compare`: runs both modes of one model over a text, and shows their latency and their agreement."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from wane.service.cli.measure import choose, measure, requests_needed
 from wane.service.cli.render import agreement_table, latency_table
 
 FAILURES = (CommandError, ClientError, OSError, UnicodeError)
-CHARACTERS_OF_A_TOKEN = 32  # at most, on the average of a text: no more of it is sent to be tokenised
+CHARACTERS_OF_A_TOKEN = 32  # upper bound of a text's average: only that much of the text is sent to be tokenised
 SAMPLE = Path(__file__).with_name("sample.txt")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; `arguments[0]` is its name."""
     parser = argparse.ArgumentParser("wane compare", description=__doc__)
-    parser.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8000")
-    parser.add_argument("--file", type=Path, default=SAMPLE, metavar="TEXT", help="UTF-8 text; default: a short one")
-    parser.add_argument("--model", metavar="NAME", help="default: the server's")
+    parser.add_argument("url", metavar="URL", help="the server's address, such as http://127.0.0.1:8000")
+    parser.add_argument("--file", type=Path, default=SAMPLE, metavar="TEXT", help="UTF-8 text; default: a short sample")
+    parser.add_argument("--model", metavar="NAME", help="default: the server's default model")
     parser.add_argument("--window", type=int, metavar="K", help="tokens of a window; default: the model's own k")
     parser.add_argument("--tokens", type=int, default=256, metavar="N", help="leading tokens to use (default 256)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there: .png, .svg or .pdf")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the figures to this file: .png, .svg or .pdf")
     options = parser.parse_args(arguments[1:])
     for name in ("tokens", "window"):
         value = getattr(options, name)

@@ -1,7 +1,7 @@
-"""`wane key`: makes an API key.
+"""`wane key`: creates an API key.
 
-The key's line for a file of keys goes to standard output: it holds the key's hash, from which the key cannot be found.
-The key itself goes to standard error, this once.
+Standard output gets the key's line for a file of keys. It holds the key's hash, from which the key cannot be found.
+Standard error gets the key itself, this once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ FAILURES = (KeysError, OSError)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; `arguments[0]` is its name."""
     parser = argparse.ArgumentParser("wane key", description=__doc__)
-    parser.add_argument("name", metavar="NAME", help="whose key it is; all keys of a name have the same sessions")
+    parser.add_argument("name", metavar="NAME", help="the key's owner; all keys of a name share its sessions")
     parser.add_argument("--scope", metavar="SCOPE", help="use (default), metrics, admin, or several joined by +")
-    parser.add_argument("--rate", metavar="REQUESTS", help="requests a second (default: any number)")
-    parser.add_argument("--burst", metavar="REQUESTS", help="of those, how many at once (default: a second's)")
-    parser.add_argument("--sessions", metavar="SESSIONS", help="how many NAME may have (default: any number)")
+    parser.add_argument("--rate", metavar="REQUESTS", help="requests per second (default: no limit)")
+    parser.add_argument("--burst", metavar="REQUESTS", help="requests at once (default: one second's)")
+    parser.add_argument("--sessions", metavar="SESSIONS", help="quota of sessions of NAME (default: no limit)")
     options = vars(parser.parse_args(arguments[1:]))
     name = options.pop("name")
     made, kept = make_key(name, [f"{option}={value}" for option, value in options.items() if value is not None])

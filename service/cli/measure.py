@@ -1,8 +1,8 @@
-"""Both modes of a model driven over one text: how long each takes, and how far apart their answers are.
+"""Measures the latency of both modes of a model over one text, and the agreement of their answers.
 
-Three passes over the same positions: recurrent (one session, one token a step), window (no session, the last k + 1
-tokens each time), and both at once, whose answers are compared. Then windows of several sizes are compared at a few
-positions, to see agreement as a function of k.
+It makes three passes over the same positions: recurrent (one session, one token a step), window (no session, the last
+k + 1 tokens each time), and mode both, whose answers it compares. Then it compares windows of several sizes at a few
+positions, to show agreement as a function of k.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wane.service.cli.client import Client, ClientError, Document
 PHASES = ("queue", "compute", "total", "round_trip")
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128)
 COMPARED_POSITIONS = 16  # where windows of every size are compared
-COMPARED_HISTORY = 1024  # tokens before such a position that are sent
+COMPARED_HISTORY = 1024  # tokens that are sent before such a position
 REPEAT = 5
 
 Advance = Callable[[], None]
@@ -27,7 +27,7 @@ Advance = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of one duration, in milliseconds, by linear interpolation."""
+    """Quantiles of one duration, in milliseconds, by linear interpolation."""
 
     p50: float
     p90: float
@@ -40,7 +40,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class AgreementSummary:
-    """Over every pair of answers compared. `error_bound`: the largest given; null where any was not certified."""
+    """Agreement over all pairs of answers. `error_bound`: the largest of them; null if any was not certified."""
 
     compared: int
     top1_match_rate: float
@@ -67,7 +67,7 @@ class AgreementSummary:
 
 @dataclass(frozen=True, slots=True)
 class WindowSummary:
-    """Windows of one size: compute time on the server, median over positions, and agreement with recurrent."""
+    """Windows of one size: compute time on the server (median over positions), and agreement with recurrent."""
 
     window: int
     compute_ms: float
@@ -76,7 +76,7 @@ class WindowSummary:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What was measured: latency in milliseconds by mode and phase, agreement at the model's k, and by window size."""
+    """The measurements: latency in milliseconds by mode and phase, agreement at the model's k, and by window size."""
 
     url: str
     model: str
@@ -91,7 +91,8 @@ class Measurements:
 
 
 def choose(client: Client, name: str | None) -> Document:
-    """The card of the model `name`, or of the server's default. Raises ClientError, also for a model of events."""
+    """Returns the card of the model `name`, or of the server's default. Raises ClientError, also if the model's
+    vocabulary is of events."""
     cards = client.models()
     for card in cards:
         if name in (None, card["id"]):
@@ -104,16 +105,16 @@ def choose(client: Client, name: str | None) -> Document:
 
 
 def requests_needed(steps: int) -> int:
-    """How often `measure` calls `advance`."""
+    """Returns how often `measure` calls `advance`."""
     return 3 * steps + min(steps, COMPARED_POSITIONS)
 
 
 def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[int], advance: Advance) -> Measurements:
-    """Drives both modes over `tokens`, one request a token and mode. Raises ClientError."""
+    """Runs both modes over `tokens`, with one request for each token and mode. Raises ClientError."""
     model = card["id"]
 
     def window(index: int) -> Document:
-        # One token more than the window: what fits into it whole is run from its start, which is a token more again.
+        # One token more than the window: an input that fits into the window is run from the start token.
         part = tokens[max(0, index - k) : index + 1]
         return client.post("/v1/predict", {"model": model, "tokens": part, "mode": "window", "window": k})
 
@@ -142,7 +143,7 @@ def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[i
 
 
 Timed = tuple[Document, float]
-"""An answer, and the milliseconds from asking to having it."""
+"""An answer, and its round trip in milliseconds."""
 
 
 def _drive(ask: Callable[[int], Document], count: int, advance: Advance) -> list[Timed]:

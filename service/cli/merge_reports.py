@@ -1,8 +1,9 @@
-"""Reports of replicas as one: what a single process would have reported that did all that they did.
+"""Merges the reports of replicas into the report of a single process that had done all of their work.
 
-Histograms are added bucket by bucket, and quantiles read from the sums: a process tells them of its latest 4096 values,
-which do not add up. Counts are added; means are weighted by what they are means of; the largest is the largest. Models
-go by name: where replicas serve different versions of one, the versions are listed, and added up all the same.
+Histograms are added bucket by bucket, and quantiles are computed from the sums: a process reports the quantiles of its
+latest 4096 values, which cannot be merged. Counts are added, means are weighted by their counts, and of maxima the
+largest is taken. Models are matched by name: if replicas serve different versions of a model, the merged report lists
+the versions and adds up their figures.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ QUANTILES = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
 
 
 class MergeError(Exception):
-    """Reports that do not go together; the message says why not."""
+    """The reports cannot be merged; the message says why."""
 
 
 def merge(reports: Sequence[Document]) -> Document:
-    """One report of many, which has `replicas`: how many they were, for the whole and for each model.
+    """Returns the merged report. It has `replicas`, the number of reports, for the whole and for each model.
 
-    `costs`, of what a run takes on one machine, are left out.
-    Raises MergeError where histograms have different buckets.
+    It omits `costs`, which hold for one machine only. Raises MergeError if histograms have different buckets.
     """
-    assert reports, "a merge of nothing: this is a bug"
+    assert reports, "there are no reports to merge: this is a bug"
     models: dict[str, list[Document]] = {}
     for report in reports:
         for model in report["models"]:
@@ -82,9 +82,9 @@ def _durations(parts: Sequence[Document]) -> Document:
 
 
 def quantile(bounds: Sequence[float | None], counts: Sequence[int], share: float) -> float | None:
-    """The value below which a share of all values is, as Prometheus's `histogram_quantile` reads it from cumulative
-    buckets: values are taken to be spread evenly within theirs, and those of the last, which has no bound, to be at the
-    largest one. None where there are no values."""
+    """Returns the value below which a `share` of all values is, like Prometheus's `histogram_quantile` over cumulative
+    buckets: it takes values to be spread evenly within a bucket, and values of the last, unbounded bucket to be at the
+    largest bound. Returns None if there are no values."""
     rank = share * counts[-1]
     if not counts[-1]:
         return None
@@ -121,13 +121,14 @@ def _agreement(parts: Sequence[Document]) -> Document:
 
 
 def _by_name(parts: Sequence[Document], merged: Callable[[Sequence[Any]], Any]) -> Document:
-    """Every name that a part has, with what is merged of it from those that have it."""
+    """Merges the parts by name: each name of any part, with the merged values of the parts that have it."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: merged([part[name] for part in parts if name in part]) for name in names}
 
 
 def _rate(rates: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    """Of counted things: the rates are made whole numbers again, so that nothing is lost."""
+    """Returns the rate over all parts. It turns each rate back into a whole number of items first, so that the sum is
+    exact."""
     total = sum(counts)
     return sum(round((rate or 0) * count) for rate, count in zip(rates, counts, strict=True)) / total if total else None
 
@@ -142,5 +143,5 @@ def _largest(values: Iterable[float | None]) -> float | None:
 
 
 def _listed(values: Iterable[str]) -> str:
-    """Those that differ, in the order in which they come."""
+    """Returns the distinct values, in their order of appearance."""
     return ", ".join(dict.fromkeys(values))

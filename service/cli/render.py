@@ -1,6 +1,6 @@
-"""Comparisons and reports for people: tables on a terminal, and a plot.
+"""Renders comparisons and reports: as tables on a terminal, and as a plot.
 
-matplotlib takes a second to import, and is imported only where a plot is drawn.
+matplotlib takes a second to import, so only `save` imports it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wane.service.cli.measure import PHASES, AgreementSummary, Measurements
 
 
 def latency_table(compared: Measurements) -> Table:
-    """Milliseconds by mode and phase."""
+    """Returns a table of latency in milliseconds, by mode and phase."""
     title = f"Latency of one next token, ms ({compared.steps} tokens, {compared.device})"
     table = _table(title, ("mode", "phase"), ("p50", "p90", "p99"))
     for mode, phases in compared.latency.items():
@@ -30,7 +30,8 @@ def latency_table(compared: Measurements) -> Table:
 
 
 def agreement_table(compared: Measurements) -> Table:
-    """How far windows are from recurrent: the model's k over all tokens, then every size at a few positions."""
+    """Returns a table of the agreement of windows with recurrent: the model's k over all tokens, then every window size
+    at a few positions."""
     columns = ("window", "pairs", "top-1", "proved", "TV mean", "TV max", "bound", "ms")
     table = _table("Agreement of window and recurrent (TV: total variation)", (), columns)
     table.caption = "ms: compute, median over positions"
@@ -55,7 +56,7 @@ def agreement_table(compared: Measurements) -> Table:
 
 
 def report_tables(report: Document) -> list[Table]:
-    """What a server has measured so far: latency by model and mode, agreement by model, sessions by model."""
+    """Returns the tables of a report: latency by model and mode, agreement by model, sessions by model."""
     of = f"{report['replicas']} replicas, {report['device']}" if "replicas" in report else report["device"]
     latency = _table(f"Latency, ms ({of})", ("model", "mode", "phase"), ("requests", "p50", "p90", "p99"))
     agreement = _table(
@@ -64,7 +65,7 @@ def report_tables(report: Document) -> list[Table]:
         ("pairs", "top-1", "proved", "TV mean", "TV max", "bound mean", "bound max", "over bound"),
     )
     if "replicas" in report:
-        latency.caption = "quantiles are read from the buckets' sums"
+        latency.caption = "quantiles are computed from the sums of the buckets"
     sessions = _table("Sessions", ("model", "version"), ("resident", "parked", "rebuilt"))
     for model in report["models"]:
         name = model["model"]
@@ -106,9 +107,9 @@ def _number(value: float | None, form: str) -> str:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {"recurrent": "#0072b2", "window": "#d55e00"}  # Okabe and Ito's: told apart by everybody
+COLOURS = {"recurrent": "#0072b2", "window": "#d55e00"}  # by Okabe and Ito, for colour-blind readers
 FORMATS = (".png", ".svg", ".pdf")
-FLOOR = 1e-9  # an exact zero has no place on a logarithmic axis: it is drawn here
+FLOOR = 1e-9  # a logarithmic axis has no zero: an exact zero is drawn here
 
 
 def save(compared: Measurements, path: Path) -> None:
@@ -125,7 +126,7 @@ def save(compared: Measurements, path: Path) -> None:
 
 
 def _draw_latency(axes: Axes, compared: Measurements) -> None:
-    """For each phase and mode a mark at the median, with a line to the 99th percentile."""
+    """Draws, for each phase and mode, a mark at the median and a line to the 99th percentile."""
     for offset, (mode, phases) in zip((-0.12, 0.12), compared.latency.items(), strict=True):
         places = [index + offset for index in range(len(PHASES))]
         medians = [phases[phase].p50 for phase in PHASES]
@@ -141,7 +142,7 @@ def _draw_latency(axes: Axes, compared: Measurements) -> None:
 
 
 def _draw_distance(axes: Axes, compared: Measurements) -> None:
-    """Total variation by window size: mean and largest measured, and the bound where every answer has one."""
+    """Draws total variation by window size: the mean, the maximum, and the bound if every answer has one."""
     sizes = [line.window for line in compared.windows]
     for name, style in (("total_variation_max", "o-"), ("total_variation_mean", "s--")):
         values = [max(getattr(line.agreement, name), FLOOR) for line in compared.windows]
@@ -155,12 +156,12 @@ def _draw_distance(axes: Axes, compared: Measurements) -> None:
     axes.set_yscale("log")
     axes.set_title("Total variation from recurrent")
     floored = any(line.agreement.total_variation_mean < FLOOR for line in compared.windows)
-    axes.set_ylabel("total variation" + (f" (under {FLOOR:g} drawn there)" if floored else ""))
+    axes.set_ylabel("total variation" + (f" (values under {FLOOR:g} drawn at it)" if floored else ""))
     _finish_window_axis(axes, compared, "lower left")
 
 
 def _draw_top1(axes: Axes, compared: Measurements) -> None:
-    """How often the most probable token is the same, by window size."""
+    """Draws how often the most probable token is the same, by window size."""
     sizes = [line.window for line in compared.windows]
     shares = [100 * line.agreement.top1_match_rate for line in compared.windows]
     axes.plot(sizes, shares, "o-", color=COLOURS["window"], label="top-1 equal")

@@ -1,4 +1,4 @@
-"""`wane report`: shows what one server, or the replicas of one together, have measured so far."""
+"""`wane report`: shows the statistics of one server, or the merged statistics of its replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILURES = (CommandError, ClientError, MergeError, OSError)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; `arguments[0]` is its name."""
     parser = argparse.ArgumentParser("wane report", description=__doc__)
-    parser.add_argument("urls", nargs="+", metavar="URL", help="of a server, such as http://127.0.0.1:8000")
+    parser.add_argument("urls", nargs="+", metavar="URL", help="a server's address, such as http://127.0.0.1:8000")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments[1:])
     urls = dict.fromkeys(url.rstrip("/") for url in options.urls)
@@ -36,10 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     if reports:
         found = reports[0] if len(urls) == 1 else merge(reports)
         if options.json:
-            print(json.dumps(found, indent=2))  # noqa: T201  (what was asked for)
+            print(json.dumps(found, indent=2))  # noqa: T201
         else:
             Console().print(*report_tables(found))
     if failures:
-        missing = f"{len(failures)} of {len(urls)} did not report, and are not in it: " if reports else ""
+        missing = f"{len(failures)} of {len(urls)} servers are not included: " if reports else ""
         raise CommandError(missing + "; ".join(failures))
     return 0

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line on standard error, for our messages and for uvicorn's alike."""
+"""Structured logs on standard error: one JSON object per line, for Wane's messages and uvicorn's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import orjson
 ACCESS = logging.getLogger("wane.access")
 SERVICE = logging.getLogger("wane")
 
-WAIT_S = 0.05  # the longest that a line waits for others
+WAIT_S = 0.05  # longest time that a line waits for others
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one line: time, level, logger, message, then the fields given as `extra={"fields": {...}}`."""
+    """Formats a record as one line: time, level, logger, message, then the fields in `extra={"fields": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -32,13 +32,13 @@ class JsonFormatter(logging.Formatter):
             line["trace"] = self.formatException(record.exc_info)
         try:
             return orjson.dumps(line, default=str).decode()
-        except TypeError:  # orjson refuses a lone surrogate
+        except TypeError:  # orjson rejects a lone surrogate
             return json.dumps(line, default=str)
 
 
 class TogetherHandler(logging.Handler):
-    """Writes the lines of WAIT_S seconds with one system call, on a thread of its own. A warning is written at once,
-    with the lines before it."""
+    """Writes the lines of WAIT_S seconds with one system call, on its own thread. Writes a warning immediately, with
+    the lines before it."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class TogetherHandler(logging.Handler):
         threading.Thread(target=self._write_on, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called with the handler's lock held."""
+        """Queues a line. The caller holds the handler's lock."""
         try:
             self._lines.append(self.format(record))
-        except Exception:  # as the library's handlers do
+        except Exception:  # like the library's handlers
             self.handleError(record)
             return
         if record.levelno >= logging.WARNING:
@@ -101,7 +101,7 @@ def flush() -> None:
 
 
 def log_access(message: str, fields: dict[str, object]) -> None:
-    """Logs a finished request: `ACCESS.info`, without the search for the calling line."""
+    """Logs a finished request like `ACCESS.info`, but without the search for the calling line."""
     if ACCESS.isEnabledFor(logging.INFO):
         extra = {"fields": fields}
         ACCESS.handle(ACCESS.makeRecord(ACCESS.name, logging.INFO, __file__, 0, message, (), None, extra=extra))

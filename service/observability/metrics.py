@@ -1,10 +1,10 @@
 """Every Prometheus metric of the server, in base units (seconds, bytes); labels never hold a session id.
 
-There is no global registry: the code that builds the application makes one `Metrics` and passes it on.
+There is no global registry: the code that builds the application creates one `Metrics` and passes it on.
 
-`Histogram` is our own, for what is observed at every token: prometheus_client's takes a lock and walks through its
-buckets for each value. Ours is used on the event loop's thread only, finds the bucket by bisection, and becomes a
-metric when it is scraped. The latest traced value of a bucket is its exemplar.
+`Histogram` replaces prometheus_client's, which takes a lock and walks through its buckets for each value. That is too
+slow for values observed at every token. This one is used on the event loop's thread only, finds the bucket by
+bisection, and builds its metric when it is scraped. The latest traced value of a bucket is its exemplar.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class Observed:
-    """The values of one set of labels."""
+    """The observed values of one combination of labels."""
 
     __slots__ = ("_bounds", "counts", "exemplars", "total")
 
@@ -38,7 +38,7 @@ class Observed:
         self.exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, trace_id: str | None = None) -> None:
-        """Counts one value, with the trace that it belongs to."""
+        """Counts one value. `trace_id`: of its trace, if it is sampled."""
         bucket = bisect_left(self._bounds, value)
         self.counts[bucket] += 1
         self.total += value
@@ -46,7 +46,7 @@ class Observed:
             self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def observe_all(self, buckets: Sequence[int], total: float) -> None:
-        """Counts one value for each of `buckets`, which add up to `total`."""
+        """Counts one value for each index in `buckets`; `total` is the sum of the values."""
         counts = self.counts
         for bucket in buckets:
             counts[bucket] += 1
@@ -70,11 +70,11 @@ class Histogram(Collector):
         self._bounds = tuple(buckets)
         self._observed: dict[tuple[str, ...], Observed] = {}
         if not labels:
-            self.labels()  # there from the start, at 0
+            self.labels()  # exported from the start, at 0
         registry.register(self)
 
     def labels(self, *values: str) -> Observed:
-        """The values of these labels. Raises ValueError for another number of labels."""
+        """Returns the values of these labels. Raises ValueError if the number of labels is wrong."""
         if len(values) != len(self._labels):
             raise ValueError(f"{self._name} has the labels {self._labels}, not {len(values)} of them")
         found = self._observed.get(values)
@@ -101,8 +101,9 @@ class Histogram(Collector):
 
 
 # From 20 microseconds (a wait in an idle queue) to a minute (twice the longest deadline by default). From 0.1 ms to
-# 10 ms, where steps and windows are, each bound is a third to two thirds above the one before, which is the largest
-# error of a quantile; beyond, it is 2 to 3 times that. Bounds are round: "how many took longer than 5 ms" is exact.
+# 10 ms, the range of steps and windows, each bound is a third to two thirds above the one before, which is the largest
+# error of a quantile; beyond, each bound is 2 to 3 times the one before. Bounds are round, so "how many took longer
+# than 5 ms" is exact.
 REQUEST_SECONDS = (
     *(0.000_02, 0.000_05),
     *(0.000_1, 0.000_15, 0.000_2, 0.000_3, 0.000_5, 0.000_7),
@@ -112,11 +113,11 @@ REQUEST_SECONDS = (
 )
 # Runs are shorter than requests: to 1 s.
 RUN_SECONDS = REQUEST_SECONDS[:21]
-# Batches are counted, and their size is bounded by max_batch_size: powers of two.
+# Powers of two: max_batch_size limits the size of a batch.
 BATCH_ITEMS = tuple(float(2**power) for power in range(11))
-# Share of a batch's positions that is padding: bounded by one half, see the batcher.
+# Share of a batch's positions that is padding: at most one half, see the batcher.
 PADDING_SHARE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
-# Total variation of two distributions, in [0, 1]: float32 noise to entirely different, by decades.
+# Total variation of two distributions, in [0, 1]: by decades, from float32 noise to disjoint.
 TOTAL_VARIATION = tuple(10.0**-power for power in range(8, -1, -1))
 # The same scale, with a bucket for exact answers.
 ERROR_BOUND = (0.0, *TOTAL_VARIATION)
@@ -140,46 +141,46 @@ class Metrics:
         # HTTP and WebSocket requests.
         self.http_requests = counter("wane_http_requests", "HTTP requests answered.", "route", "method", "status")
         self.http_request_seconds = histogram(
-            "wane_http_request_seconds", "HTTP requests, start to end.", REQUEST_SECONDS, "route"
+            "wane_http_request_seconds", "Latency of HTTP requests.", REQUEST_SECONDS, "route"
         )
         self.request_errors = counter(
             "wane_request_errors",
-            "Requests and messages that failed, by the failure's code and the name of the key, which may be none.",
+            "Requests and messages that failed, by error code and by the name of the API key, which may be empty.",
             "code",
             "key",
         )
-        self.websockets = gauge("wane_websockets", "WebSockets that are open.")
+        self.websockets = gauge("wane_websockets", "Open WebSockets.")
         self.websocket_messages = counter("wane_websocket_messages", "Messages answered, by their status.", "status")
         self.websocket_message_seconds = histogram(
-            "wane_websocket_message_seconds", "Messages of WebSockets, from received to answered.", REQUEST_SECONDS
+            "wane_websocket_message_seconds", "Latency of WebSocket messages.", REQUEST_SECONDS
         )
         self.connections_rejected = counter(
             "wane_connections_rejected",
-            "Connections that the server ended, by reason: too_many, long_head, long_trailers, slow_head, slow_body, "
-            "full (of bodies and messages), malformed, handshake (of a WebSocket), unread (cut off), frames (of a "
-            "WebSocket, without a message).",
+            "Rejected connections, by reason: too_many, long_head, long_trailers, slow_head, slow_body, full (receive "
+            "budget), malformed, handshake (of a WebSocket), unread (the client read nothing), frames (of a WebSocket, "
+            "without a message).",
             "reason",
         )
         # By route, method and status, the seconds and traces of requests that are not counted yet.
         self._counted: dict[tuple[str, str, int], list[tuple[float, str | None]]] = {}
-        # The metrics of these labels are looked up once: there are few, and many requests.
+        # Looks up the metrics of each combination of labels only once.
         self._of_request = cache(
             lambda route, *rest: (self.http_requests.labels(route, *rest), self.http_request_seconds.labels(route))
         )
         self._of_message = cache(lambda status: self.websocket_messages.labels(status))
-        self.ready = gauge("wane_ready", "1 from when every model is loaded, or failed to be, until the server drains.")
+        self.ready = gauge("wane_ready", "1 once every model is loaded or has failed to load; 0 while draining.")
         self.model_loads = counter(
             "wane_model_loads",
-            "Models asked to be loaded, at start or later: outcome loaded, same or failed.",
+            "Loads of models, at start or later, by outcome: loaded, same or failed.",
             "outcome",
         )
         self.model_info = gauge("wane_model_info", "1 for each loaded model.", "model", "version", "device")
 
-        # Answers, by operation (predict, step, score, generate, compare) and the mode that was used.
+        # Answers, by operation (predict, step, score, generate, compare) and by the mode used.
         self.answers = counter("wane_answers", "Requests answered by an engine.", "model", "operation", "mode")
         self.answer_seconds = histogram(
             "wane_answer_seconds",
-            "Predictions and steps, by phase: queue, compute, total.",
+            "Latency of predictions and steps in the engine, by phase: queue, compute, total.",
             REQUEST_SECONDS,
             "model",
             "mode",
@@ -188,7 +189,7 @@ class Metrics:
 
         self.answer_error_bound = histogram(
             "wane_answer_error_bound",
-            "Error bounds of predictions and steps, total variation; answers without a bound are not counted.",
+            "Error bounds of predictions and steps, in total variation; answers without a bound are not counted.",
             ERROR_BOUND,
             "model",
             "mode",
@@ -201,87 +202,90 @@ class Metrics:
         )
 
         # The batcher.
-        self.queue_items = gauge("wane_queue_items", "Work that waits for the runner.", "model")
+        self.queue_items = gauge("wane_queue_items", "Items that wait for the runner.", "model")
         self.queue_wait_seconds = counter(
             "wane_queue_wait_seconds",
-            "Time that work has waited for the runner, summed over all of it, once it was run or dropped; its rate is "
-            "how much was waiting on average. What is refused waits for nothing.",
+            "Sum of the times that items waited for the runner, counted when an item is run or dropped. Its rate is "
+            "the average number of waiting items. Rejected items are not included.",
             "model",
             "role",
         )
         self.batch_items = histogram("wane_batch_items", "Items of a batch.", BATCH_ITEMS, "model", "role")
-        self.batch_seconds = histogram("wane_batch_seconds", "Runs of a graph.", RUN_SECONDS, "model", "role")
+        self.batch_seconds = histogram("wane_batch_seconds", "Duration of graph runs.", RUN_SECONDS, "model", "role")
         self.batch_padding_share = histogram(
             "wane_batch_padding_share", "Share of a batch that is padding.", PADDING_SHARE, "model", "role"
         )
         self.queue_dropped = counter(
             "wane_queue_dropped",
-            "Work dropped before its batch: reason abandoned (the client left) or deadline.",
+            "Items dropped before their batch, by reason: abandoned (the client disconnected) or deadline.",
             "model",
             "reason",
         )
-        self.queue_rejected = counter("wane_queue_rejected", "Work refused because the queue was full.", "model")
-        self.queue_failed = counter("wane_queue_failed", "Work whose run failed.", "model")
+        self.queue_rejected = counter("wane_queue_rejected", "Items rejected because the queue was full.", "model")
+        self.queue_failed = counter("wane_queue_failed", "Items whose run failed.", "model")
 
         # Sessions.
         self.sessions_resident = gauge("wane_sessions_resident", "Sessions whose state is in memory.", "model")
         self.sessions_parked = gauge(
-            "wane_sessions_parked", "Sessions that were used here and have no state in memory; once a second.", "model"
+            "wane_sessions_parked", "Sessions used here without a state in memory; updated once a second.", "model"
         )
         self.state_bytes = gauge("wane_state_bytes", "Memory in use for states.", "model")
         self.state_rebuilds = counter("wane_state_rebuilds", "States rebuilt from a tail.", "model")
         self.state_replays = counter(
-            "wane_state_replays", "States brought up to tokens that other replicas had appended.", "model"
+            "wane_state_replays", "States brought up to date with tokens that other replicas appended.", "model"
         )
-        self.states_evicted = counter("wane_states_evicted", "States dropped to make room for others.", "model")
+        self.states_evicted = counter(
+            "wane_states_evicted", "States evicted from memory to make room for others.", "model"
+        )
         self.sessions_evicted_memory = counter(
-            "wane_sessions_evicted_memory", "Sessions ended early for lack of memory.", "model"
+            "wane_sessions_evicted_memory", "Sessions evicted for lack of memory.", "model"
         )
-        self.state_faults = counter("wane_state_faults", "Faults of kept states: must stay 0.", "model")
-        self.steps_replayed = counter("wane_steps_replayed", "Steps answered again without appending.", "model")
-        self.step_conflicts = counter("wane_step_conflicts", "Comparisons lost against another writer.", "model")
+        self.state_faults = counter("wane_state_faults", "Faults found in resident states: must stay 0.", "model")
+        self.steps_replayed = counter("wane_steps_replayed", "Retried steps, answered without appending.", "model")
+        self.step_conflicts = counter("wane_step_conflicts", "Commits that lost against another writer.", "model")
 
         # The store that replicas share.
-        self.store_up = gauge("wane_store_up", "1 while the session store can be reached.")
+        self.store_up = gauge("wane_store_up", "1 while the session store is reachable.")
         self.store_roundtrip_seconds = histogram(
-            "wane_store_roundtrip_seconds", "Round trips to the session store.", REQUEST_SECONDS, "store"
+            "wane_store_roundtrip_seconds", "Latency of round trips to the session store.", REQUEST_SECONDS, "store"
         )
         self.store_roundtrip_commands = histogram(
-            "wane_store_roundtrip_commands", "Commands of a round trip to the session store.", BATCH_ITEMS, "store"
+            "wane_store_roundtrip_commands", "Commands per round trip to the session store.", BATCH_ITEMS, "store"
         )
         self.sessions_not_durable = gauge(
             "wane_sessions_not_durable", "Sessions with tokens that only this process has."
         )
         self.sessions_conflict_discarded = counter(
-            "wane_sessions_conflict_discarded", "Sessions whose tokens that were not durable were lost."
+            "wane_sessions_conflict_discarded", "Sessions that lost tokens that were not durable."
         )
 
         # Agreement of window and recurrent answers.
-        self.agreement_compared = counter("wane_agreement_compared", "Pairs of answers compared.", "model")
+        self.agreement_compared = counter("wane_agreement_compared", "Compared pairs of answers.", "model")
         self.agreement_top1_matches = counter(
             "wane_agreement_top1_matches", "Pairs with the same first token.", "model"
         )
         self.agreement_top1_proved = counter(
-            "wane_agreement_top1_proved", "Pairs whose first tokens the window alone proves to be the same.", "model"
+            "wane_agreement_top1_proved", "Pairs for which the window alone proves the same first token.", "model"
         )
         self.agreement_total_variation = histogram(
             "wane_agreement_total_variation", "Total variation of a pair.", TOTAL_VARIATION, "model"
         )
         self.agreement_bound_violations = counter(
-            "wane_agreement_bound_violations", "Pairs further apart than is claimed: must stay 0.", "model"
+            "wane_agreement_bound_violations", "Pairs that differ by more than their error bound: must stay 0.", "model"
         )
 
-        # Shadows: live answers that were sampled, to be given by the other mode too.
+        # Shadows: sampled live answers that the other mode computes too.
         self.shadow = counter(
             "wane_shadow",
-            "Sampled answers, by outcome: compared, dropped (there was no idle time), failed.",
+            "Sampled answers, by outcome: compared, dropped (no idle time), failed.",
             "model",
             "outcome",
         )
-        self.shadow_cpu_seconds = counter("wane_shadow_cpu_seconds", "Processor time of shadows.", "model")
+        self.shadow_cpu_seconds = counter("wane_shadow_cpu_seconds", "CPU time of shadows.", "model")
 
     def count_request(self, route: str, method: str, status: int, seconds: float, trace_id: str | None = None) -> None:
-        """Counts an HTTP request; those of one turn of the event loop together. `trace_id`: of one that is traced."""
+        """Counts an HTTP request, together with the others of this turn of the event loop. `trace_id`: of its trace, if
+        it is sampled."""
         if not self._counted:
             asyncio.get_running_loop().call_soon(self._count_requests)
         labels = route, method, status
@@ -299,12 +303,12 @@ class Metrics:
                 durations.observe(seconds, trace_id)
 
     def count_message(self, status: int, seconds: float, trace_id: str | None = None) -> None:
-        """Counts a message of a WebSocket that was answered."""
+        """Counts an answered WebSocket message."""
         self._of_message(status).inc()
         self.websocket_message_seconds.observe(seconds, trace_id)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """All metrics as text, and its content type: OpenMetrics, with exemplars, if the client accepts it."""
+        """Returns all metrics as text, and the content type: OpenMetrics, with exemplars, if the client accepts it."""
         self._count_requests()
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type

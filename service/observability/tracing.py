@@ -1,17 +1,17 @@
 """Traces of requests, by OpenTelemetry: the extra `otel`, switched on by `OTEL_EXPORTER_OTLP_ENDPOINT`.
 
-    POST /v1/sessions/{session}/tokens      the request, as the middleware sees it; its parent is the client's span
-      queue                                 from queued until the runner begins; once for each batch that it waits for
-      batch                                 from then until its results are handed out; linked to every sampled
+    POST /v1/sessions/{session}/tokens      the request in the middleware; its parent is the client's span
+      queue                                 from queued until the runner begins; one for each batch of the request
+      batch                                 from then until its results are delivered; linked to every sampled
                                             request in it
         run                                 of the model's graph
 
-A batch is run once, and stands once in what is exported: in the trace of the first sampled request in it. The `queue`
-spans of the others are linked to it.
+A batch is exported once, in the trace of the first sampled request in it. The `queue` spans of the others link to it.
 
-Whether a request is sampled is decided here, from two bytes of `traceparent` or a random number, before OpenTelemetry
-is called: a request that is not sampled costs no more. The spans of a sampled one are made when it, or its batch, is
-over, from times that are taken anyway. OpenTelemetry's own thread exports them, and drops what it cannot keep up with.
+This module decides whether a request is sampled, from two bytes of `traceparent` or a random number, before it calls
+OpenTelemetry: a request that is not sampled costs nothing more. The spans of a sampled request are made when it, or its
+batch, has ended, from times that are measured anyway. OpenTelemetry's own thread exports them, and drops spans that it
+has no time for.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Attribute = str | bool | int | float
 
 
 class Parent(NamedTuple):
-    """A `traceparent`: the trace, the client's span, and whether that is sampled."""
+    """A `traceparent` header: the trace, the client's span, and whether the span is sampled."""
 
     trace_id: int
     span_id: int
@@ -55,21 +55,21 @@ class Parent(NamedTuple):
 
     @classmethod
     def of(cls, traceparent: bytes | None) -> Parent | None:
-        """None if the header is missing, or invalid by the W3C's recommendation."""
+        """Parses the header. Returns None if it is missing, or invalid by the W3C's recommendation."""
         found = None if traceparent is None else TRACEPARENT.fullmatch(traceparent)
         return None if found is None else cls(int(found[2], 16), int(found[3], 16), bool(int(found[4], 16) & 1))
 
 
 class Sampling:
-    """Which requests are traced, by `OTEL_TRACES_SAMPLER` and its argument; by default those with a sampled parent or
-    without a parent."""
+    """Decides which requests are traced, by `OTEL_TRACES_SAMPLER` and its argument. The default: requests with a
+    sampled parent, or without a parent."""
 
-    BITS = 64  # the lower bits of a trace's id, which decide
+    BITS = 64  # lower bits of a trace's id, which decide
 
     def __init__(self, name: str = "", share: str = "") -> None:
         name = name or f"{PARENT_BASED}always_on"
         if name.removeprefix(PARENT_BASED) not in SAMPLERS:
-            SERVICE.warning("%s is %s, which is not known here; parentbased_always_on is taken", SAMPLER, name)
+            SERVICE.warning("%s is %s, which is not supported; parentbased_always_on is used", SAMPLER, name)
             name = f"{PARENT_BASED}always_on"
         self.follows_parent = name.startswith(PARENT_BASED)
         part = 0.0 if name.endswith("always_off") else 1.0
@@ -79,12 +79,12 @@ class Sampling:
             except ValueError:
                 part = -1.0
             if not 0 <= part <= 1:
-                SERVICE.warning("%s is %s, but must be a number from 0 to 1; 1 is taken", SHARE, share)
+                SERVICE.warning("%s is %s, but must be a number from 0 to 1; 1 is used", SHARE, share)
                 part = 1.0
         self.below = round(part * (1 << self.BITS))
 
     def takes(self, parent: Parent | None) -> bool:
-        """Whether a request is traced."""
+        """Returns whether a request is traced."""
         if parent is None:
             return getrandbits(self.BITS) < self.below
         if self.follows_parent:
@@ -93,7 +93,7 @@ class Sampling:
 
 
 class Traced:
-    """A request that is sampled. All times are seconds of `time.perf_counter`."""
+    """A sampled request. All times are seconds of `time.perf_counter`."""
 
     __slots__ = ("_offset_ns", "_span", "_tracer")
 
@@ -105,11 +105,11 @@ class Traced:
 
     @property
     def trace_id(self) -> str:
-        """The id as `traceparent` writes it."""
+        """The trace's id, in the format of `traceparent`."""
         return f"{self._span.get_span_context().trace_id:032x}"
 
     def end(self, name: str, status: int, attributes: Mapping[str, object], error: str | None, ended_s: float) -> None:
-        """Ends the request's span. `attributes` that are None are left out; from status 500 on the span has failed."""
+        """Ends the request's span. Omits `attributes` that are None. From status 500 on, marks the span as failed."""
         span = self._span
         span.update_name(name)
         span.set_attributes({key: value for key, value in attributes.items() if isinstance(value, Attribute)})
@@ -120,14 +120,14 @@ class Traced:
         span.end(self._ns(ended_s))
 
     def skipped(self, queued_s: float, left_s: float, reason: str) -> None:
-        """Makes the span of work that left the queue without being run."""
+        """Makes the span of an item that left the queue without being run."""
         span = self._child("queue", queued_s)
         span.set_attribute("error.type", reason)
         _fail(span, reason)
         span.end(self._ns(left_s))
 
     def _child(self, name: str, started_s: float, of: Span | None = None, to: Sequence[Span] = ()) -> Span:
-        """A child of the request's span, or `of` another of its spans, linked `to` some."""
+        """Starts a child of the request's span, or of the span `of`, with links to the spans in `to`."""
         from opentelemetry.trace import Link, set_span_in_context
 
         return self._tracer.start_span(
@@ -142,7 +142,7 @@ class Traced:
 
 
 class Batch(NamedTuple):
-    """A batch that was run. `failed`: how many of its items have no result."""
+    """A finished batch. `failed`: how many of its items have no result."""
 
     model: str
     role: str
@@ -153,7 +153,7 @@ class Batch(NamedTuple):
     ended_s: float
 
     def trace(self, waiting: Mapping[Traced, float]) -> None:
-        """Makes its spans. `waiting`: the sampled requests in it, and when each was queued."""
+        """Makes the batch's spans. `waiting`: its sampled requests, and when each was queued."""
         first = next(iter(waiting))
         handed_out_s = time.perf_counter()
         batch = first._child("batch", self.began_s, to=[traced._span for traced in waiting])
@@ -173,7 +173,7 @@ class Batch(NamedTuple):
 
 
 CURRENT: ContextVar[Traced | None] = ContextVar("wane.traced", default=None)
-"""The sampled request that is being answered, if it is one."""
+"""The request that is being answered, if it is sampled."""
 
 
 class Tracing:
@@ -186,8 +186,8 @@ class Tracing:
 
     @classmethod
     def open(cls, environment: Mapping[str, str], version: str | None = None) -> Tracing | None:
-        """As the OTEL_... variables set it; None if they name no endpoint, or switch traces off. Also None, with a
-        warning in the log, if the extra is not installed."""
+        """Opens tracing as the OTEL_... variables configure it. Returns None if they set no endpoint, or disable
+        traces. Also returns None, with a warning in the log, if the extra is not installed."""
         if not any(environment.get(name) for name in ENDPOINTS):
             return None
         if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -205,7 +205,7 @@ class Tracing:
             return None
         protocol = next(filter(None, map(environment.get, PROTOCOLS)), PROTOCOL)
         if protocol != PROTOCOL:
-            SERVICE.warning("traces are exported by %s, not by %s: the endpoint must take that", PROTOCOL, protocol)
+            SERVICE.warning("traces are exported by %s, not by %s: the endpoint must accept it", PROTOCOL, protocol)
         attributes: dict[str, Attribute] = {} if version is None else {"service.version": version}
         named = environment.get("OTEL_SERVICE_NAME") or "service.name=" in environment.get(
             "OTEL_RESOURCE_ATTRIBUTES", ""
@@ -217,7 +217,7 @@ class Tracing:
         return cls(provider, Sampling(environment.get(SAMPLER, ""), environment.get(SHARE, "")))
 
     def begin(self, parent: Parent | None, tracestate: Sequence[bytes], started_s: float) -> Traced | None:
-        """A request that has begun; None if it is not sampled."""
+        """Starts the span of a request. Returns None if the request is not sampled."""
         if not self._sampling.takes(parent):
             return None
         from opentelemetry.trace import SpanKind

@@ -1,6 +1,7 @@
-"""From a bundle to an engine: read it, verify all of it, open its graphs, warm up. None of it runs on the event loop.
+"""Turns a bundle into an engine: reads and verifies it, opens its graphs, and warms up, all outside the event loop.
 
-A load delays other models by a few milliseconds at a time: arithmetic and graphs run without the interpreter's lock.
+A load delays other models by a few milliseconds at a time, because arithmetic and graphs run without the interpreter's
+lock.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ logger = logging.getLogger("wane.engine")
 
 @dataclass(frozen=True, slots=True)
 class LoadedBundle:
-    """A verified bundle, the runner of its graphs, and another for shadows if the settings ask for any. `bits`: the
-    digest of what its graphs compute here. `direction`: see `DirectionProof.of`."""
+    """A verified bundle, the runner of its graphs, and another runner for shadows if the settings enable them. `bits`:
+    the digest of the results of its graphs on this machine. `direction`: see `DirectionProof.of`."""
 
     bundle: Bundle
     margin: MarginProof
@@ -40,7 +41,7 @@ class LoadedBundle:
     bits: bytes
 
     def close(self) -> None:
-        """Closes the runners, which no engine has taken over."""
+        """Closes the runners, if no engine owns them."""
         self.runner.close()
         if self.shadow is not None:
             self.shadow.kill()
@@ -48,7 +49,7 @@ class LoadedBundle:
 
 
 def read(path: Path) -> Bundle:
-    """A bundle that is verified but for its graphs; a certificate that does not hold is left out. Blocks.
+    """Reads a bundle and verifies everything but its graphs. Removes a certificate that does not hold. Blocks.
 
     Raises BundleError.
     """
@@ -61,7 +62,7 @@ def read(path: Path) -> Bundle:
 
 
 def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
-    """Opens a bundle's graphs, and verifies them against the oracle. Blocks. Raises BundleError, DeviceError."""
+    """Opens a bundle's graphs and verifies them against the oracle. Blocks. Raises BundleError, DeviceError."""
     runner = OnnxRunner(bundle, settings.device, settings.threads)
     try:
         try:
@@ -85,8 +86,8 @@ def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
 
 
 async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics: Metrics) -> Engine:
-    """An engine that is ready for its first request. It owns `opened`, which is closed if this fails. Raises ValueError
-    if the settings do not fit the model, and what its graphs raise."""
+    """Returns a warmed-up engine, which owns `opened`; closes `opened` on failure. Raises ValueError if the settings do
+    not fit the model, and the errors of its graphs."""
     bundle, manifest = opened.bundle, opened.bundle.manifest
     try:
         engine = Engine(
@@ -118,13 +119,13 @@ async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics:
 
 
 def trim() -> None:
-    """Has glibc return free memory to the system. The checks of a bundle leave a lot."""
+    """Makes glibc return free memory to the system. The checks of a bundle leave a lot of it."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def uncertified(bundle: Bundle, error: CertificateError) -> Bundle:
-    """The bundle without its certificate, and with the reason, which names no path of this machine."""
+    """Returns the bundle without its certificate, and with the reason. The reason contains no path of this machine."""
     logger.warning("model %s is served as uncertified: %s", bundle.manifest.name, error)
     reason = str(error)
     for place in (bundle.path / MANIFEST, bundle.path):

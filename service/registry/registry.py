@@ -1,6 +1,6 @@
-"""The models that this process serves, by name: loaded at start, then replaced and unloaded by `swap.py`.
+"""The models that this process serves, by name. They are loaded at start; `swap.py` replaces and unloads them.
 
-At start the default model is loaded first, and answers while the others are loaded. A request for one of those waits.
+At start the default model is loaded first, and answers while the others load. A request for one of the others waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from wane.service.types import Condition, id_of
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One version of a model. `reason` says why it is not ready, or why it is still there."""
+    """One version of a model. `reason` says why it is not ready, or why it is still loaded."""
 
     name: str
     version: str
@@ -48,7 +48,7 @@ logger = logging.getLogger("wane.engine")
 
 
 class RegistryError(Exception):
-    """A model that the server needs was not loaded. The message is for the operator, and the process ends."""
+    """A required model was not loaded. The message is for the operator, and the process ends."""
 
 
 class ModelRegistry:
@@ -57,11 +57,11 @@ class ModelRegistry:
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings = settings
         self._metrics = metrics
-        self._found: dict[str, FoundBundle] = {}  # what is loaded at start, by name
-        self._loads: dict[str, asyncio.Task[Engine]] = {}  # those of them that go on
-        self._open = asyncio.Event()  # the store is open, and the models to come are known
+        self._found: dict[str, FoundBundle] = {}  # bundles to load at start, by name
+        self._loads: dict[str, asyncio.Task[Engine]] = {}  # their unfinished loads
+        self._open = asyncio.Event()  # the store is open, and the names of the models are known
         self._closing: asyncio.Task[None] | None = None
-        self.default = settings.default_model  # the name of the model that answers where none is named
+        self.default = settings.default_model  # the model that answers requests without a model name
         self._status = "loading"
         self._leaving = False
         self.session_store: Store | None = None
@@ -90,12 +90,12 @@ class ModelRegistry:
 
     @property
     def loading(self) -> Sequence[str]:
-        """The names of the models that are still to be loaded at start, in their order."""
+        """The names of the models that the start has not loaded yet, in order."""
         return [name for name in self._loads if self.is_coming(name)]
 
     @property
     def device(self) -> str:
-        """`cpu` or `cuda`; before loading, the device that was asked for."""
+        """`cpu` or `cuda`; before loading, the device in the settings."""
         return next((engine.device for engine in self._engines.values()), self._settings.device)
 
     @property
@@ -104,10 +104,10 @@ class ModelRegistry:
         return None if self.session_store is None else self.session_store.standing
 
     async def load(self, on_default: Callable[[], None] = lambda: None) -> None:
-        """Opens the session store, then loads every model, one after another, the default first.
+        """Opens the session store, then loads all models one by one, the default first.
 
-        Models answer as soon as they are loaded; `on_default` is called once the default does. A model that cannot be
-        loaded is left out: `failures` says why. If it is the default, or if the settings require all models, this
+        A model answers as soon as it is loaded; `on_default` is called once the default model is. A model that cannot
+        be loaded is skipped: `failures` says why. If it is the default, or if the settings require all models, this
         raises RegistryError, BundleError or DeviceError, and the caller must close the registry.
 
         A model whose certificate does not hold is served as uncertified; its certificate then says why.
@@ -116,9 +116,9 @@ class ModelRegistry:
         found = await asyncio.to_thread(self._find)
         self.default = self._choose_default(found)
         self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self.default, item[0])))
-        if self._status != "loading":  # closed meanwhile: the sessions are left to the next process
+        if self._status != "loading":  # closed meanwhile: the next process reads the sessions
             return
-        # Every session can then be asked for every window that its model takes.
+        # Every session then has enough tokens for any window of its model.
         longest = max(self._settings.session_history_tokens, *(one.max_window for one in found.values()))
         store = self.session_store = make_store(self._settings, longest, self._metrics)
         await store.open()
@@ -151,7 +151,8 @@ class ModelRegistry:
             raise cause if isinstance(cause, BundleError | DeviceError) else RegistryError(error.message) from None
 
     def get(self, name: str | None = None) -> Engine:
-        """The engine of a model, or the default one. Raises UnknownModel; Unavailable while it is not loaded yet."""
+        """Returns the engine of a model, by default of the default model. Raises UnknownModel; Unavailable while the
+        model is loading."""
         self.check_ready()
         name = self.default if name is None else name
         engine = self._engines.get(name)
@@ -165,7 +166,7 @@ class ModelRegistry:
         raise UnknownModel(f"there is no model {truncate_repr(name)}; there are {there}")
 
     def is_coming(self, name: str | None = None) -> bool:
-        """Whether a model, or the default one, is still to be loaded at start: see `wait_for`."""
+        """Returns whether the start has not loaded a model yet, by default the default model: see `wait_for`."""
         if not self._open.is_set():
             return self._status == "loading"
         name = self.default if name is None else name
@@ -173,7 +174,7 @@ class ModelRegistry:
         return load is not None and not load.done() and name not in self._engines
 
     async def wait_for(self, name: str | None = None, deadline: float | None = None) -> None:
-        """Waits until the load of a model, or of the default one, at start has ended.
+        """Waits until the start has loaded a model, by default the default model, or failed to.
 
         Raises DeadlineExceeded; Unavailable if the server stops meanwhile.
         """
@@ -185,27 +186,28 @@ class ModelRegistry:
         self.check_ready()
 
     async def wait_for_all(self, deadline: float | None = None) -> None:
-        """As `wait_for`, of every model."""
+        """Waits like `wait_for`, for every model."""
         await self.wait_for(None, deadline)
         for name in self.loading:
             await self.wait_for(name, deadline)
 
     async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> Engine:
-        """The engine of a session, by the name that it has inside: see `Owner`. Waits for a model still being loaded.
+        """Returns the engine of a session, by its name inside the service: see `types.py`. Waits while its model is
+        loading.
 
-        Raises UnknownSession; InvalidRequest if `model` is another; TokenizerChanged if its tokens are of another
-        tokenizer; Unavailable if its model could not be loaded; DeadlineExceeded.
+        Raises UnknownSession; InvalidRequest if `model` is not the session's; TokenizerChanged if its tokens are from
+        another tokenizer; Unavailable if its model could not be loaded; DeadlineExceeded.
         """
         if not self._open.is_set():
             await self.wait_for(deadline=deadline)
         if self._status == "draining":
             self.check_ready()
-        assert self.session_store is not None, "open without a store: this is a bug"
+        assert self.session_store is not None, "the registry is open without a store: this is a bug"
         kind = self.session_store.kind(session)
         if kind is not None and (kind[0] in self._engines or not self.is_coming(kind[0])):
             try:
                 return self._engine_of(session, kind, model)
-            except WaneError:  # a session that was created again elsewhere may be of another model
+            except WaneError:  # another replica may have created the session again with another model
                 pass
         record = await self.session_store.get(session)
         kind = None if record is None else (record.model, record.vocabulary)
@@ -214,7 +216,7 @@ class ModelRegistry:
         return self._engine_of(session, kind, model)
 
     def resident_engine(self, session: str) -> Engine | None:
-        """The engine that has the session's state in its cache; None if there is none, or the server drains."""
+        """Returns the engine that has the session's state in its cache, or None. Returns None if the server drains."""
         if self._status != "draining":
             for engine in self._engines.values():
                 if engine.has_state(session):
@@ -222,7 +224,8 @@ class ModelRegistry:
         return None
 
     def _engine_of(self, session: str, kind: tuple[str, str] | None, model: str | None = None) -> Engine:
-        """The engine for a session of this model and vocabulary; `kind` is None if there is no such session."""
+        """Returns the engine for a session. `kind` is its model and vocabulary, or None if the session does not
+        exist."""
         own, vocabulary = kind or ("", "")
         engine = self._engines.get(own)
         if engine is None and own in self.failures:
@@ -240,29 +243,29 @@ class ModelRegistry:
         return engine
 
     def list(self) -> Sequence[Engine]:
-        """The engine of every model that is loaded: the default first, the others by name. Raises Unavailable."""
+        """Returns the engines of all loaded models: the default first, the others by name. Raises Unavailable."""
         self.check_ready()
         return sorted(self._engines.values(), key=lambda engine: (engine.name != self.default, engine.name))
 
     async def report(self) -> Report:
-        """The body of /v1/report, with versions kept for their sessions. Raises Unavailable."""
+        """Returns the body of /v1/report, including versions that are kept for their sessions. Raises Unavailable."""
         engines = [*self.list(), *self.retired_engines.lingering]
         return {"device": self.device, "models": [await engine.report() for engine in engines]}
 
     # Changes
 
     async def load_model(self, name: str, deadline: float | None = None) -> Engine:
-        """Serves a model as its bundle is now: loads it, replaces another version, or leaves it as it is.
+        """Serves the current bundle of a model: loads it, replaces another version, or does nothing if it is loaded.
 
-        The load goes on if the caller leaves or its deadline passes. One model is loaded at a time. Raises UnknownModel
-        if there is no such bundle; LoadFailed, and then the version before is still served; DeadlineExceeded,
-        Unavailable.
+        The load continues if the caller disconnects or its deadline passes. One model is loaded at a time. Raises
+        UnknownModel if there is no such bundle; LoadFailed if the load fails, in which case the earlier version is
+        still served; DeadlineExceeded, Unavailable.
         """
         self.check_ready()
         return await self.lifecycle.load(name, deadline)
 
     async def unload_model(self, name: str, deadline: float | None = None) -> None:
-        """Serves the model no more. Its sessions go on if it is loaded again before they expire.
+        """Stops serving a model. Its sessions continue if it is loaded again before they expire.
 
         Raises UnknownModel, Unavailable, DeadlineExceeded.
         """
@@ -273,7 +276,8 @@ class ModelRegistry:
             self.lifecycle.unload(self.get(name))
 
     async def index(self) -> Sequence[IndexEntry]:
-        """Every version that is served, loading, unloading or in the folder of bundles, by name. Raises Unavailable."""
+        """Returns every version that is served, loading, unloading or in the folder of bundles, by name. Raises
+        Unavailable."""
         self.check_ready()
         bundles = await asyncio.to_thread(self._repository.list)
         retired = self.retired_engines
@@ -299,18 +303,19 @@ class ModelRegistry:
     # The end
 
     def leave(self) -> None:
-        """Not ready from now on, so that load balancers send requests elsewhere; requests are still taken."""
+        """Marks the registry as not ready, so that load balancers send requests elsewhere. Requests are still
+        accepted."""
         self._leaving = True
         self._metrics.ready.set(0)
 
     async def close(self) -> None:
-        """Refuses new requests, and those that wait for a model; waits for those in flight, then closes every engine.
+        """Rejects new requests and requests that wait for a model, waits for those in flight, then closes every engine.
         A second call waits for the first."""
         if self._closing is None:
             self._status = "draining"
             self._metrics.ready.set(0)
             self._open.set()
-            for load in self._loads.values():  # requests that wait for it fail at once
+            for load in self._loads.values():  # requests that wait for it fail immediately
                 load.cancel()
             self.lifecycle.stop()
             if self._watching is not None:
@@ -326,7 +331,7 @@ class ModelRegistry:
         except TimeoutError:
             logger.warning("requests were still running after %d ms", self._settings.drain_timeout_ms)
         await asyncio.gather(*(engine.close() for engine in engines))
-        if self.session_store is not None:  # before loads are waited for, which may take longer than the process has
+        if self.session_store is not None:  # before waiting for loads, which may take longer than the process has
             await self.session_store.close()
         await asyncio.gather(*self.lifecycle.tasks, return_exceptions=True)
 
@@ -346,7 +351,7 @@ class ModelRegistry:
         return next((name for name, one in found.items() if one.reason is None), next(iter(found)))
 
     def _find(self) -> dict[str, FoundBundle]:
-        """Every model's latest bundle, by name. Raises RegistryError."""
+        """Returns every model's latest bundle, by name. Raises RegistryError."""
         try:
             paths = self._repository.paths()
         except RepositoryError as error:
@@ -354,7 +359,7 @@ class ModelRegistry:
         bundles = sorted(map(look, paths), key=lambda one: (one.name, int(one.version or 0)))
         found = {one.name: one for one in bundles}
         for one in bundles:
-            if one.reason is not None and found[one.name] is not one:  # its folder has the name of another's model
+            if one.reason is not None and found[one.name] is not one:  # another bundle's model has its folder's name
                 if self._settings.require_all:
                     raise RegistryError(one.reason)
                 logger.warning("a bundle was not loaded: %s", one.reason)

@@ -1,14 +1,14 @@
 """Loads, swaps and unloads models while others are served.
 
-A model's new version is loaded beside the old one, verified and warmed up. Then it takes the old one's place between
-two turns of the event loop: later requests get the new one, requests in flight are answered by the old one, which is
-closed after the last of them. If the load fails, nothing has changed.
+A model's new version is loaded, verified and warmed up while the old version serves. Then it replaces the old version
+between two turns of the event loop: the new version answers later requests, and the old version answers the requests in
+flight and is closed after the last of them. A failed load changes nothing.
 
-Sessions go on under the new version, from their last tokens, if its tokenizer is the same. Otherwise they stay on the
-old version, which is kept until it has not been used for as long as sessions live.
+If the new version has the same tokenizer, sessions continue on it, from their last tokens. Otherwise they stay on the
+old version, which is kept until it has been unused for a session's time to live.
 
 Requests in flight are counted by epoch (`Epochs`): a replaced engine is closed once every request of its epoch has
-ended, whether or not it holds the engine.
+ended, whether or not the request holds the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from wane.service.settings import Settings
 
 
 class Epoch:
-    """Requests that came between two moments."""
+    """Counts the requests in flight that arrived between two moments."""
 
     __slots__ = ("_gone", "count")
 
@@ -40,13 +40,13 @@ class Epoch:
         self._gone: asyncio.Event | None = None
 
     def leave(self) -> None:
-        """One of its requests is over."""
+        """Counts the end of one of its requests."""
         self.count -= 1
         if not self.count and self._gone is not None:
             self._gone.set()
 
     async def gone(self) -> None:
-        """Waits until its last request is over. No more may enter."""
+        """Waits until its last request has ended. No request may enter after this call."""
         if self.count:
             self._gone = self._gone or asyncio.Event()
             await self._gone.wait()
@@ -60,12 +60,12 @@ class Epochs:
         self._earlier: list[Epoch] = []
 
     def enter(self) -> Epoch:
-        """Counts a new request, which must leave the epoch that this returns."""
+        """Counts a new request, and returns its epoch. The request must leave that epoch when it ends."""
         self._latest.count += 1
         return self._latest
 
     async def depart(self) -> None:
-        """Waits until all requests that are in flight now have ended; later ones are not waited for."""
+        """Waits until all requests that are in flight now have ended. Does not wait for later ones."""
         here = [*self._earlier, self._latest]
         self._earlier.append(self._latest)
         self._latest = Epoch()
@@ -76,11 +76,11 @@ class Epochs:
 
 
 class RetiredEngines:
-    """Engines on their way out: those `leaving` answer their last requests, those `lingering` serve the sessions of
-    their tokenizer. All methods belong to the event loop's thread."""
+    """Replaced and unloaded engines. Those in `leaving` answer their last requests; those in `lingering` serve the
+    sessions of their tokenizer. All methods belong to the event loop's thread."""
 
     def __init__(self, epochs: Epochs, session_ttl_s: float) -> None:
-        """`epochs`: of all requests. `session_ttl_s`: how long a session lives unused."""
+        """`epochs`: of all requests. `session_ttl_s`: idle time after which a session expires."""
         self._epochs = epochs
         self._session_ttl_s = session_ttl_s
         self.leaving: dict[Engine, asyncio.Task[None]] = {}
@@ -88,7 +88,7 @@ class RetiredEngines:
         self._tidying: set[asyncio.Task[None]] = set()
 
     def of(self, model: str, vocabulary: str) -> Engine | None:
-        """The engine that serves the sessions of a tokenizer."""
+        """Returns the lingering engine that serves a model's sessions of a tokenizer, or None."""
         return next((one for one in self.lingering if (one.name, one.tokenizer) == (model, vocabulary)), None)
 
     def retire(self, engine: Engine) -> None:
@@ -101,7 +101,7 @@ class RetiredEngines:
         task.add_done_callback(lambda _: self._gone(engine))
 
     def linger(self, engine: Engine) -> None:
-        """Keeps an engine for the sessions that it has."""
+        """Keeps an engine for its sessions."""
         self.lingering[engine] = asyncio.create_task(self._retire_unused(engine))
 
     async def _end(self, engine: Engine) -> None:
@@ -117,7 +117,7 @@ class RetiredEngines:
         task.add_done_callback(self._tidying.discard)
 
     async def _retire_unused(self, engine: Engine) -> None:
-        """Retires an engine once it was not asked for as long as sessions live: none is left."""
+        """Retires an engine after it has been unused for a session's time to live: all of its sessions have expired."""
         asked = -1
         while asked != engine.asked:
             asked = engine.asked
@@ -131,7 +131,7 @@ class RetiredEngines:
             await asyncio.wait(waited)
 
     def stop(self) -> list[Engine]:
-        """Closes no more engines; the caller must close those that it returns."""
+        """Stops closing engines. The caller must close the engines that this returns."""
         engines = [*self.leaving, *self.lingering]
         for task in (*self.leaving.values(), *self.lingering.values()):
             task.cancel()
@@ -141,9 +141,9 @@ class RetiredEngines:
 async def tidy() -> None:
     """Returns the memory of a closed engine to the system, not only to this process.
 
-    Its parts refer to one another, so only the garbage collector finds them. It takes some milliseconds, because it
-    skips what was there when the server became ready. The C library would keep what is freed, in pieces: tens of
-    megabytes of every engine, unless it is told to give them back.
+    The engine's parts refer to one another, so only the garbage collector frees them. It takes some milliseconds,
+    because it skips the objects from before the server became ready. Without the trim, the C library would keep tens of
+    megabytes of every engine.
     """
     await asyncio.sleep(0)  # until the caller has dropped its reference to the engine
     gc.collect()
@@ -154,11 +154,11 @@ logger = logging.getLogger("wane.engine")
 
 
 class ModelLifecycle:
-    """Loads and unloads models, one at a time: whoever changes them holds `lock`.
+    """Loads and unloads models, one at a time: every change holds `lock`.
 
-    `engines` are those that are served, by model. `loading` is the bundle that is being loaded, if any; `failures` has,
-    by model, why the last load of it failed; `tasks` are the loads that go on. `store` is that of the sessions, once it
-    is open: before that nothing is loaded.
+    `engines`: the served engines by model. `loading`: the bundle that is being loaded, if any. `failures`: by model,
+    why its last load failed. `tasks`: the unfinished loads. `store`: the session store once it is open; nothing is
+    loaded before.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class ModelLifecycle:
         self._settings = settings
         self._metrics = metrics
         self.engines: dict[str, Engine] = {}
-        self.digests: dict[str, str] = {}  # of their bundles
+        self.digests: dict[str, str] = {}  # of the served bundles, by model
         self.lock = asyncio.Lock()
         self._stopping = False
         self.store: Store | None = None
@@ -183,42 +183,42 @@ class ModelLifecycle:
         task = asyncio.create_task(self._load(name))
         self.tasks.add(task)
         task.add_done_callback(self._changed)
-        with until(deadline, "the deadline passed, and the model is still being loaded: the index will tell"):
+        with until(deadline, "the deadline passed, but the load continues: the index shows when it has ended"):
             return await asyncio.shield(task)
 
     def unload(self, engine: Engine) -> None:
-        """Serves the model no more; the caller holds the lock."""
+        """Stops serving the model; the caller holds the lock."""
         name = engine.name
         del self.engines[name], self.digests[name]
-        self.failures.pop(name, None)  # of a version that was to take its place
+        self.failures.pop(name, None)  # of a version that failed to replace it
         self._metrics.model_info.remove(name, engine.version, engine.device)
         for one in (engine, *(other for other in self._retired_engines.lingering if other.name == name)):
             self._retired_engines.retire(one)
         logger.info("unloaded %s", name)
 
     def replace(self, engine: Engine, digest: str) -> None:
-        """Serves the engine in place of another version, between two turns of the event loop."""
+        """Replaces another version by the engine, between two turns of the event loop."""
         before, older = self.engines.get(engine.name), self._retired_engines.of(engine.name, engine.tokenizer)
         self.engines[engine.name] = engine
         self.digests[engine.name] = digest
-        if older is not None:  # of this tokenizer: its sessions go on here
+        if older is not None:  # it has the same tokenizer: its sessions continue here
             self._retired_engines.retire(older)
         if before is not None:
             self._metrics.model_info.remove(before.name, before.version, before.device)
             if before.tokenizer == engine.tokenizer:
                 self._retired_engines.retire(before)
             else:
-                logger.info("version %s of %s is kept for the sessions that it has", before.version, before.name)
+                logger.info("version %s of %s is kept for its sessions", before.version, before.name)
                 self._retired_engines.linger(before)
         engine.publish()
         engine.keep()
-        # It is measured after the loads that were asked for already, because requests wait for those.
+        # Measure it after the loads that were requested already, because requests wait for those.
         task = asyncio.create_task(self._measure(engine))
         self._measuring.add(task)
         task.add_done_callback(self._measuring.discard)
 
     def stop(self) -> None:
-        """Ends all measurements. What is being loaded is not served any more: its load raises Unavailable."""
+        """Cancels all measurements. Unfinished loads raise Unavailable."""
         self._stopping = True
         for task in self._measuring:
             task.cancel()
@@ -228,7 +228,7 @@ class ModelLifecycle:
             if not engine.retired:
                 try:
                     await engine.measure()
-                except Exception:  # long sequences are then run in order
+                except Exception:  # long sequences then run in sequence
                     logger.exception("model %s was not measured", engine.name)
 
     def _changed(self, task: asyncio.Task[Engine]) -> None:
@@ -270,8 +270,8 @@ class ModelLifecycle:
             raise Unavailable("the server is stopping")
 
     async def _open(self, found: FoundBundle) -> Engine:
-        """The engine of a bundle. Raises LoadFailed."""
-        assert self.store is not None, "ready without a store: this is a bug"
+        """Returns the engine of a bundle. Raises LoadFailed."""
+        assert self.store is not None, "a model is loaded before the store is open: this is a bug"
         self.loading = found
         try:
             opened = await asyncio.to_thread(self.read, found)
@@ -284,7 +284,7 @@ class ModelLifecycle:
             if isinstance(error, WaneError):
                 raise
             logger.exception("model %s was not loaded", found.name)
-            raise LoadFailed(found.name, "nobody expected why; the log has it") from error
+            raise LoadFailed(found.name, "of an unexpected error; the log has it") from error
         finally:
             self.loading = None
 
@@ -293,5 +293,5 @@ class ModelLifecycle:
         opened = loader.open_graphs(loader.read(found.path), self._settings)
         if look(found.path).digest != found.digest:
             opened.close()
-            raise LoadFailed(found.name, "its bundle was changed while it was read: ask again")
+            raise LoadFailed(found.name, "its bundle changed while it was read: try again")
         return opened

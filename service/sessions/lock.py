@@ -1,4 +1,4 @@
-"""One request at a time for each session: two steps of a session are never in one batch."""
+"""A lock for each session, so that two steps of a session are never in one batch."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from contextlib import asynccontextmanager, suppress
 from wane.service.errors import Overloaded
 from wane.service.types import id_of
 
-MOST_WAITERS = 64  # requests that may wait for one session: they are not in the batcher's bounded queue yet
+MOST_WAITERS = 64  # requests that may wait for one session; the batcher's bounded queue does not count them yet
 
 
 class SessionLocks:
-    """A lock for each session: first come, first served. Nothing is kept of sessions whose lock is free."""
+    """One lock per session, taken in order of arrival. A free lock uses no memory."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, deque[asyncio.Future[None]] | None] = {}
 
     def take(self, session: str) -> bool:
-        """Takes the session's lock if it is free; the caller must then leave it."""
+        """Takes the session's lock if it is free, and returns whether it did. The caller must then call `leave`."""
         if session in self.waiting:
             return False
         self.waiting[session] = None
         return True
 
     async def wait(self, session: str) -> None:
-        """Takes the session's lock once all who waited before have left it; the caller must then leave it.
+        """Takes the session's lock after all earlier waiters. The caller must then call `leave`.
 
-        Raises Overloaded where too many wait for it.
+        Raises Overloaded if too many requests are waiting for it.
         """
         if self.take(session):
             return
@@ -46,12 +46,12 @@ class SessionLocks:
             if mine.cancelled():
                 with suppress(ValueError):
                     queue.remove(mine)
-            else:  # it was given the lock, and leaves in the same moment
+            else:  # it was cancelled after it got the lock
                 self.leave(session)
             raise
 
     def leave(self, session: str) -> None:
-        """Gives the session's lock to the next who waits for it, if anybody does."""
+        """Releases the session's lock to its next waiter, if there is one."""
         queue = self.waiting[session]
         while queue:
             first = queue.popleft()
@@ -62,7 +62,7 @@ class SessionLocks:
 
     @asynccontextmanager
     async def held(self, session: str) -> AsyncIterator[None]:
-        """The session's lock, until the end of the `async with` block. Raises Overloaded."""
+        """Holds the session's lock during the `async with` block. Raises Overloaded."""
         await self.wait(session)
         try:
             yield

@@ -1,4 +1,4 @@
-"""The latest tokens of a session, packed: what a state can be rebuilt from."""
+"""The latest tokens of a session, packed. A state can be rebuilt from them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 class TokenHistory:
     """Token ids as little-endian unsigned integers of `width` bytes, oldest first; immutable.
 
-    The leading `<eos>` of a sequence is part of its tail until the first token has been cut off. A tail that began with
-    the end of a longer sequence never has it.
+    The leading `<eos>` of a sequence is part of its tail until the first token is cut off. The tail of a sequence whose
+    beginning is unknown has no `<eos>`.
     """
 
     data: bytes
@@ -23,7 +23,7 @@ class TokenHistory:
 
     @classmethod
     def start(cls, eos_id: int, vocabulary_size: int) -> Self:
-        """The tail of a sequence with no tokens yet: `<eos>` alone, in two bytes a token where ids fit."""
+        """Returns the tail of a sequence without tokens: `<eos>` alone. A token takes two bytes if all ids fit."""
         width = 2 if vocabulary_size <= 1 << 16 else 4
         return cls(eos_id.to_bytes(width, "little"), width)
 
@@ -31,13 +31,13 @@ class TokenHistory:
         return len(self.data) // self.width
 
     def ids(self) -> NDArray[np.int64]:
-        """The token ids, oldest first: int64 (len,)."""
+        """Returns the token ids, oldest first: int64 (len,)."""
         return np.frombuffer(self.data, dtype=f"<u{self.width}").astype(np.int64)
 
     def append(self, tokens: Sequence[int], position: int, keep: int) -> TokenHistory:
-        """With `tokens` behind; `position` counts the sequence with them.
+        """Returns the tail with `tokens` appended; `position` counts the sequence with them.
 
-        `<eos>` counts nothing: a sequence of up to `keep` tokens is kept whole, a longer one by its last `keep`.
+        A sequence of up to `keep` tokens is kept whole, with `<eos>`; of a longer one the last `keep` tokens are kept.
         """
         width = self.width
         if len(tokens) == 1:
@@ -47,14 +47,15 @@ class TokenHistory:
         return TokenHistory(data if position <= keep else data[-keep * width :], width)
 
     def ending(self, tokens: Sequence[int], position: int, keep: int) -> TokenHistory:
-        """That of a sequence at `position` which ends in `tokens`, where this one is of a sequence with none yet.
+        """Returns the tail of a sequence at `position` that ends in `tokens`. This tail must be that of an empty
+        sequence.
 
-        With fewer tokens than `position` the beginning is not known, and `<eos>` is no part of it.
+        With fewer tokens than `position` the beginning is unknown, and the tail has no `<eos>`.
         """
         start = self if len(tokens) == position else TokenHistory(b"", self.width)
         return start.append(tokens, position, keep)
 
     def without_last(self, count: int) -> TokenHistory:
-        """Without the latest `count` tokens. At least one token must remain."""
+        """Returns the tail without its latest `count` tokens. At least one token must remain."""
         assert 0 <= count < len(self), "a tail cannot be cut to nothing: this is a bug"
         return TokenHistory(self.data[: len(self.data) - count * self.width], self.width)

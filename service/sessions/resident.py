@@ -1,8 +1,8 @@
-"""Sessions whose steps are columns: a row for every state in the cache, and the store written to later.
+"""Sessions whose steps run in columns: a row for every state in the cache, and deferred writes to the store.
 
-A step of one token changes a session by that token, one position and one revision. For a session whose state is
-resident these are kept here: the position and the revision beside the state, and the tokens in a short row. The store
-is written to when the row is full, and before it does anything else with the session (`WriteBuffer`).
+A step of one token changes a session by that token, one position and one revision. For a session with a resident state
+these changes are buffered here: the position and the revision with the state, and the tokens in a short row. They are
+written to the store when the row is full, and before the store does anything else with the session (`WriteBuffer`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.state.cache import StateCache
 
 RECENT = 32
-"""Tokens that a session has here at most: the store is written to once in as many steps."""
+"""Largest number of buffered tokens of a session: the store is written to once in that many steps."""
 
 WRITTEN_AT_ONCE = 256
-"""Sessions that are written in one turn of the event loop, when all are."""
+"""Sessions that `close` writes in one turn of the event loop."""
 
 
 class ResidentSessions:
-    """The sessions of one model that are stepped in columns: those of a store in memory, each with a resident state.
+    """The sessions of one model that are stepped in columns. Each has a resident state, and the store is in memory.
 
     All methods belong to the event loop's thread.
     """
@@ -43,16 +43,16 @@ class ResidentSessions:
         # By slot, whether its session is one of these. A view: to read one item of an array takes longer.
         self.buffered = np.zeros(state_cache.capacity, np.uint8).data
         self._recent = np.zeros((state_cache.capacity, RECENT), np.uint32)
-        self._counts = np.zeros(state_cache.capacity, np.int64)  # of tokens in `_recent`
+        self._counts = np.zeros(state_cache.capacity, np.int64)  # tokens of each row of `_recent`
         self.flushes = 0
-        """How many sessions have left."""
+        """How many sessions were flushed to the store."""
         self.hits = 0
-        """How many steps were committed, since somebody last asked and set it to 0."""
+        """How many steps were committed since the caller last set this to 0."""
         state_cache.on_drop = self._on_drop
 
     def add(self, record: SessionRecord) -> None:
-        """From now on the session is stepped here. It is in the store as in `record`, and so is its state in the cache:
-        else this does nothing."""
+        """Steps the session here from now on, if its state is in the cache and the store is in memory. Both must be at
+        `record`."""
         slot = self._state_cache.slot_of(record.session)
         if self._store is not None and slot is not None:
             self._store.buffer(record.session, self)
@@ -60,19 +60,19 @@ class ResidentSessions:
             self._counts[slot] = 0
 
     def slot(self, session: str) -> int | None:
-        """The session's row, which is its state's slot; None if it is not stepped here."""
+        """Returns the session's row, which is its state's slot, or None if the session is not stepped here."""
         slot = self._state_cache.slot_of(session)
         return slot if slot is not None and self.buffered[slot] else None
 
     def alive(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Whether each of B sessions has not been idle for too long: bool (B)."""
+        """Returns for each of B sessions whether it has not expired: bool (B)."""
         alive: NDArray[np.bool_] = self._state_cache.touched_s[slots] >= self._clock() - self._ttl_s
         return alive
 
     def commit(
         self, slots: NDArray[np.intp], sessions: Sequence[str], tokens: NDArray[np.int64], outputs: Mapping[str, Array]
     ) -> None:
-        """Appends one token to each of B different sessions, and replaces their states by the next ones."""
+        """Appends one token to each of B different sessions, and replaces their states with the next ones."""
         self.hits += len(slots)
         now_s = self._clock()
         self._state_cache.advance(slots, sessions, outputs, now_s)
@@ -81,7 +81,7 @@ class ResidentSessions:
         counts += 1
         self._counts[slots] = counts
         if counts.max() == RECENT:
-            assert self._store is not None, "nothing is stepped here without such a store: this is a bug"
+            assert self._store is not None, "sessions are stepped here without a store in memory: this is a bug"
             for row in np.flatnonzero(counts == RECENT).tolist():
                 slot = int(slots[row])
                 if self.buffered[slot]:  # else the store, short of memory, has flushed it for one of those before

@@ -1,8 +1,8 @@
-"""Sessions: one request at a time each, what a step is in the light of the last one, resident states, commit.
+"""Sessions: their locks, their steps (next or replay), their resident states, and commits.
 
-The store is the truth and the pool a cache: a resident state counts only while the session still begins as it did when
-the state was made. One that is behind is brought up by the tokens since; one that the store keeps may stand in for it.
-Without either, the next request that needs the state rebuilds it from the tail.
+The store holds the truth and the pool is a cache: a resident state is valid only while the session still begins as it
+did when the state was made. A state that is behind is brought up to date by running the tokens since. A snapshot from
+the store may replace a missing state. Without either, the next request that needs the state rebuilds it from the tail.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict  # before Python 3.12 pydantic accepts only this one
 
 from wane.service.errors import (
     IdempotencyKeyReused,
@@ -43,25 +43,26 @@ ID_BYTES = 16
 
 
 class StepKind(Enum):
-    """What a step is, compared with the session it is for."""
+    """Whether a step is new or repeats the session's last step."""
 
     NEXT = auto()
     REPLAY = auto()
 
 
 def last_step(record: SessionRecord, request: StepRequest) -> LastStep:
-    """What a step is remembered by once it was appended to the session in `record`."""
+    """Returns the `LastStep` that the session keeps after the step is appended to `record`."""
     return LastStep(record.position, of_tokens(request.tokens), of_key(request.idempotency_key))
 
 
 def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
-    """Whether a step comes next, or repeats the last one.
+    """Returns whether a step is new or a replay of the last one.
 
-    It repeats the last one if it has the same tokens and starts where that one started, and has the same key if it
-    carries one. A step with the last one's key may leave out the position. A step that carries neither position nor
-    key always comes next: nothing tells a retry from a wish for the same tokens again.
-    Raises IdempotencyKeyReused when the last step's key comes with other tokens or another position, and
-    PositionConflict when the step claims to start where the session is not.
+    It is a replay if it has the last step's tokens and starting position, and also its key if the step has a key. A
+    step with the last step's key may omit the position. A step with neither position nor key is always new, because a
+    retry cannot be distinguished from a request to append the same tokens again.
+
+    Raises IdempotencyKeyReused if the last step's key comes with other tokens or another position, and PositionConflict
+    if the step does not start at the session's position.
     """
     last, start = record.last, request.expected_position
     if last is not None and request.idempotency_key is not None and has_last_key(record, request):
@@ -84,19 +85,19 @@ def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
 
 
 def has_last_key(record: SessionRecord, request: StepRequest) -> bool:
-    """Whether the step carries the key of the session's last step."""
+    """Returns whether the step has the key of the session's last step."""
     key = of_key(request.idempotency_key)
     return key is not None and record.last is not None and record.last.key == key
 
 
 def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
-    """The error that says where the session is."""
-    asked = "others kept stepping it" if start is None else f"the step starts at {start}"
+    """Returns the error that names the session's position."""
+    asked = "other clients kept stepping it" if start is None else f"the step starts at {start}"
     return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
 
 
 class SessionsReport(TypedDict):
-    """Sessions with and without a state in memory, and how many states were rebuilt."""
+    """How many sessions have a state in memory, how many do not, and how many states were rebuilt."""
 
     resident: int
     parked: int
@@ -104,7 +105,7 @@ class SessionsReport(TypedDict):
 
 
 class Sessions:
-    """The sessions of one model version, on a store that others may share."""
+    """The sessions of one model version, on a store that other processes may share."""
 
     def __init__(
         self,
@@ -121,10 +122,10 @@ class Sessions:
         state_checkpoint_interval_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`vocabulary` tells whose token ids these are. `state_ttl_s`: idle time after which a state is no longer kept.
-        `empty`: the tail of a sequence without tokens. `state_checkpoint_interval_tokens`: the store is given the
-        state once in that many tokens; `model_fingerprint` tells the weights and graphs that it is of.
-        `clock` in seconds, as the store's."""
+        """`vocabulary` identifies the tokenizer. `state_ttl_s`: idle time after which a state is dropped. `empty`: the
+        tail of a sequence without tokens. `state_checkpoint_interval_tokens`: the store gets the state once in that
+        many tokens. `model_fingerprint` identifies the weights and graphs of states. `clock`: the store's, in
+        seconds."""
         self._store = store
         self._state_cache = state_cache
         self._model = model
@@ -144,10 +145,11 @@ class Sessions:
     async def create(
         self, given: str | None, mode: Mode | None, owner: Owner = ANYBODY, history: History | None = None
     ) -> tuple[SessionRecord, bool]:
-        """A new session, of 128 random bits for an id if none is given, at position 0 or behind `history`; and True.
+        """Creates a session at position 0 or after `history`, and returns it and True.
 
-        A session of that id that is still as this request makes it is the answer, too: then with False.
-        Raises SessionExists, InvalidRequest for a bad id, Overloaded, QuotaExceeded.
+        Its id is `given`, or 128 random bits. If a session of that id exists, and is exactly as this request would
+        create it, returns that session and False. Raises SessionExists, Overloaded, QuotaExceeded, and InvalidRequest
+        if the id is invalid.
         """
         session = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if given is None else given)
         position, tail = 0, self._empty
@@ -159,17 +161,17 @@ class Sessions:
         )
         while not await self._store.create(record, owner.sessions):
             there = await self._store.get(session)
-            if there is None:  # it has ended meanwhile
+            if there is None:  # it has expired or was deleted meanwhile
                 continue
             if not _is_as_created(there, record):
                 raise SessionExists(f"session {given!r} exists already with other options or after a step")
             await self._store.touch(session)
             return there._replace(idle_s=0.0), False
-        self._state_cache.drop(session)  # of an earlier session of that id, which may have been at the same revision
+        self._state_cache.drop(session)  # an earlier session of that id may have been at the same revision
         return (self._store.get_cached(session) or record)._replace(idle_s=0.0), True
 
     async def read(self, session: str) -> SessionRecord:
-        """The session as the store has it. Raises UnknownSession."""
+        """Returns the session as the store has it. Raises UnknownSession."""
         return self._known(session, await self._store.get(session))
 
     def _known(self, session: str, record: SessionRecord | None) -> SessionRecord:
@@ -181,12 +183,13 @@ class Sessions:
         return record
 
     async def touch(self, session: str) -> None:
-        """The session was used."""
+        """Resets the session's idle time."""
         await self._store.touch(session)
 
     def look(self, request: StepRequest) -> SessionRecord | None:
-        """The session as it was last seen here, where the step comes next in that, and the state to go on from is here;
-        the commit's comparison tells whether it is still so. None where the store must be asked: see `check_out`.
+        """Returns the session as it was last seen here, if the step is its next one and its state is available here.
+        The commit's comparison checks whether the session is still the same. Returns None if the store must be asked:
+        see `check_out`.
 
         Raises PositionConflict.
         """
@@ -196,7 +199,8 @@ class Sessions:
         return record
 
     async def check_out(self, request: StepRequest) -> tuple[SessionRecord, StepKind]:
-        """The session as the store has it, and what the step is to it. Raises UnknownSession, PositionConflict."""
+        """Returns the session as the store has it, and the kind of the step. Raises UnknownSession,
+        PositionConflict."""
         record = await self.read(request.session)
         return record, classify_step(record, request)
 
@@ -207,14 +211,13 @@ class Sessions:
             return False
         if self._checkpoint_interval_tokens is None or record.snapshot is not None:
             return True
-        return self.cached(record, behind=True, use=False) is not None  # else the store has one to start from
+        return self.cached(record, behind=True, use=False) is not None  # else the store may have a snapshot
 
     def cached(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
-        """The state of the session as it is in `record`, or, with `behind`, one of an earlier position, which lacks
-        tokens that the tail holds. A state that the session does not go on from is dropped.
+        """Returns the resident state of the session in `record`, or None. Drops a state that is not valid for it.
 
-        `use` makes it the most recently used. A sequence without tokens is always resident: its state is
-        the same for all.
+        `behind` allows a state of an earlier position, if the tail has all tokens since. `use` makes the state the most
+        recently used. A session without tokens always has a state: all of them share one.
         """
         if record.position == 0:
             return CachedState(START, record.revision, 0, 0)
@@ -228,7 +231,7 @@ class Sessions:
         return cached if behind else None
 
     def kept(self, record: SessionRecord) -> Snapshot | None:
-        """The state that the store keeps along with the tail, if it is this model's and the tail goes on from it."""
+        """Returns the store's snapshot of the session, if this model made it and the tail has all tokens since."""
         snapshot = record.snapshot
         if (
             snapshot is None
@@ -239,9 +242,9 @@ class Sessions:
         return snapshot if len(snapshot.state) == self._state_cache.slot_bytes else None
 
     def restore(self, record: SessionRecord) -> CachedState | None:
-        """Makes the state that the store keeps of a session the resident one, if there is one that is of use.
+        """Loads the store's snapshot of a session into the cache, and returns it; None if there is no usable snapshot.
 
-        Raises Overloaded where every slot is in use by requests.
+        Raises Overloaded if requests use every slot.
         """
         snapshot = self.kept(record)
         if snapshot is None:
@@ -253,27 +256,28 @@ class Sessions:
         return cached
 
     def keep(self, record: SessionRecord, slot: int, dropped_tokens: int) -> None:
-        """Makes a state resident that knows nothing of the first `dropped_tokens` tokens of the session in `record`."""
+        """Puts the state in `slot` into the cache. It lacks the first `dropped_tokens` tokens of the session."""
         self._state_cache.put(
             record.session, CachedState(slot, record.revision, dropped_tokens, record.position), self._clock()
         )
 
     def count_state_replay(self) -> None:
-        """A state was brought up to tokens that were appended elsewhere."""
+        """Counts a state that was brought up to tokens that another process had appended."""
         self._state_replays.inc()
 
     def count_rebuilt(self) -> None:
-        """A state was rebuilt, from a tail or from one that the store keeps."""
+        """Counts a state that was rebuilt, from a tail or from a snapshot."""
         self.rebuilt += 1
         self._rebuilt_metric.inc()
 
     async def commit(
         self, record: SessionRecord, request: StepRequest, slot: int | None, dropped_tokens: int
     ) -> SessionRecord | None:
-        """Compare-and-append; the state in `slot` becomes the resident one.
+        """Appends the step's tokens if the session is still at `record` (compare-and-append), and makes the state in
+        `slot` the resident one.
 
-        None if the comparison was lost: then nothing was appended. The state that was resident before stays, also when
-        the store did not answer: the revision that is read next tells whether the state is still valid.
+        Returns None, without appending, if another writer changed the session. The earlier resident state then stays,
+        as it does if the store does not answer: the next revision read decides whether that state is still valid.
         """
         step = last_step(record, request)
         snapshot = None if slot is None else self._snapshot(record.position, len(request.tokens), slot, dropped_tokens)
@@ -287,14 +291,15 @@ class Sessions:
         return committed
 
     def _snapshot(self, before: int, appended: int, slot: int, dropped_tokens: int) -> Snapshot | None:
-        """The state in `slot`, if it is one that the store is to keep."""
+        """Returns the state in `slot` as a snapshot, if the store is to keep one at this position."""
         position = before + appended
         if self._checkpoint_interval_tokens is None or not due(before, position, self._checkpoint_interval_tokens):
             return None
         return Snapshot(position, dropped_tokens, self.model_fingerprint, self._state_cache.pack(slot))
 
     async def rewind(self, session: str, position: int) -> SessionRecord:
-        """Cuts the tail back; the state is rebuilt by the next step. To where the session is, it changes nothing.
+        """Cuts the tail back to `position`; the next step rebuilds the state. At the session's own position this
+        changes nothing.
 
         Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
         """
@@ -304,7 +309,7 @@ class Sessions:
                 first, last = record.earliest, record.position
                 reach = f"position {last} only" if first == last else f"positions {first} to {last}"
                 raise InvalidRequest(f"position is {position}, but the session can be rewound to {reach}", "position")
-            if position == record.position:  # nothing to forget: the state and the last step stay as they are
+            if position == record.position:  # the state and the last step stay as they are
                 await self._store.touch(session)
                 return record._replace(idle_s=0.0)
             rewound = await self._store.rewind(session, record.revision, position)
@@ -313,30 +318,30 @@ class Sessions:
                 return rewound
 
     async def delete(self, session: str) -> None:
-        """Ends a session. Raises UnknownSession."""
+        """Deletes a session. Raises UnknownSession."""
         await self.read(session)
         self._state_cache.drop(session)
         if not await self._store.delete(session):
             raise UnknownSession(f"there is no session {id_of(session)!r}")
 
     async def expire(self) -> int:
-        """Forgets states that were idle for too long, and sessions that are over; the number of those that are left."""
+        """Drops states that were idle for too long, and expired sessions. Returns the number of remaining sessions."""
         self._state_cache.drop_idle(self._clock() - self._state_ttl_s)
         return await self._store.count(self._model)
 
     async def counts(self) -> SessionsReport:
-        """How many sessions have their state here, how many do not, and how often a state was rebuilt."""
+        """Returns how many sessions have a resident state, how many do not, and how many states were rebuilt."""
         count = await self.expire()
         cached = len(self._state_cache)
         return {"resident": cached, "parked": max(count - cached, 0), "rebuilt": self.rebuilt}
 
 
 def _is_as_created(there: SessionRecord, record: SessionRecord) -> bool:
-    """Whether a session is as `record` has it, which is that of a session without a step."""
+    """Returns whether a session is still as it was created by `record`, without a step."""
     kept = there.model, there.vocabulary, there.mode, there.position, there.tail
     return there.last is None and kept == (record.model, record.vocabulary, record.mode, record.position, record.tail)
 
 
 def _reaches(record: SessionRecord, position: int) -> bool:
-    """Whether the tail holds all tokens after `position`."""
+    """Returns whether the tail holds all tokens after `position`."""
     return 0 < position <= record.position and record.position - position <= len(record.tail)

@@ -45,7 +45,7 @@ def test_one_command_starts_everything_and_one_signal_stops_it(tmp_path: Path) -
             created = client.post("/v1/sessions", json={"session": "one"})
             assert created.status_code == 201
             os.kill(pids["wane-1"], signal.SIGKILL)
-            command.until_said("wane-1 ended and was started again")
+            command.until_said("wane-1 ended and was restarted")
             assert client.get("/v1/sessions/one").json()["position"] == 0
         command.process.send_signal(signal.SIGINT)
         command.until_said("stopped")

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 LIMIT_S = 300
 SMALL_QUEUE = "wane-1"
-FAILURES = {"By status", "By code and key", "Refused, dropped, failed", "Failed", "Connections ended"}
+FAILURES = {"By status", "By code and key", "Rejected, dropped, failed", "Failed", "Rejected connections"}
 """Panels that have more than noughts only where something went wrong."""
 
 

@@ -1,9 +1,9 @@
--- Compare-and-append: see `RedisStore.append`, and codec.py for how a session is laid out.
--- KEYS: the session, its state. ARGV: the revision that it must be at, the next one, the one to take instead where
--- Redis was started anew since the last change; the session's head from now on, the tokens, the bytes of a tail that
--- are kept (0: all), milliseconds to live, the state ("": as it is).
--- 1 or 2: at the next revision, or at the other; now, or by this very call before. false: there is no such session.
--- Else the session as it is.
+-- Compare-and-append: see `RedisStore.append`, and codec.py for the format of a session.
+-- KEYS: the session, its state. ARGV: the revision that it must be at, the next revision, the alternative revision if
+-- Redis was restarted since the last change; the session's new head, the tokens, the bytes of the tail to keep
+-- (0: all), milliseconds to live, the state ("": unchanged).
+-- Returns 1 (at the next revision) or 2 (at the alternative one) if this call appended, now or when it was sent before;
+-- false if the session does not exist; else the current session.
 local held = redis.call('GET', KEYS[1])
 if not held then
     return false
@@ -19,8 +19,8 @@ end
 if at ~= ARGV[1] then
     return held
 end
--- When Redis last wrote all to the disk, or else was started. It may have lost what it had said was done, so that the
--- next revision is another one than it was before: what comes now must not be taken for that.
+-- The time of the last save to disk, or of the start. After a restart Redis may have lost acknowledged changes. Then
+-- the next revision may have been used before, and must not be used again.
 local run = struct.pack('>I4', redis.call('LASTSAVE'))
 local done = string.sub(held, 9, 12) == run and 1 or 2
 local tail = string.sub(held, head + 1) .. ARGV[5]

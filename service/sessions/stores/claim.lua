@@ -1,11 +1,11 @@
--- Counts a session among its owner's, if there are fewer than the most, or it is one of them already: 1. Else the first
--- of those whose time has come or is in doubt, each with its score; none where there are none.
+-- Counts a session among its owner's and returns 1, if the owner is below its quota or the session is counted already.
+-- Else returns the first sessions whose time has come or is in doubt, each with its score.
 --
--- Before that, those that were looked at are given the time that they have left, or are forgotten if they have none:
--- but not one whose score is another by now, for it may have been made since.
+-- Before that, sessions that the caller looked up get their remaining time, or are removed if they have expired. A
+-- session whose score has changed is skipped, because it may have been created since.
 --
--- KEYS[1] the owner's sessions    ARGV session, how many there may be, time to live in milliseconds; then of each that
--- was looked at: session, its score before, what PTTL says of it
+-- KEYS[1] the owner's sessions    ARGV session, quota, time to live in milliseconds; then for each session that the
+-- caller looked up: session, its earlier score, its PTTL
 local at_once = 256
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)

@@ -1,21 +1,21 @@
-"""The bytes of a session and of a state, as other processes read them: in a shared store, or in a dump file.
+"""The format of a session and of a state for other processes: in a shared store, or in a dump file.
 
 A session:
 
     revision  run     length  format  stamp   position  start  tokens' digest    key's digest      identity  tail
     uint64    uint32  uint16  uint8   uint64  uint64    int64  16 bytes at most  16 bytes at most  JSON      token ids
 
-Numbers are big-endian, token ids little-endian. `run` tells one start of Redis from another, and is 0 elsewhere.
-`length` is that of the head, from `format` to the identity. `stamp` is drawn for every change: no other writer writes
-the same. `start` is the last step's position, -1 if there is none. The identity does not change: model, version, mode,
-the width of an id, vocabulary. Digests stand after their lengths.
+Numbers are big-endian, token ids little-endian. `run` identifies one start of Redis, and is 0 elsewhere. `length` is
+the length of the head, from `format` to the identity. `stamp` is a random number, drawn for every change, that
+identifies the writer's change. `start` is the last step's position, or -1 without a last step. The identity (model,
+version, mode, width of an id, vocabulary) does not change. A digest follows its length.
 
-A state (`Snapshot`), which is kept with a session's last tokens at every checkpoint:
+A state (`Snapshot`), which the store keeps with a session's last tokens at every checkpoint:
 
     position  dropped_tokens  length  model_fingerprint  state
     uint64    uint64          uint16  `length` bytes     float32, as the pool holds it
 
-Numbers are big-endian, states as this machine has them.
+Numbers are big-endian; the state has this machine's byte order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_snapshot(snapshot: Snapshot) -> bytes:
 
 
 def read_snapshot(data: bytes) -> Snapshot | None:
-    """None if the bytes are no snapshot: the state is then rebuilt from the tail."""
+    """Reads a snapshot. Returns None if the bytes are invalid: the state is then rebuilt from the tail."""
     if len(data) < _SNAPSHOT_HEAD.size:
         return None
     position, dropped_tokens, length = _SNAPSHOT_HEAD.unpack_from(data)
@@ -48,14 +48,14 @@ def read_snapshot(data: bytes) -> Snapshot | None:
 
 
 def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:
-    """A digest of the model's version, its files, and what its graphs compute on this kind of processor (`bits`).
-    A state with another fingerprint is not used: it is rebuilt."""
+    """Returns a digest of the model's version, its files, and the results of its graphs on this kind of processor
+    (`bits`). A state with another fingerprint is not used, but rebuilt."""
     told = json.dumps([manifest.name, manifest.version, sorted(manifest.files.items()), bits.hex()])
     return digest(told.encode())
 
 
 def due(before: int, after: int, every: int) -> bool:
-    """Whether a step between two positions keeps a state: one is kept every `every` tokens."""
+    """Returns whether a step between two positions reaches a checkpoint, of which there is one in `every` tokens."""
     return after // every > before // every
 
 
@@ -67,15 +67,15 @@ _FRONT = struct.Struct(">QIH")
 _RUN = struct.Struct(">QI")
 _HEAD = struct.Struct(f">BQQq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 _STAMP = slice(1, 9)
-IDENTITIES = 4096  # cached: more than the versions and modes of all models loaded
+IDENTITIES = 4096  # cache size: more than all loaded models have versions and modes
 
 
 class Unreadable(ValueError):
-    """The bytes are no session, or one that a later version has written."""
+    """The bytes are not a session, or a later version of Wane wrote them."""
 
 
 def head(record: SessionRecord) -> bytes:
-    """A session without its revision and its tail. The stamp differs from call to call."""
+    """Returns the bytes of a session without its revision and its tail. Every call draws a new stamp."""
     start, tokens, key = record.last or (NO_STEP, b"", None)
     identity = _identity(record.model, record.model_version, record.mode, record.tail.width, record.vocabulary)
     stamp = secrets.randbits(STAMP_BITS)
@@ -83,7 +83,8 @@ def head(record: SessionRecord) -> bytes:
 
 
 def mark(revision: int, about: bytes = b"") -> bytes:
-    """The mark of a session at `revision`; with its head, it differs from another writer's at that revision."""
+    """Returns the mark of a session at `revision`. With the session's head, it differs from the mark of another writer
+    at that revision."""
     return REVISION.pack(revision) + about[_STAMP]
 
 
@@ -93,12 +94,12 @@ def write(record: SessionRecord) -> bytes:
 
 
 def after_run(written: bytes) -> bytes:
-    """The part behind `run` of what `write` wrote."""
+    """Returns the bytes after `run` of a session that `write` wrote."""
     return written[_RUN.size :]
 
 
 def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRecord:
-    """The session that was written, with the latest `keep` tokens of its tail. Raises Unreadable."""
+    """Reads a session, with the latest `keep` tokens of its tail. Raises Unreadable."""
     try:
         revision, _, length = _FRONT.unpack_from(data)
         about = data[_FRONT.size : _FRONT.size + length]
@@ -109,10 +110,10 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRe
     except (struct.error, ValueError, TypeError) as error:
         if isinstance(error, Unreadable):
             raise
-        raise Unreadable(f"what is kept of session {id_of(session)!r} cannot be read") from error
+        raise Unreadable(f"the stored bytes of session {id_of(session)!r} cannot be read") from error
     ids = data[_FRONT.size + length :]
     if not ids or len(ids) % width:
-        raise Unreadable(f"the tail of session {id_of(session)!r} has {len(ids)} bytes, of {width} for each token")
+        raise Unreadable(f"the tail of session {id_of(session)!r} has {len(ids)} bytes, but a token takes {width}")
     last = None if start == NO_STEP else LastStep(start, tokens, key or None)
     tail = TokenHistory(ids if position <= keep else ids[-keep * width :], width)
     return SessionRecord(session, model, version, mode, position, tail, revision, last, idle_s, vocabulary)
@@ -127,5 +128,5 @@ def _identity(model: str, version: str, mode: Mode, width: int, vocabulary: str)
 def _read_identity(data: bytes) -> tuple[str, str, Mode, int, str]:
     model, version, mode, width, vocabulary = json.loads(data)
     if width not in (2, 4):
-        raise ValueError("a width that no token id has")
+        raise ValueError(f"the width of a token id is {width}, but must be 2 or 4")
     return str(model), str(version), Mode(mode), int(width), str(vocabulary)

@@ -1,4 +1,4 @@
-"""A file of sessions, written when a server has drained and read when the next one starts.
+"""A file of sessions. A server writes it after it has drained, and the next server reads it when it starts.
 
     "wane sessions 1\\n"  unix time  count   sessions  SHA-256 of all
                          float64    uint64            32 bytes
@@ -8,8 +8,8 @@ Each session:
     length  id     idle_s   length  session
     uint16  UTF-8  float64  uint32  as in codec.py
 
-Numbers are big-endian. `length` is that of the id, and of the session. The file is replaced atomically, and is read
-only if it is whole.
+Numbers are big-endian. `length` is the length of the id, or of the session. The file is replaced atomically, and is
+read only if it is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def save(path: Path, records: Sequence[SessionRecord], now_s: Callable[[], float] = time.time) -> None:
-    """Writes the sessions to `path`. `now_s`: unix time. Raises OSError; then the file is what it was."""
+    """Writes the sessions to `path`. `now_s`: unix time. Raises OSError; the file is then unchanged."""
     part = path.with_name(path.name + PART)
     try:
         with part.open("wb") as file:
@@ -57,8 +57,9 @@ def save(path: Path, records: Sequence[SessionRecord], now_s: Callable[[], float
 
 
 def load(path: Path, keep: int, now_s: Callable[[], float] = time.time) -> list[SessionRecord]:
-    """The sessions that were saved at `path`, the longest idle first, with the latest `keep` tokens of each tail. Their
-    idle time includes the time since. Raises StoreError if the file is damaged, or of another format."""
+    """Reads the sessions saved at `path`, the longest idle first, with the latest `keep` tokens of each tail. Their
+    idle time includes the time since they were saved. Raises StoreError if the file is damaged, or has another
+    format."""
     try:
         with path.open("rb") as file:
             _check(path, file)
@@ -72,13 +73,13 @@ def load(path: Path, keep: int, now_s: Callable[[], float] = time.time) -> list[
     return records
 
 
-ADVICE = "it was left as it is; to start without its sessions, move it away"
+ADVICE = "the file was left unchanged; to start without its sessions, move it away"
 
 
 def _check(path: Path, file: BinaryIO) -> None:
-    """Raises StoreError unless the file is one that `save` wrote, to its end."""
+    """Raises StoreError unless `save` wrote the file, and wrote it completely."""
     if file.read(len(MAGIC)) != MAGIC:
-        raise StoreError(f"session_file {path} does not begin as a file of sessions does; {ADVICE}")
+        raise StoreError(f"session_file {path} does not begin like a file of sessions; {ADVICE}")
     left = os.fstat(file.fileno()).st_size - DIGEST_BYTES
     sha = hashlib.sha256()
     file.seek(0)
@@ -87,7 +88,7 @@ def _check(path: Path, file: BinaryIO) -> None:
         sha.update(piece)
         left -= len(piece)
     if file.read() != sha.digest():
-        raise StoreError(f"session_file {path} is not what was written: its SHA-256 is another; {ADVICE}")
+        raise StoreError(f"session_file {path} is damaged: its SHA-256 does not match; {ADVICE}")
 
 
 def _pieces(records: Sequence[SessionRecord], now_s: float) -> Iterator[bytes]:

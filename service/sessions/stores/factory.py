@@ -1,4 +1,4 @@
-"""Which store the settings ask for."""
+"""Makes the session store that the settings select."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from wane.service.settings import IN_MEMORY, Settings
 
 
 def make_store(settings: Settings, session_history_tokens: int, metrics: Metrics) -> Store:
-    """The store of the sessions, which is not open yet; it keeps `session_history_tokens` of each.
+    """Returns the session store, which is not open yet. It keeps `session_history_tokens` tokens of each session.
 
-    Raises StoreError if the file of its password cannot be read.
+    Raises StoreError if the password file cannot be read.
     """
     if settings.store == IN_MEMORY:
         return MemoryStore(
@@ -23,7 +23,7 @@ def make_store(settings: Settings, session_history_tokens: int, metrics: Metrics
             on_memory_eviction=lambda model: metrics.sessions_evicted_memory.labels(model).inc(),
             file=settings.session_file,
         )
-    # They take a while to import, and most servers keep sessions in memory.
+    # These take long to import, and most servers keep sessions in memory.
     from wane.service.sessions.stores.fallback import FallbackStore
     from wane.service.sessions.stores.redis import RedisStore
 
@@ -40,7 +40,7 @@ def make_store(settings: Settings, session_history_tokens: int, metrics: Metrics
 
 
 def _with_password(settings: Settings) -> str:
-    """The address of Redis, with the password of the file if it has none of its own."""
+    """Returns the address of Redis, with the password from the file if the address has none."""
     if settings.store_password_file is None or urlsplit(settings.store).password is not None:
         return settings.store
     try:

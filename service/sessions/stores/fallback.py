@@ -1,9 +1,9 @@
-"""A fallback for the time that the shared store is away: sessions go on in this process, as not durable.
+"""A local fallback while the shared store is unreachable: sessions continue in this process, but are not durable.
 
-A session goes on from its last known record. When the store is back, it is given the session, if it still has the
-record that the session went on from. Otherwise somebody else changed or deleted it: the store wins, the tokens that
-were not durable are lost, and the session's next step raises PositionConflict. A session that this process has not seen
-cannot go on, and none can be deleted, until the store is back.
+A session continues from its last known record. Once the store is back, the session is written to it, if the store still
+has the record that the session continued from. Otherwise another process changed or deleted the session: the store
+wins, the tokens that were not durable are lost, and the session's next step raises PositionConflict. Until the store is
+back, a session that this process has not seen cannot continue, and no session can be deleted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from wane.service.types import owner_of
 
 logger = logging.getLogger("wane.store")
 
-AT_ONCE = 256  # sessions that are given to the store in parallel when it is back
+AT_ONCE = 256  # sessions that are written to the store in parallel once it is back
 
 
 @dataclass(slots=True, eq=False)
 class UnsyncedSession:
-    """A session that the store does not have as it is here; unless somebody changed it, the store has it at one of
-    `marks`. `since`: the earliest position that it was at since then; up to there the store has the same. `counts`: it
-    was created here, and counts against its owner's limit."""
+    """A session that is newer here than in the store. The store has it at one of `marks`, unless another process
+    changed it. `since`: the position up to which both are equal, the lowest since they differ. `counts`: it was created
+    here, and counts against its owner's quota."""
 
     record: SessionRecord
     marks: list[bytes]
@@ -41,17 +41,17 @@ class UnsyncedSession:
 
 
 class FallbackStore:
-    """A `Store` over another that may be away."""
+    """A `Store` over a shared store that may be unreachable."""
 
     def __init__(
         self, shared: RedisStore, ttl_s: float, metrics: Metrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`ttl_s`: idle time after which a session ends, here too. `clock` in seconds."""
+        """`ttl_s`: idle time after which a session expires, also here. `clock` in seconds."""
         self._shared = shared
         self._ttl_s = ttl_s
         self._clock = clock
         self._unsynced: dict[str, UnsyncedSession] = {}
-        self._discarded_unsynced: dict[str, tuple[int, float]] = {}  # where the store has them, and when that was seen
+        self._discarded_unsynced: dict[str, tuple[int, float]] = {}  # position in the store, time of discarding
         self._settling: asyncio.Task[None] | None = None
         self._discarded = metrics.sessions_conflict_discarded
         metrics.sessions_not_durable.set_function(lambda: len(self._unsynced))
@@ -71,8 +71,8 @@ class FallbackStore:
         return replace(self._shared.standing, ready=trips.was_reached, not_durable=len(self._unsynced))
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
-        """While the store is away, only sessions that are not durable count against an owner's limit. When it is back,
-        those that were created meanwhile count there, even if they are too many."""
+        """See `Store`. While the store is unreachable, only sessions that are not durable count against an owner's
+        quota. Once it is back, the sessions created meanwhile count there, even if they exceed the quota."""
         session = record.session
         if session in self._unsynced:
             return False
@@ -94,7 +94,7 @@ class FallbackStore:
             # The store may have created the session although it did not answer.
             unsynced = self._mark_unsynced(fresh, [NOBODY, codec.mark(fresh.revision)])
             unsynced.counts = most is not None
-            unsynced.since = 0  # no state of an earlier one is its own
+            unsynced.since = 0  # the state of an earlier session is not valid for it
             created = True
         if created:
             self._discarded_unsynced.pop(session, None)
@@ -116,7 +116,7 @@ class FallbackStore:
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
         if to_step and session in self._discarded_unsynced:
-            raise self._told(session)
+            raise self._lost(session)
         if session in self._unsynced:
             return self._unsynced[session].record
         return self._shared.get_cached(session, to_step=to_step and self._shared.trips.reachable)
@@ -135,14 +135,14 @@ class FallbackStore:
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """Raises PositionConflict if tokens that were not durable turn out to be lost."""
+        """See `Store`. Raises PositionConflict if tokens that were not durable are lost."""
         session, revision = record.session, record.revision
         unsynced = self._unsynced.get(session)
         if unsynced is None:
             try:
                 return await self._shared.append(record, tokens, step, snapshot)
             except Unanswered as lost:
-                if session in self._unsynced:  # another one was here first
+                if session in self._unsynced:  # another request came first
                     return None
                 marks, before = lost.marks, lost.before
             after = extended(before, branch(), tokens, step, self.session_history_tokens)
@@ -155,7 +155,7 @@ class FallbackStore:
             unsynced.used_s = self._clock()
             settled = await self._settle(unsynced)
         if settled is None:
-            raise self._told(session)
+            raise self._lost(session)
         return settled
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
@@ -170,7 +170,7 @@ class FallbackStore:
                 if known is None or known.revision != revision:
                     raise
                 before, marks = known, (codec.mark(revision),)
-            if session in self._unsynced:  # another one was here first
+            if session in self._unsynced:  # another request came first
                 return None
             unsynced = self._mark_unsynced(before, marks)
         async with unsynced.lock:
@@ -182,12 +182,12 @@ class FallbackStore:
             return await self._settle(unsynced)
 
     async def delete(self, session: str) -> bool:
-        """Raises Unavailable while the store is away."""
+        """See `Store`. Raises Unavailable while the store is unreachable."""
         unsynced = self._unsynced.get(session)
         if unsynced is None:
             deleted = await self._shared.delete(session)
         else:
-            async with unsynced.lock:  # it may be being given to the store
+            async with unsynced.lock:  # another task may be writing it to the store
                 deleted = await self._shared.delete(session) or self._unsynced.get(session) is unsynced
                 self._unsynced.pop(session, None)
         self._discarded_unsynced.pop(session, None)
@@ -207,34 +207,35 @@ class FallbackStore:
         await self._shared.open()
 
     async def close(self) -> None:
-        """Gives the store what is not durable, if it is reachable."""
+        """See `Store`. Writes the sessions that are not durable to the store, if it is reachable."""
         if self._settling is not None:
             await self._settling
         if self._shared.trips.reachable:
             await self._settle_all()
         if self._unsynced:
-            logger.error("%d sessions end with tokens that were not durable", len(self._unsynced))
+            logger.error("%d sessions have lost tokens that were not durable", len(self._unsynced))
         await self._shared.close()
 
-    def _told(self, session: str) -> PositionConflict:
-        """The error for the next step of a session whose tokens were lost. It is raised once."""
+    def _lost(self, session: str) -> PositionConflict:
+        """Returns the error for the next step of a session whose tokens were lost, which is raised once."""
         position, _ = self._discarded_unsynced.pop(session)
         return PositionConflict(
-            f"tokens that were answered as not durable are lost: the session is at position {position} in the store",
+            f"tokens acknowledged as not durable are lost: the session is at position {position} in the store",
             position,
         )
 
     def _mark_unsynced(self, record: SessionRecord, marks: Sequence[bytes]) -> UnsyncedSession:
-        """Keeps the session here, as not durable."""
+        """Keeps the session in this process, as not durable."""
         record = record._replace(durable=False, snapshot=None)
         unsynced = UnsyncedSession(record, [*marks], self._clock(), record.position)
         self._unsynced[record.session] = unsynced
         return unsynced
 
     async def _settle(self, unsynced: UnsyncedSession) -> SessionRecord | None:
-        """Gives the store a session, whose lock is held.
+        """Writes a session to the store; the caller holds its lock.
 
-        Returns it as the store has it now, or as it is still here; None if the store has another, which wins.
+        Returns the session as the store has it now, or as it still is here. Returns None if another process changed the
+        session in the store, which wins.
         """
         record = unsynced.record
         session = record.session
@@ -247,23 +248,24 @@ class FallbackStore:
         except Unavailable:
             unsynced.marks.append(codec.mark(record.revision))  # the store may have taken it
             return record
-        except Overloaded:  # the store is full: the session goes on here
+        except Overloaded:  # the store is full: the session continues here
             return record
         self._unsynced.pop(session, None)
         if unsynced.counts:
-            self._shared.trips.tell(*self._shared.counting(session))  # again, as for a session that is made
+            self._shared.trips.tell(*self._shared.counting(session))  # again, as in `RedisStore.make`
         if kept is None:
             self._discarded.inc()
             now = self._shared.get_cached(session)
             self._discarded_unsynced[session] = 0 if now is None else now.position, self._clock()
-            logger.warning("a session has lost its last tokens, which were not durable")
+            logger.warning("a session has lost its latest tokens, which were not durable")
         return kept
 
     def _settle_soon(self) -> None:
         self._settling = asyncio.get_running_loop().create_task(self._settle_all())
 
     async def _settle_all(self) -> None:
-        """Gives the store all that is not durable. What it has no room for is tried again when it is used."""
+        """Writes all sessions that are not durable to the store. A session that does not fit is retried when it is used
+        again."""
 
         async def settle(unsynced: UnsyncedSession) -> None:
             async with unsynced.lock:

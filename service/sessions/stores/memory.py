@@ -1,18 +1,18 @@
-"""Sessions in this process's memory; they end with it.
+"""Sessions in this process's memory; they end with the process.
 
-A session is one `bytes` object, because a million of them have to fit into a gigabyte:
+A session is one `bytes` object, because a million sessions have to fit into a gigabyte:
 
     touched_s  position  revision  start  identity  tokens' digest  key's digest  tail
     float64    uint64    uint64    int64  uint16    16 bytes at most, each after its length    token ids
 
-`start` is the last step's position, -1 if there is none; a key's digest is empty if it had no key. What many sessions
-have in common (model, version, mode, the width of an id, the vocabulary) is their identity, kept once. Bytes hold no
-references, so the garbage collector does not walk through them, however many there are.
+`start` is the last step's position, or -1 without a last step. The key's digest is empty if the step had no key. An
+identity (model, version, mode, the width of an id, the vocabulary) is stored once for all sessions that share it. Bytes
+hold no references, so the garbage collector does not traverse them.
 
-The sessions are spread over shards. A shard is a plain dict, which keeps its order of insertion, so that an entry that
-is used is taken out and put in again: the longest idle comes first. Unlike OrderedDict that costs no memory and leaves
-nothing for the garbage collector to walk through. A dict is copied when it outgrows its table, which for a million
-entries would stall every request: hence many small ones.
+The sessions are spread over shards. A shard is a plain dict, which keeps its order of insertion. A used entry is
+removed and inserted again, so the session that is idle longest comes first. Unlike an OrderedDict this costs no memory
+and leaves nothing for the garbage collector to traverse. A dict is copied when it outgrows its table, which for a
+million entries would stall every request; many small dicts avoid that.
 """
 
 from __future__ import annotations
@@ -49,52 +49,52 @@ _IDENTITY = struct.Struct("<H")
 _IDENTITY_AT = struct.calcsize("<dQQq")
 _HEADER = struct.Struct(f"<dQQqH{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 NO_STEP = -1
-# Measured by benchmarks/parked.py: a string, a bytes object, a share of a dict's table, and what goes to waste because
-# memory is handed out in steps of 16 bytes.
+# Measured by benchmarks/parked.py: a string, a bytes object, a share of a dict's table, and the waste of an allocator
+# that rounds up to 16 bytes.
 OVERHEAD_BYTES = 200
 
 
 Identity = tuple[str, str, Mode, int, str]
-"""What many sessions have in common: model, version, mode, how many bytes a token id takes, and the vocabulary."""
+"""Model, version, mode, bytes of a token id, and vocabulary, which many sessions share."""
 
 
 def entry_bytes(session: str, tail: int) -> int:
-    """Memory that a session takes whose tail has `tail` bytes."""
+    """Returns the memory of a session whose tail has `tail` bytes."""
     return OVERHEAD_BYTES + len(session) + _HEADER.size + tail
 
 
 def tail_bytes(packed: bytes) -> int:
-    """How long the session's tail is."""
+    """Returns the length of the session's tail in bytes."""
     return len(packed) - _HEADER.size
 
 
 def touched_s(packed: bytes) -> float:
-    """When the session was last used."""
+    """Returns when the session was last used."""
     (when,) = TOUCHED.unpack_from(packed)
     return float(when)
 
 
 def revision(packed: bytes) -> int:
-    """How often the session was changed."""
+    """Returns the session's revision."""
     (_, _, changes) = _REVISION.unpack_from(packed)
     return int(changes)
 
 
 def touched(packed: bytes, now_s: float) -> bytes:
-    """The session, used now."""
+    """Returns the session with its last use set to `now_s`."""
     return TOUCHED.pack(now_s) + packed[TOUCHED.size :]
 
 
 class Packing:
-    """Packs records and unpacks them. Identities are numbered as they come: there are as many as the models loaded
-    have versions and modes."""
+    """Packs and unpacks records. Numbers identities in order of appearance: there is one for each version and mode of
+    the loaded models."""
 
     def __init__(self) -> None:
         self._identities: list[Identity] = []
         self._numbers: dict[Identity, int] = {}
 
     def pack(self, record: SessionRecord, now_s: float) -> bytes:
-        """The record, used now."""
+        """Packs the record, last used at `now_s`."""
         identity = record.model, record.model_version, record.mode, record.tail.width, record.vocabulary
         number = self._numbers.get(identity)
         if number is None:
@@ -103,7 +103,7 @@ class Packing:
         return self._pack(number, record, now_s)
 
     def repack(self, packed: bytes, record: SessionRecord, now_s: float) -> bytes:
-        """As `pack`, of a record that was changed; `packed` is what it was."""
+        """Packs a changed record like `pack`; `packed` is its earlier value."""
         (number,) = _IDENTITY.unpack_from(packed, _IDENTITY_AT)
         return self._pack(number, record, now_s)
 
@@ -115,7 +115,7 @@ class Packing:
     def unpack(
         self, session: str, packed: bytes, now_s: float, durable: bool | None = None, snapshot: Snapshot | None = None
     ) -> SessionRecord:
-        """The record, as of now; `durable` and `snapshot` are not packed."""
+        """Unpacks the record, with its idle time as of `now_s`. `durable` and `snapshot` are not packed."""
         touched_s, position, revision, start, number, tokens, key = _HEADER.unpack_from(packed)
         model, version, mode, width, vocabulary = self._identities[number]
         tail = TokenHistory(packed[_HEADER.size :], width)
@@ -126,18 +126,18 @@ class Packing:
         )
 
     def kind(self, packed: bytes) -> tuple[str, str]:
-        """The session's model and vocabulary."""
+        """Returns the session's model and vocabulary."""
         (number,) = _IDENTITY.unpack_from(packed, _IDENTITY_AT)
         model, _, _, _, vocabulary = self._identities[number]
         return model, vocabulary
 
     def model(self, packed: bytes) -> str:
-        """The session's model."""
+        """Returns the session's model."""
         return self.kind(packed)[0]
 
 
 class Shard:
-    """Packed sessions, in the order of their last use; each ends after `ttl_s` without any."""
+    """Packed sessions, in the order of their last use. Each expires after `ttl_s` without use."""
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
@@ -153,51 +153,51 @@ class Shard:
         self._entries[session] = packed
 
     def get(self, session: str, now_s: float) -> bytes | None:
-        """The session, unless it is over; its place in the order stays as it is."""
+        """Returns the session unless it has expired. Its place in the order does not change."""
         packed = self._entries.get(session)
         return packed if packed is not None and now_s <= TOUCHED.unpack_from(packed)[0] + self._ttl_s else None
 
     def peek(self, session: str) -> bytes | None:
-        """The session, even if it is over."""
+        """Returns the session, even if it has expired."""
         return self._entries.get(session)
 
     def pop(self, session: str) -> bytes | None:
-        """Takes the session out, if it is there."""
+        """Removes and returns the session, if it exists."""
         return self._entries.pop(session, None)
 
     def all(self, now_s: float) -> Iterator[tuple[str, bytes]]:
-        """Every session that is not over, the longest idle first."""
+        """Yields every session that has not expired, the longest idle first."""
         since_s = now_s - self._ttl_s
         return ((session, packed) for session, packed in self._entries.items() if touched_s(packed) >= since_s)
 
     def oldest(self) -> tuple[str, bytes] | None:
-        """The session that was longest idle."""
+        """Returns the session that has been idle longest."""
         return next(iter(self._entries.items()), None)
 
     def over(self, now_s: float) -> str | None:
-        """A session that is over. To ask costs next to nothing while none can be."""
+        """Returns an expired session, if there is one. The call is cheap while no session can have expired."""
         if now_s <= self._quiet_until_s:
             return None
         oldest = self.oldest()
         ends_s = (now_s if oldest is None else touched_s(oldest[1])) + self._ttl_s
         if oldest is not None and now_s > ends_s:
             return oldest[0]
-        self._quiet_until_s = ends_s  # whatever is used from now on ends later
+        self._quiet_until_s = ends_s  # sessions used from now on expire later
         return None
 
 
 logger = logging.getLogger("wane.store")
 
 SHARDS = 64
-ASIDE = ".read"  # behind the name of a file whose sessions were read
-EXPIRED_AT_ONCE = 1000  # sessions that one call forgets at most, so that none takes long
+ASIDE = ".read"  # suffix of a file whose sessions were read
+EXPIRED_AT_ONCE = 1000  # expired sessions that one call removes at most, so that no call takes long
 
 
 class MemoryStore:
-    """A `Store` of sessions that are each idle for at most `ttl_s`, within a budget in bytes.
+    """A `Store` of sessions in memory, within a budget in bytes. A session expires after `ttl_s` without use.
 
-    A new session is refused where there is no room for it and a whole tail. Those that are there may outgrow the
-    budget all the same, as their tails fill; then the longest idle end before their time.
+    A new session is rejected unless it fits with a full tail. Existing sessions may still outgrow the budget as their
+    tails fill; then those that are idle longest are evicted.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class MemoryStore:
         on_memory_eviction: Callable[[str], object] = lambda _: None,
         file: Path | None = None,
     ) -> None:
-        """`on_memory_eviction` is told the model of every session that was ended for lack of memory. `file`: where
-        sessions are saved when the store is closed, and read from when it is opened."""
+        """`on_memory_eviction` is called with the model of every session that is evicted for lack of memory. `file`: to
+        save sessions to when the store is closed, and to read them from when it is opened."""
         self.session_history_tokens = session_history_tokens
         self.used_bytes = 0
         self.budget_bytes = budget_bytes
@@ -222,14 +222,14 @@ class MemoryStore:
         self._shards = [Shard(ttl_s) for _ in range(SHARDS)]
         self._counts: Counter[str] = Counter()
         self._owned: Counter[str] = Counter()  # by owner
-        self._buffered: dict[str, WriteBuffer] = {}  # sessions whose latest tokens are not here
+        self._buffered: dict[str, WriteBuffer] = {}  # sessions whose latest tokens are in a write buffer
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
         """See `Store`."""
         session = record.session
         if self._find(session) is not None:
             return False
-        self._forget(session)  # one of that id may be over and still be there
+        self._forget(session)  # an expired session of that id may still be stored
         self._expire([self._shard(session)])
         owner = owner_of(session)
         if most is not None and self._owned[owner] >= most:
@@ -241,8 +241,8 @@ class MemoryStore:
             self._expire(self._shards)
         if self.used_bytes + whole > self.budget_bytes:
             raise Overloaded(
-                f"the {sum(map(len, self._shards))} sessions that there are take {self.used_bytes} bytes, and one more "
-                f"takes up to {whole}: too much for session_budget_bytes, which is {self.budget_bytes}"
+                f"{sum(map(len, self._shards))} sessions use {self.used_bytes} bytes, and one more uses up to {whole}: "
+                f"too much for session_budget_bytes, which is {self.budget_bytes}"
             )
         self._add(record._replace(revision=branch()))
         return True
@@ -251,14 +251,14 @@ class MemoryStore:
         """See `Store`."""
         return self.get_cached(session)
 
-    def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:  # noqa: ARG002  (it is always so)
+    def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:  # noqa: ARG002  (the record is always current)
         """See `Store`."""
         now_s = self._clock()
         packed = self._find(session)
         return None if packed is None else self._packing.unpack(session, packed, now_s)
 
     def kind(self, session: str) -> tuple[str, str] | None:
-        """See `Store`. A buffered session stays so; whether it is over, its next step finds out."""
+        """See `Store`. A buffered session stays buffered; its next step checks whether it has expired."""
         packed = self._shard(session).peek(session) if session in self._buffered else self._find(session)
         return None if packed is None else self._packing.kind(packed)
 
@@ -287,16 +287,17 @@ class MemoryStore:
         return changed
 
     def buffer(self, session: str, buffer: WriteBuffer) -> None:
-        """Leaves a session's next tokens to `buffer`, which is flushed before anything else is done with it."""
+        """Leaves a session's next tokens to `buffer`. The store flushes the buffer before any other operation on the
+        session."""
         self._buffered[session] = buffer
 
     def write(self, session: str, tokens: Sequence[int], idle_s: float) -> None:
-        """Writes what the session's buffer held; the session, idle for so many seconds, stays buffered."""
+        """Writes tokens from the session's buffer. The session, idle for `idle_s` seconds, stays buffered."""
         self._write(session, tokens, idle_s)
         self._squeeze()
 
     def flush(self, session: str) -> None:
-        """Writes what the session's buffer holds, if it has one, and ends its buffering."""
+        """Writes the tokens of the session's buffer, if it has one, and ends its buffering."""
         buffer = self._buffered.pop(session, None)
         if buffer is not None:
             self.write(session, *buffer.flush(session))
@@ -304,7 +305,7 @@ class MemoryStore:
     def _write(self, session: str, tokens: Sequence[int], idle_s: float) -> None:
         used_s = self._clock() - idle_s
         packed = self._shard(session).peek(session)
-        assert packed is not None, "a buffered session is not there: this is a bug"
+        assert packed is not None, "a buffered session is not in the store: this is a bug"
         if not tokens:
             self._shard(session).put(session, touched(packed, used_s))
             return
@@ -340,8 +341,8 @@ class MemoryStore:
         return StoreHealth("memory")
 
     async def open(self) -> None:
-        """See `Store`. A file that was read is put aside: from the first step on it is out of date. One that was still
-        being read when the store was closed stays where it is, for the next process."""
+        """See `Store`. Renames a file after reading it, because its sessions are out of date from the first step on. If
+        the store is closed while it reads the file, the file stays for the next process."""
         if self._file is None or not await asyncio.to_thread(self._file.exists):
             self._is_open = True
             return
@@ -355,7 +356,7 @@ class MemoryStore:
         logger.info("%d sessions were read from %s", sum(map(len, self._shards)), self._file)
 
     async def close(self) -> None:
-        """See `Store`. A file that could not be read is left as it is."""
+        """See `Store`. Does not replace a file that could not be read."""
         self._is_closed = True
         for session in [*self._buffered]:
             self.flush(session)
@@ -372,7 +373,7 @@ class MemoryStore:
             logger.info("%d sessions were written to %s", len(alive), self._file)
 
     def _put_aside(self, file: Path) -> None:
-        """Not to be interrupted: its sessions are in the file, or here."""
+        """Renames a file whose sessions are loaded. It has no `await`: the sessions are either in the file or here."""
         file.replace(file.with_name(file.name + ASIDE))
         self._is_open = True
 
@@ -380,7 +381,7 @@ class MemoryStore:
         return self._shards[hash(session) % SHARDS]
 
     def _find(self, session: str) -> bytes | None:
-        """The session, unless it has been idle for longer than the time to live."""
+        """Returns the session unless it has expired."""
         if session in self._buffered:
             self.flush(session)
         return self._shards[hash(session) % SHARDS].get(session, self._clock())
@@ -395,7 +396,8 @@ class MemoryStore:
         revision: int,
         last: LastStep | None = None,
     ) -> SessionRecord:
-        """The session at its next revision, used now; `packed` is what it was before."""
+        """Stores the session at its next revision, last used at `now_s`, and returns it. `packed` is its earlier
+        value."""
         session, model, version, mode = before[:4]
         record = SessionRecord(session, model, version, mode, position, tail, revision, last, 0.0, before.vocabulary)
         self.used_bytes += len(tail.data) - len(before.tail.data)
@@ -403,7 +405,7 @@ class MemoryStore:
         return record
 
     def _add(self, record: SessionRecord) -> None:
-        """One more session."""
+        """Adds a session."""
         self._counts[record.model] += 1
         self._owned[owner_of(record.session)] += 1
         self.used_bytes += entry_bytes(record.session, len(record.tail.data))
@@ -423,22 +425,22 @@ class MemoryStore:
             self.used_bytes -= entry_bytes(session, tail_bytes(packed))
 
     def _expire(self, shards: Sequence[Shard]) -> None:
-        """Forgets sessions that are over: from the front of their order, never by a scan, and some at a time."""
+        """Removes expired sessions from the front of each shard, without a scan, and only some at a time."""
         now_s = self._clock()
         left = EXPIRED_AT_ONCE
         for shard in shards:
             while left and (session := shard.over(now_s)) is not None:
-                if self._find(session) is None:  # else a buffer knew of a later use
+                if self._find(session) is None:  # else its buffer had a later use
                     self._forget(session)
                 left -= 1
 
     def _squeeze(self) -> None:
-        """Ends the sessions that were longest idle, until the others are within the budget."""
+        """Evicts the sessions that are idle longest, until the others fit into the budget."""
         while self.used_bytes > self.budget_bytes:
             oldest = [oldest for shard in self._shards if (oldest := shard.oldest()) is not None]
             session, packed = min(oldest, key=lambda entry: touched_s(entry[1]))
             buffer = self._buffered.pop(session, None)
-            if buffer is not None:  # it may have been used since
+            if buffer is not None:  # its buffer may have a later use
                 self._write(session, *buffer.flush(session))
                 continue
             self._forget(session)

@@ -1,4 +1,4 @@
-"""Sessions as a process last saw them in a store that others share."""
+"""A cache of the sessions that this process last saw in a shared store."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Callable
 from wane.service.sessions.stores.memory import Packing, entry_bytes, tail_bytes, touched_s
 from wane.service.sessions.stores.store import SessionRecord, Snapshot
 
-SNAPSHOTS = 256  # of records that were read and not used yet
-# A step that finds its session moved on looks again, and then finds it as it is. If half of all steps do, a quarter to
-# a third of the looks find a session moved on.
+SNAPSHOTS = 256  # cached snapshots of records that were read and not used yet
+# A step whose cached session is out of date reads the session again, and then has the current one. If half of all steps
+# do so, a quarter to a third of the lookups find a session out of date.
 MOVED_OFTEN = 0.25
-EMA_ALPHA = 1 / 16  # weight of the latest look
+EMA_ALPHA = 1 / 16  # weight of the latest lookup
 
 
 class RecordCache:
-    """The latest sessions that were used, within a budget in bytes: packed, the longest unused first to go."""
+    """The packed records of the most recently used sessions, within a budget in bytes. The least recently used session
+    is evicted first."""
 
     def __init__(self, budget_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`ttl_s`: idle time after which a session ends. `clock` in seconds."""
+        """`ttl_s`: idle time after which a session expires. `clock` in seconds."""
         self._budget_bytes = budget_bytes
         self._ttl_s = ttl_s
         self._clock = clock
@@ -33,15 +34,15 @@ class RecordCache:
 
     @property
     def mostly_moved(self) -> bool:
-        """Whether remembered sessions are often out of date, because other processes step them too."""
+        """Whether cached sessions are often out of date, because other processes step them too."""
         return self._moved > MOVED_OFTEN
 
     def saw(self, *, moved: bool) -> None:
-        """Notes whether a remembered session was found out of date."""
+        """Records whether a cached session was out of date."""
         self._moved += EMA_ALPHA * (moved - self._moved)
 
     def put(self, record: SessionRecord) -> None:
-        """Remembers a session, used now."""
+        """Caches a session that is used now."""
         session = record.session
         self.forget(session)
         packed = self._packing.pack(record, self._clock())
@@ -56,21 +57,21 @@ class RecordCache:
             self.forget(next(iter(self._entries)))
 
     def get(self, session: str) -> SessionRecord | None:
-        """The session, unless it has expired."""
+        """Returns the session unless it has expired."""
         packed, now_s = self._entries.get(session), self._clock()
         if packed is None or now_s > touched_s(packed) + self._ttl_s:
             return None
         return self._packing.unpack(session, packed, now_s, durable=True, snapshot=self._snapshots.get(session))
 
     def kind(self, session: str) -> tuple[str, str] | None:
-        """The session's model and vocabulary, unless it has expired."""
+        """Returns the session's model and vocabulary, unless it has expired."""
         packed = self._entries.get(session)
         if packed is None or self._clock() > touched_s(packed) + self._ttl_s:
             return None
         return self._packing.kind(packed)
 
     def forget(self, session: str) -> None:
-        """Forgets a session, if it is there."""
+        """Removes a session from the cache, if it is there."""
         packed = self._entries.pop(session, None)
         if packed is not None:
             self._bytes -= entry_bytes(session, tail_bytes(packed))
@@ -78,7 +79,7 @@ class RecordCache:
         self._snapshots.pop(session, None)
 
     def count(self, model: str) -> int:
-        """How many sessions of a model were used here and have not ended."""
+        """Returns how many cached sessions of a model have not expired."""
         since_s = self._clock() - self._ttl_s
         while (session := next(iter(self._entries), None)) is not None and touched_s(self._entries[session]) < since_s:
             self.forget(session)

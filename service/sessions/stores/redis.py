@@ -1,18 +1,19 @@
-"""Sessions in Redis, where replicas share them. Redis holds the truth; a process remembers sessions as a cache of it.
+"""Sessions in Redis, which replicas share. Redis holds the truth; each process caches the sessions that it uses.
 
-A session is one key, `wane:<namespace>:{<session>}`, laid out as in `codec.py`. Its latest state, if states are kept,
-is another, with `:state` behind it. The braces put both on one node of a cluster. Both expire when the session was idle
-for its time to live.
+A session is one key, `wane:<namespace>:{<session>}`, in the format of `codec.py`. Its latest state, if states are kept,
+is another key, with the suffix `:state`. The braces put both on one node of a cluster. Both expire once the session has
+been idle for its time to live.
 
-A sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts the sessions of an owner that are limited. It may be on
-another node than a session, so the two are never changed together. Every session counts: its creator counts it before
-it is made, and again afterwards. A session is taken out of the set only if it was found to be over and still has the
-score from before it was looked for; whoever creates it again changes the score, and no score is used twice.
+If an owner has a quota, a sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts its sessions. The set may be on
+another node than a session, so the two are never changed together. The creator of a session adds it to the set before
+it creates the session, and again afterwards, so that every session is counted. A session is removed from the set only
+if it has expired and its score has not changed since that check. A request that creates the session again changes the
+score, and no score is used twice.
 
-Every change is one script, which compares the revision, changes, and sets the time to live, all or nothing. A caller
-that got no answer may run it again: a script that finds the revision that it would set changes nothing. Hence revisions
-are never used twice. The upper half of one is random; it is drawn anew when a session is created or rewound, and by the
-first change after a restart of Redis, which may have lost acknowledged changes.
+Every change is one script that atomically compares the revision, makes the change, and sets the time to live. A caller
+that got no answer may run it again: a script that finds the revision that it would set changes nothing. For that,
+revisions are never used twice. The upper half of a revision is random. It is drawn again when a session is created or
+rewound, and by the first change after a restart of Redis, which may have lost acknowledged changes.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ from wane.service.types import SLASH, owner_of
 APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
 CLAIM = Script("claim")
 COUNTED = 1
-"""The claim script's reply if it counted the session; else it lists sessions that may be over, with their scores."""
+"""The claim script's reply if it counted the session; else it lists sessions that may be expired, with their scores."""
 DOUBT_BITS = 40
-"""Bits of a random score, which as milliseconds since 1970 is long past."""
+"""Bits of a random score. As milliseconds since 1970 it is far in the past."""
 DONE = (1, 2)
-"""The append script's replies if it appended: at the next revision, or at the other one."""
+"""The append script's replies if it appended: at the next revision, or at the alternative one."""
 NOBODY = b""
 """The mark of a session that does not exist."""
 
 
 class Unanswered(Unavailable):
-    """Redis did not answer a change. Unless somebody else changes the session, `before`, it is at one of `marks`."""
+    """Redis did not answer a change of the session `before`. The session is at one of `marks`, unless another process
+    changed it."""
 
     def __init__(self, message: str, before: SessionRecord, marks: Sequence[bytes]) -> None:
         super().__init__(message)
@@ -57,20 +59,20 @@ class Unanswered(Unavailable):
 def extended(
     record: SessionRecord, revision: int, tokens: Sequence[int], step: LastStep, session_history_tokens: int
 ) -> SessionRecord:
-    """The session after a step that appended `tokens`."""
+    """Returns the session after a step that appended `tokens`."""
     position = record.position + len(tokens)
     tail = record.tail.append(tokens, position, session_history_tokens)
     return record._replace(position=position, tail=tail, revision=revision, last=step, idle_s=0.0, snapshot=None)
 
 
 def rewound(record: SessionRecord, position: int) -> SessionRecord:
-    """The session cut back to `position`, at a new revision."""
+    """Returns the session cut back to `position`, at a new revision."""
     tail = record.tail.without_last(record.position - position)
     return record._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None)
 
 
 class RedisStore:
-    """A `Store` that replicas share, with a cache of the sessions that were used here."""
+    """A `Store` that replicas share, with a cache of the sessions used here."""
 
     def __init__(
         self,
@@ -84,8 +86,8 @@ class RedisStore:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`namespace` is part of every key. `budget_bytes`: of the cache. `timeout_s`: of a round trip. Raises
-        ValueError for an invalid address."""
+        """`namespace` is part of every key. `budget_bytes`: size of the cache. `timeout_s`: of a round trip. Raises
+        ValueError if the address is invalid."""
         self.trips = RedisPipeline(url, timeout_s, metrics)
         self.prefix = f"wane:{namespace}:"
         self.session_history_tokens = session_history_tokens
@@ -98,21 +100,21 @@ class RedisStore:
         return await self.make(record._replace(revision=branch()), counts=most is not None)
 
     async def make(self, fresh: SessionRecord, *, counts: bool) -> bool:
-        """Keeps a new session at a new revision; False if its id exists. `counts`: it was claimed before."""
+        """Adds a new session at a new revision; returns False if its id exists. `counts`: it was claimed before."""
         made = False
         try:
-            made = await self.replace(fresh, [NOBODY], since=0) is not None  # no state of an earlier one is its own
+            made = await self.replace(fresh, [NOBODY], since=0) is not None  # drops the state of an earlier session
         finally:
-            if counts:  # if none was made, the claim is given back unless the session exists
+            if counts:  # if no session was made, the claim is returned unless the session exists
                 self.trips.tell(*(self.counting(fresh.session) if made else self._doubting(fresh.session)))
         return made
 
     async def claim(self, session: str, most: int) -> None:
-        """Counts a new session among its owner's, of which there may be `most`. Raises QuotaExceeded.
+        """Counts a new session among its owner's, at most `most`. Raises QuotaExceeded.
 
-        Redis tells nobody when a session expires, so the set has the time at which each ends if it is not used. Only
-        when the set is full are the sessions looked for whose time has come or is in doubt. Those that are over are
-        taken out of the set; the others get their present time.
+        Redis does not notify when a session expires, so the set has the time at which each session expires if it is not
+        used. Only if the set is full, the sessions are looked up whose time has come or is in doubt. Expired ones are
+        removed from the set; the others get their current time.
         """
         owner = owner_of(session)
         looked: list[tuple[Argument, ...]] = []
@@ -129,8 +131,8 @@ class RedisStore:
             looked = list(zip(found, scores, left_ms, strict=True))
 
     def counting(self, session: str) -> tuple[str, ...]:
-        """The command that counts a session among its owner's, over the limit too. Its time is in doubt; the time of a
-        session that counts already moves by half a millisecond."""
+        """Returns the command that counts a session among its owner's, even over the quota. The new session's time is
+        in doubt; the time of a session that is counted already moves by half a millisecond."""
         part = 0.5 + secrets.randbits(DOUBT_BITS) / (4 << DOUBT_BITS)
         return "ZINCRBY", self._owned(owner_of(session)), repr(part), session
 
@@ -162,10 +164,10 @@ class RedisStore:
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """Remembers the session as it is now if the comparison was lost.
+        """Appends as in `Store`. If the comparison fails, caches the current session.
 
-        A script that was sent twice may have won the first time although it lost the second, if somebody else appended
-        in between. Nobody can tell, so it raises Unanswered.
+        A script that was sent twice may have succeeded the first time and failed the second, if another process
+        appended in between. That cannot be determined, so this raises Unanswered.
         """
         session, revision = record.session, record.revision
         after = extended(record, appended(revision), tokens, step, self.session_history_tokens)
@@ -210,9 +212,9 @@ class RedisStore:
     async def replace(
         self, record: SessionRecord, marks: Sequence[bytes], since: int | None = None
     ) -> SessionRecord | None:
-        """Replaces a session that is at one of `marks` by `record`, at a new revision; None, without effect, if it is
-        at none. `since`: the position up to which both are the same, by default the record's; a later state is
-        forgotten."""
+        """Replaces a session that is at one of `marks` with `record`, at a new revision. Returns None, without side
+        effects, if it is at none of them. `since`: the position up to which both are equal, by default the record's; a
+        later state is deleted."""
         data = codec.write(record)
         done = await self.trips.run(
             REPLACE,
@@ -234,11 +236,10 @@ class RedisStore:
         self._remembered.forget(session)
         deleted = await self.trips.do("DEL", *self.keys(session))
         if owner_of(session):
-            self.trips.tell(*self._doubting(session, "XX"))  # somebody may be creating it again
+            self.trips.tell(*self._doubting(session, "XX"))  # another request may be creating it again
         return bool(deleted)
 
     async def count(self, model: str) -> int:
-
         return self._remembered.count(model)
 
     @property
@@ -252,11 +253,11 @@ class RedisStore:
         await self.trips.close()
 
     def _owned(self, owner: str) -> str:
-        """The key of the set that counts an owner's sessions; no session's key is the same."""
+        """Returns the key of the set that counts an owner's sessions. It differs from every session's key."""
         return f"{self.prefix}{{{owner}{SLASH}}}:sessions"
 
     def _doubting(self, session: str, *only: str) -> tuple[str, ...]:
-        """The command that puts a session's time in doubt; with "XX" only if it counts."""
+        """Returns the command that puts a session's time in doubt; with "XX" only if the session is counted."""
         return "ZADD", self._owned(owner_of(session)), *only, str(secrets.randbits(DOUBT_BITS)), session
 
     def keys(self, session: str) -> tuple[str, str]:
@@ -269,10 +270,10 @@ class RedisStore:
         try:
             return codec.read(session, data, self.session_history_tokens, idle_s)._replace(durable=True)
         except codec.Unreadable as error:
-            raise Unavailable(f"{error}: is there a replica of a later version?") from error
+            raise Unavailable(f"{error}: is a replica of a later version running?") from error
 
     def _lost(self, session: str, found: Any) -> None:
-        """Remembers the session that a lost comparison found."""
+        """Caches the session that a failed comparison found."""
         self._remembered.saw(moved=True)
         record = self._read(session, found)
         if record is None:

@@ -1,10 +1,10 @@
 """Commands to Redis, joined into round trips, and whether Redis is reachable.
 
-The commands of one turn of the event loop go out together: the commits of one batch of the runner are one trip. While
-MOST_TRIPS are under way, commands wait for the next. A trip is a pipeline and no transaction: each command is atomic by
-itself, and goes to its own node of a cluster.
+The commands of one turn of the event loop are sent together, so the commits of one batch of the runner take one trip.
+While MOST_TRIPS are in flight, commands wait for the next. A trip is a pipeline, not a transaction: each command is
+atomic by itself, and is sent to its own node of a cluster.
 
-While Redis is unreachable, every command fails at once, and not after a timeout each.
+While Redis is unreachable, every command fails immediately, without waiting for a timeout.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from wane.service.observability.metrics import Metrics
 
 logger = logging.getLogger("wane.store")
 
-MOST_TRIPS = 2  # that are under way at a time
+MOST_TRIPS = 2  # in flight at a time
 PROBE_EVERY_S = 0.25
 CLUSTER = "+cluster"
 KIND = "redis"
 Argument = bytes | str | int
 Tells = Callable[[Any], bool]
-"""Whether the second reply of a script that was sent twice tells what the first run did."""
+"""Returns whether the second reply of a script that was sent twice shows what the first run did."""
 AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError, ClusterError, OSError)
-"""Errors that mean that Redis, or the node that has the key, cannot be used now."""
+"""Errors which mean that Redis, or the node that has the key, is unavailable."""
 
 
 class Script:
-    """A Lua script in this file's folder. It is called by its digest, and sent whole if Redis does not know it."""
+    """A Lua script in this file's folder. It is called by its digest, and sent in full if Redis does not know it."""
 
     def __init__(self, name: str) -> None:
         self.source = Path(__file__).with_name(f"{name}.lua").read_text(encoding="utf-8")
@@ -71,8 +71,8 @@ class RedisPipeline:
     """Sends commands to one Redis, or to one cluster."""
 
     def __init__(self, url: str, timeout_s: float, metrics: Metrics) -> None:
-        """`url` as redis-py takes it; with `+cluster` in its scheme, of a node of a cluster. `timeout_s`: of a round
-        trip. Raises ValueError for an invalid address."""
+        """`url` is in redis-py's format; with `+cluster` in its scheme, it is the address of a node of a cluster.
+        `timeout_s`: of a round trip. Raises ValueError if the address is invalid."""
         scheme, _, rest = url.partition("://")
         options: dict[str, Any] = {
             "socket_timeout": timeout_s,
@@ -96,13 +96,13 @@ class RedisPipeline:
         self.on_back: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
-        """Looks whether Redis is reachable; if not, goes on looking."""
+        """Checks whether Redis is reachable; if not, starts probing it."""
         if not await self._greet():
-            logger.warning("the session store is not there yet")
+            logger.warning("the session store is not reachable yet")
             self._probing = asyncio.create_task(self._probe())
 
     async def close(self) -> None:
-        """Waits for the trips under way. No command may follow."""
+        """Waits for the trips in flight. No command may follow."""
         if self._probing is not None:
             self._probing.cancel()
         while self._under_way:
@@ -111,15 +111,15 @@ class RedisPipeline:
             await self._client.aclose()
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: Argument, tells: Tells | None = None) -> Any:
-        """The reply of a script. One that got no answer is sent again, though it may have run.
+        """Runs a script and returns its reply. A script that got no answer is sent again, although it may have run.
 
-        Raises Unavailable if Redis is unreachable, or if `tells` is false of the reply of a script that was sent twice;
-        Overloaded if Redis is full.
+        Raises Unavailable if Redis is unreachable, or if a script was sent twice and `tells` returns False for its
+        reply; Overloaded if Redis is full.
         """
         return await self._ask(("EVALSHA", script.digest, len(keys), *keys, *arguments), script, tells)
 
     async def do(self, *command: Argument) -> Any:
-        """The reply of a command. Raises Unavailable, Overloaded."""
+        """Runs a command and returns its reply. Raises Unavailable, Overloaded."""
         return await self._ask(command, None)
 
     def tell(self, *command: Argument) -> None:
@@ -142,7 +142,7 @@ class RedisPipeline:
         return call.reply
 
     def _leave(self) -> None:
-        """Starts a trip with all commands that wait."""
+        """Starts a trip with all queued commands."""
         self._is_called = False
         calls, self._queue = self._queue, []
         trip = asyncio.create_task(self._travel(calls))
@@ -160,7 +160,7 @@ class RedisPipeline:
         try:
             try:
                 replies = await self.send([call.command for call in calls])
-            except ConnectionError:  # an idle connection may be gone though Redis is there: try another one
+            except ConnectionError:  # an idle connection may be closed although Redis is reachable: try another one
                 for call in calls:
                     call.again = True
                 replies = await self.send([call.command for call in calls])
@@ -185,13 +185,13 @@ class RedisPipeline:
         return replies
 
     async def _with_scripts(self, calls: Sequence[_Call], replies: list[Any]) -> list[Any]:
-        """The replies, after scripts that Redis did not know were sent whole."""
+        """Returns the replies, after sending scripts that Redis did not know in full."""
         unknown = [index for index, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if unknown:
             commands = []
             for index in unknown:
                 call = calls[index]
-                assert call.script is not None, "only scripts can be unknown: this is a bug"
+                assert call.script is not None, "Redis says NOSCRIPT to a command: this is a bug"
                 commands.append(("EVAL", call.script.source, *call.command[2:]))
             for index, reply in zip(unknown, await self.send(commands), strict=True):
                 replies[index] = reply
@@ -202,7 +202,7 @@ class RedisPipeline:
             return
         if not isinstance(reply, Exception):
             if call.again and call.tells is not None and not call.tells(reply):
-                call.reply.set_exception(Unavailable("the session store was cut off, and may have done it or not"))
+                call.reply.set_exception(Unavailable("the session store was cut off, and may have made the change"))
             else:
                 call.reply.set_result(reply)
             return
@@ -213,16 +213,16 @@ class RedisPipeline:
             self._lose(reply)
             failure = away()
         else:
-            logger.error("the session store refused a command", exc_info=reply)
-            failure = Unavailable("the session store refused a command")
+            logger.error("the session store rejected a command", exc_info=reply)
+            failure = Unavailable("the session store rejected a command")
         failure.__cause__ = reply
         call.reply.set_exception(failure)
 
     def _lose(self, error: Exception) -> None:
-        """Notes that Redis is unreachable, and fails the commands that wait."""
+        """Marks Redis as unreachable, fails the queued commands, and starts probing."""
         if not self.reachable:
             return
-        logger.warning("the session store is away: %s", error)
+        logger.warning("the session store is unreachable: %s", error)
         self.reachable = False
         self._up.set(0)
         waiting, self._queue = self._queue, []
@@ -231,16 +231,16 @@ class RedisPipeline:
         self._probing = asyncio.create_task(self._probe())
 
     async def _probe(self) -> None:
-        """Waits until Redis is reachable."""
+        """Waits until Redis is reachable, then calls `on_back`."""
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
             if await self._greet():
                 break
-        logger.warning("the session store is there")
+        logger.warning("the session store is reachable")
         self.on_back()
 
     async def _greet(self) -> bool:
-        """Whether Redis answers; if so, commands are taken from now on."""
+        """Returns whether Redis answers a ping. If it does, commands are accepted from now on."""
         try:
             await self._client.execute_command("PING")
         except (RedisError, OSError):

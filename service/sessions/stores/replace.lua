@@ -1,8 +1,9 @@
--- Compare-and-replace: see `RedisStore.replace`, and codec.py for how a session is laid out.
--- KEYS: the session, its state. ARGV: its revision from now on, which nothing else has; all that comes after the run;
--- milliseconds to live, the position up to which it is what it was, then what it may be at: revisions, or revisions with
--- the stamp behind, or "" for no session. A state of a later position than that is forgotten.
--- 1: done, now or by this very call before. false: there is no such session. Else the session as it is.
+-- Compare-and-replace: see `RedisStore.replace`, and codec.py for the format of a session.
+-- KEYS: the session, its state. ARGV: its new, unique revision; the bytes after the run; milliseconds to live; the
+-- position up to which it is unchanged; then the marks that it may be at: revisions, or revisions followed by the
+-- stamp, or "" for no session. A state of a position after the unchanged part is deleted.
+-- Returns 1 if this call replaced the session, now or when it was sent before; false if the session does not exist;
+-- else the current session.
 local held = redis.call('GET', KEYS[1])
 local at = held and string.sub(held, 1, 8) .. string.sub(held, 16, 23) or ''
 if string.sub(at, 1, 8) == ARGV[1] then

@@ -1,4 +1,4 @@
-"""What the engine asks of a store of sessions. The store holds the truth; cached states are a cache of it."""
+"""The protocol of a session store, and its records. The store holds the truth; resident states are only a cache."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from wane.service.types import Mode
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """How a store is: `memory` or `redis`, whether it can be reached, and whether requests to sessions can be answered.
-    `not_durable`: how many sessions have tokens that only this process has, though others share the store."""
+    """The health of a store. `kind`: `memory` or `redis`. `ready`: whether requests to sessions can be answered.
+    `not_durable`: how many sessions have tokens that only this process has, although others share the store."""
 
     kind: str
     reachable: bool = True
@@ -30,41 +30,42 @@ _BRANCH_BITS = 32
 
 
 def appended(revision: int) -> int:
-    """The revision after an append."""
+    """Returns the revision after an append."""
     return revision + 1
 
 
 def branch() -> int:
-    """A revision that no session was ever at, with room for its successors: that of a session that was created or
-    rewound."""
+    """Returns an unused revision, with room for its successors, for a session that is created or rewound."""
     return secrets.randbits(_BRANCH_BITS) << _BRANCH_BITS
 
 
 def follows(revision: int, earlier: int) -> bool:
-    """Whether all that came between two revisions of a session was appended: it still begins as it was at `earlier`."""
+    """Returns whether only appends lie between two revisions, so that the session still begins as it was at
+    `earlier`."""
     return revision >= earlier and revision >> _BRANCH_BITS == earlier >> _BRANCH_BITS
 
 
 def digest(data: bytes) -> bytes:
-    """What a step's tokens and key are remembered by, in at most 16 bytes: themselves where they are shorter than
-    that, else their BLAKE2b. No two are the same but for a collision, of which there is one in 2^64 digests."""
+    """Returns a digest of a step's tokens or key, of at most 16 bytes: the data itself if it is shorter than that, else
+    its BLAKE2b. A collision is expected among 2^64 digests."""
     return data if len(data) < DIGEST_BYTES else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def of_tokens(tokens: Sequence[int]) -> bytes:
-    """What a step's tokens are remembered by."""
+    """Returns the digest of a step's tokens."""
     if len(tokens) == 1:
         return digest(tokens[0].to_bytes(8, "little", signed=True))
     return digest(struct.pack(f"<{len(tokens)}q", *tokens))
 
 
 def of_key(key: str | None) -> bytes | None:
-    """What a step's key is remembered by."""
+    """Returns the digest of a step's idempotency key."""
     return None if key is None else digest(key.encode())
 
 
 class LastStep(NamedTuple):
-    """What a retry is recognised by: the position that the step started from, and digests of its tokens and its key."""
+    """The last step of a session, by which a retry is recognised: its starting position, and digests of its tokens and
+    its key."""
 
     start: int
     tokens: bytes
@@ -72,9 +73,10 @@ class LastStep(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A state that is kept with a tail: that at `position`, which knows all but the first `dropped_tokens` tokens.
+    """A state that the store keeps with a tail. It is the state at `position`, and lacks the first `dropped_tokens`
+    tokens.
 
-    `model_fingerprint` tells which weights and graphs made it: no others may go on from it.
+    `model_fingerprint` identifies the weights and graphs that made it; no others may continue from it.
     """
 
     position: int
@@ -84,15 +86,14 @@ class Snapshot(NamedTuple):
 
 
 class SessionRecord(NamedTuple):
-    """A session as it is kept.
+    """A session as a store keeps it.
 
-    `revision` is another after every change, as `appended` and `branch` say. It is what comparisons are made on: unlike
-    a position it never comes back, so a session that was rewound and stepped again elsewhere, or deleted and created
-    again, cannot be taken for its old self. `idle_s` is the time since it was last touched, as of reading.
-    `model_version` is the one that it was started under, for information; `vocabulary` tells whose token ids its tail
-    holds, and no version of another may run them.
-    `durable`: of a store that others share, whether it has the session so; no other promises anything. `snapshot`: the
-    latest state that was kept along with the tail, if there is one and it was asked for.
+    `revision` differs after every change: see `appended` and `branch`. Changes compare it: unlike a position, a
+    revision is never used twice, so a session that another process rewound and stepped, or deleted and created again,
+    is not mistaken for the earlier one. `idle_s` is the time since the session was last touched, when it was read.
+    `model_version` is the version that it was started with, for information. `vocabulary` identifies the tokenizer of
+    its tail; a model version with another tokenizer cannot run it. `durable`: whether a shared store has the session at
+    this revision; None if the store is not shared. `snapshot`: the latest state kept with the tail, if it was read.
     """
 
     session: str
@@ -110,91 +111,93 @@ class SessionRecord(NamedTuple):
 
     @property
     def dropped_tokens(self) -> int:
-        """How many tokens are not in the tail: cut off, or never known. 0 means all of the sequence is there: `<eos>`
-        goes with the first token."""
+        """The number of tokens that are not in the tail, because they were cut off or never known. 0: the tail has the
+        whole sequence. `<eos>` is cut off together with the first token."""
         return max(self.position - len(self.tail), 0)
 
     @property
     def earliest(self) -> int:
-        """The earliest position that the session can be rewound to: one token must remain in the tail."""
+        """The earliest position that the session can be rewound to; one token must remain in the tail."""
         return self.position - len(self.tail) + 1
 
 
 class StoreError(Exception):
-    """The sessions that are to be served cannot be; the message is for the operator, and the process ends."""
+    """The session store cannot be opened. The message is for the operator, and the process ends."""
 
 
 class WriteBuffer(Protocol):
-    """Holds the latest tokens of sessions that a store has not written yet."""
+    """Holds the latest tokens of sessions until they are written to a store."""
 
     def flush(self, session: str) -> tuple[Sequence[int], float]:
-        """Gives up a session: the tokens that were appended since the store last had it, each by a step of its own
-        without a key, and for how many seconds it has been idle."""
+        """Removes a session from the buffer. Returns the tokens that were appended since the last write, each by a step
+        of its own without a key, and the session's idle time in seconds."""
         ...
 
 
 class Store(Protocol):
-    """Keeps sessions. Every method is atomic, and touches the session's idle time unless it says otherwise.
+    """Keeps sessions. Every method is atomic, and resets the session's idle time unless it says otherwise.
 
-    A store that has the answer at hand does not suspend: then no request that asks it waits for the event loop.
+    A store that can answer immediately does not suspend, so that requests do not wait for the event loop. A session
+    that is idle for longer than the store's time to live does not exist any more. A store raises Unavailable if its
+    backend is unreachable.
 
-    A session idle for longer than the store's time to live does not exist any more.
-    Implementations that can lose their backing raise Unavailable.
-
-    `session_history_tokens`: how many of its latest tokens a session keeps. It may be raised: then histories grow as
-    tokens come.
+    `session_history_tokens`: how many of its latest tokens a session keeps. If it is raised, histories grow with the
+    next tokens.
     """
 
     session_history_tokens: int
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
-        """Keeps a new session; False if one of that id exists. Raises Overloaded when there are too many, and
-        QuotaExceeded when its owner has `most` already."""
+        """Adds a new session; returns False if its id exists. Raises Overloaded if there are too many sessions, and
+        QuotaExceeded if its owner already has `most`."""
         ...
 
     async def get(self, session: str) -> SessionRecord | None:
-        """The session as it is now, its idle time left alone."""
+        """Returns the current session. Does not reset its idle time."""
         ...
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
-        """The session as it was last seen here, without asking: the next comparison tells whether it is still so.
+        """Returns the session as it was last seen here, without asking the backend. The next comparison checks whether
+        it is still the same.
 
-        `to_step`: None too where that is likely to be lost. Raises PositionConflict, once, where tokens that were
-        acknowledged as not durable were lost since the last step.
+        With `to_step`, returns None also if that comparison would probably fail, and raises PositionConflict, once, if
+        tokens that were acknowledged as not durable were lost since the last step.
         """
         ...
 
     async def touch(self, session: str) -> None:
-        """The session was used."""
+        """Resets the session's idle time."""
         ...
 
     def kind(self, session: str) -> tuple[str, str] | None:
-        """The session's model and its vocabulary, as last seen here, without asking; None if it was not seen."""
+        """Returns the session's model and vocabulary as last seen here, without asking the backend; None if the session
+        was not seen."""
         ...
 
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """Compare-and-append: None, and nothing done, unless the session is at the revision of `record`.
+        """Appends `tokens` if the session is at the revision of `record` (compare-and-append). Returns None, without
+        side effects, if it is not.
 
-        `snapshot`: the state after `tokens`, where the store is to keep it: one that does not keep states forgets it.
+        `snapshot`: the state after `tokens`, for the store to keep. A store that does not keep states ignores it.
         """
         ...
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
-        """Cuts the tail back to `position`, which it must hold, and forgets the last step.
+        """Cuts the tail back to `position`, which must be in the tail, and forgets the last step.
 
-        None, and nothing done, unless the session is at `revision`.
+        Returns None, without side effects, if the session is not at `revision`.
         """
         ...
 
     async def delete(self, session: str) -> bool:
-        """Forgets a session; False if there was none."""
+        """Deletes a session; returns False if it does not exist."""
         ...
 
     async def count(self, model: str) -> int:
-        """How many sessions a model has; those that ended by themselves a moment ago may be among them. Of a store that
-        others share: those that were used here."""
+        """Returns the number of a model's sessions; recently expired ones may be included. A shared store counts the
+        sessions that were used here."""
         ...
 
     @property
@@ -203,9 +206,9 @@ class Store(Protocol):
         ...
 
     async def open(self) -> None:
-        """To be called before anything else. Raises StoreError where sessions are kept that cannot be read."""
+        """Opens the store; the caller must call this first. Raises StoreError if saved sessions cannot be read."""
         ...
 
     async def close(self) -> None:
-        """To be called when nothing else will be."""
+        """Closes the store; the caller must call this last."""
         ...

@@ -109,7 +109,7 @@ def test_a_full_redis_refuses_what_is_new_and_loses_nothing(tmp_path: Path, mode
             assert (away.status_code, away.json()["durable"]) == (200, False)
         redis.options = (*OPTIONS, "--maxmemory", "1")
         redis.start()
-        server.read_until("the session store is there")
+        server.read_until("the session store is reachable")
         assert is_refusal(sessions.step("s4", [9])), "nobody has gone on with it: Redis is there, and is full"
         back = sessions.step("s0", [9])
         if mode == "reject":

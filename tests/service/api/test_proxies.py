@@ -62,5 +62,5 @@ def test_whoever_does_not_come_through_a_proxy_is_not_believed_either(behind: Li
 
 @pytest.mark.parametrize("value", ["", "haproxy", "*", "10.0.0.0/8,", "10.0.0.1/8", "127.0.0.1:80"])
 def test_a_proxy_is_named_by_its_address_or_its_network(value: str) -> None:
-    with pytest.raises(SettingsError, match=r"^WANE_TRUSTED_PROXIES is .*an address is wanted, or a network"):
+    with pytest.raises(SettingsError, match=r"^WANE_TRUSTED_PROXIES is .*must be an address, or a network"):
         Settings.read({"WANE_TRUSTED_PROXIES": value})

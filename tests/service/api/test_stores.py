@@ -62,7 +62,7 @@ def test_a_broken_file_of_sessions_ends_the_process_with_a_message(tmp_path: Pat
     file.write_bytes(b"no sessions")
     ended = run("serve", "--port", "0", env=environment(WANE_SESSION_FILE=str(file)))
     assert ended.returncode == 2
-    assert f"error: session_file {file} does not begin as a file of sessions does" in ended.stderr
+    assert f"error: session_file {file} does not begin like a file of sessions" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert file.read_bytes() == b"no sessions"
 
@@ -87,6 +87,6 @@ def test_a_server_without_its_redis_refuses_sessions_and_nothing_else(tmp_path: 
         assert http.post("/v1/predict", json={"tokens": [5]}).status_code == 200
         assert json.loads(http.get("/v1/report").text)["models"][0]["sessions"]["resident"] == 1
         redis.start()
-        server.read_until("the session store is there")
+        server.read_until("the session store is reachable")
         again = http.post("/v1/sessions/s/tokens", json={"tokens": [6], "expected_position": 1}).json()
         assert (again["position"], again["durable"], again["state"]) == (2, True, "resident")

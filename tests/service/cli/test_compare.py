@@ -70,7 +70,7 @@ def test_agreement_is_shown_by_window_size(compared: dict[str, Any]) -> None:
             assert line["agreement"]["top1_match_rate"] == 1
 
 
-def test_the_sessions_that_a_comparison_used_are_ended(compared: dict[str, Any], http: httpx.Client) -> None:
+def test_a_comparison_deletes_its_sessions(compared: dict[str, Any], http: httpx.Client) -> None:
     (report,) = [one for one in http.get("/v1/report").json()["models"] if one["model"] == compared["model"]]
     assert report["agreement"]["compared"] >= STEPS
     assert report["modes"]["recurrent"]["requests"] >= STEPS
@@ -113,7 +113,7 @@ def test_the_sample_is_long_enough_for_the_default(http: httpx.Client) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_comparison_that_cannot_be_made_says_why(
+def test_an_impossible_comparison_says_why(
     live: LiveServer, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
 ) -> None:
     assert main(["compare", live.url, "--tokens", "4", *arguments]) == 2
@@ -121,7 +121,7 @@ def test_a_comparison_that_cannot_be_made_says_why(
     assert message.startswith("error: ") and named in message
 
 
-def test_a_model_of_events_is_refused_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_model_of_events_is_rejected_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "bundles"
     folder.mkdir()
     make_eventful(put(folder, "1", name="clicks"))
@@ -138,7 +138,7 @@ def test_a_model_of_events_is_refused_by_name(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe"], ids=["empty", "not UTF-8"])
-def test_a_text_that_is_none_is_refused(
+def test_a_file_that_is_not_text_is_rejected(
     live: LiveServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes
 ) -> None:
     text = tmp_path / "text"
@@ -163,7 +163,7 @@ def test_a_server_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[st
     ],
     ids=["a problem", "a proxy's page", "other JSON"],
 )
-def test_a_refusal_is_told_in_the_server_s_words(response: httpx.Response, told: str) -> None:
+def test_an_error_is_shown_in_the_servers_words(response: httpx.Response, told: str) -> None:
     with (
         Client("http://wane", httpx.MockTransport(lambda request: response)) as client,
         pytest.raises(ClientError, match="DELETE /v1/sessions/s") as raised,
@@ -177,7 +177,7 @@ def test_progress_counts_every_request() -> None:
     assert requests_needed(3) == 9 + 3
 
 
-def test_a_window_is_measured_where_it_does_not_reach_back_to_the_start() -> None:
+def test_windows_are_measured_where_they_do_not_reach_the_start() -> None:
     agreement = {
         "top1_match": True,
         "top1_proved": True,
@@ -201,7 +201,7 @@ def test_a_window_is_measured_where_it_does_not_reach_back_to_the_start() -> Non
     assert sent == [[5], [5, 6], [5, 6, 7], [6, 7, 8]]
 
 
-def test_a_server_without_models_is_told_as_that() -> None:
+def test_a_server_without_models_is_reported() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"object": "list", "data": []}))
     with Client("http://wane", transport) as client, pytest.raises(ClientError, match="the server has no models"):
         choose(client, None)
@@ -211,14 +211,14 @@ def test_quantiles_are_interpolated() -> None:
     assert Quantiles.of([1.0, 2.0, 3.0]) == Quantiles(2.0, 2.8, 2.98)
 
 
-def test_a_bound_that_one_pair_lacks_is_no_bound_of_all() -> None:
+def test_there_is_no_bound_if_one_pair_has_none() -> None:
     pair = {"top1_match": True, "top1_proved": False, "total_variation": 0.1, "max_logit_difference": 1.0}
     bounded = AgreementSummary.of([{**pair, "error_bound": 0.2}, {**pair, "error_bound": 0.3}])
     assert bounded.error_bound == 0.3
     assert AgreementSummary.of([{**pair, "error_bound": 0.2}, {**pair, "error_bound": None}]).error_bound is None
 
 
-def test_replicas_reports_are_added_up_and_one_that_does_not_answer_is_named(
+def test_replicas_reports_are_merged_and_an_unreachable_one_is_named(
     live: LiveServer, http: httpx.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = http.post("/v1/predict", json={"tokens": [1]}).json()
@@ -234,7 +234,7 @@ def test_replicas_reports_are_added_up_and_one_that_does_not_answer_is_named(
     absent = "http://127.0.0.1:1"
     assert main(["report", live.url, absent]) == 2
     printed = capsys.readouterr()
-    assert "1 replicas" in printed.out and f"1 of 2 did not report, and are not in it: {absent} does not" in printed.err
+    assert "1 replicas" in printed.out and f"1 of 2 servers are not included: {absent} does not" in printed.err
     assert main(["report", live.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["models"][0].keys() == once["models"][0].keys()
 
@@ -274,14 +274,14 @@ PAGES = {
 
 
 @pytest.mark.parametrize(("page", "why"), PAGES.values(), ids=PAGES)
-def test_a_url_that_is_not_a_server_of_ours_is_named_and_the_others_are_reported(
+def test_a_url_of_another_server_is_named_and_the_others_are_reported(
     live: LiveServer, capsys: pytest.CaptureFixture[str], page: bytes, why: str
 ) -> None:
     with stranger(page) as url:
         assert main(["report", url, live.url + "/", live.url, "--json"]) == 2
         printed = capsys.readouterr()
         assert json.loads(printed.out)["replicas"] == 1
-        assert f"1 of 2 did not report, and are not in it: {url} does not answer GET /v1/report as" in printed.err
+        assert f"1 of 2 servers are not included: {url} does not answer GET /v1/report as" in printed.err
         assert why in printed.err
         assert main(["report", url]) == 2
         printed = capsys.readouterr()
@@ -290,7 +290,7 @@ def test_a_url_that_is_not_a_server_of_ours_is_named_and_the_others_are_reported
         assert f"error: {url} does not answer GET /v1/models as Wane does: " in capsys.readouterr().err
 
 
-def test_a_report_that_does_not_go_with_the_others_is_named_and_left_out(
+def test_a_report_that_cannot_be_merged_is_named_and_skipped(
     live: LiveServer, http: httpx.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     http.post("/v1/predict", json={"tokens": [1]}).raise_for_status()
@@ -302,4 +302,4 @@ def test_a_report_that_does_not_go_with_the_others_is_named_and_left_out(
         assert main(["report", live.url, url, "--json"]) == 2
     printed = capsys.readouterr()
     assert json.loads(printed.out)["replicas"] == 1
-    assert f"1 of 2 did not report, and are not in it: {url}: the replicas' histograms" in printed.err
+    assert f"1 of 2 servers are not included: {url}: the replicas' histograms" in printed.err

@@ -94,7 +94,7 @@ def test_merging_equals_what_one_process_would_have_reported(
 
 @settings(deadline=None)
 @given(some.lists(milliseconds, min_size=1))
-def test_a_quantile_is_in_the_bucket_of_the_value_that_it_stands_for(values: list[float]) -> None:
+def test_a_quantile_is_in_the_bucket_of_its_value(values: list[float]) -> None:
     counts = [sum(value <= bound for value in values) for bound in BUCKETS_MS] + [len(values)]
     for wanted in (0.5, 0.9, 0.99):
         found = quantile([*BUCKETS_MS, None], counts, wanted)
@@ -104,11 +104,11 @@ def test_a_quantile_is_in_the_bucket_of_the_value_that_it_stands_for(values: lis
         assert found is not None and low <= found <= high
 
 
-def test_a_quantile_of_nothing_is_none() -> None:
+def test_a_quantile_without_values_is_none() -> None:
     assert quantile([1.0, None], [0, 0], 0.5) is None
 
 
-def test_models_versions_and_devices_that_differ_are_all_told() -> None:
+def test_different_versions_and_devices_are_all_listed() -> None:
     reports = [document(Stats(Metrics(), "m")) for _ in range(3)]
     reports[1]["models"][0] |= {"model_version": "2", "device": "cuda"}
     reports[1]["device"] = "cuda"
@@ -128,7 +128,7 @@ def test_two_versions_of_a_model_in_one_process_are_one_replica() -> None:
     assert (model["replicas"], model["model_version"]) == (1, "1, 2")
 
 
-def test_histograms_of_other_buckets_are_not_added() -> None:
+def test_histograms_with_different_buckets_are_not_merged() -> None:
     one, other = Stats(Metrics(), "m"), Stats(Metrics(), "m")
     for report in (one, other):
         report.took(Mode.WINDOW, Latency(1, 1, 1))

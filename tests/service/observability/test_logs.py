@@ -49,7 +49,7 @@ def messages(stream: Stream) -> list[str]:
     return [json.loads(line)["message"] for line in stream.getvalue().splitlines()]
 
 
-def test_a_warning_is_written_at_once_behind_what_was_said_before_it(logger: logging.Logger, stream: Stream) -> None:
+def test_a_warning_is_written_at_once_after_the_lines_before_it(logger: logging.Logger, stream: Stream) -> None:
     for text in ("one", "two"):
         logger.info(text)
     logger.warning("three")
@@ -57,9 +57,7 @@ def test_a_warning_is_written_at_once_behind_what_was_said_before_it(logger: log
     assert len(stream.writes) <= 2
 
 
-def test_what_is_said_is_written_in_order_by_the_time_the_handler_is_closed(
-    logger: logging.Logger, stream: Stream
-) -> None:
+def test_lines_are_written_in_order_before_the_handler_is_closed(logger: logging.Logger, stream: Stream) -> None:
     for index in range(100):
         logger.info("line %d", index)
     logger.handlers[0].close()
@@ -67,14 +65,14 @@ def test_what_is_said_is_written_in_order_by_the_time_the_handler_is_closed(
     assert len(stream.writes) < 100
 
 
-def test_a_line_is_written_without_another_behind_it(logger: logging.Logger, stream: Stream) -> None:
+def test_a_single_line_is_written(logger: logging.Logger, stream: Stream) -> None:
     logger.info("alone")
     assert stream.written.wait(TIMEOUT_S)
     assert messages(stream) == ["alone"]
 
 
 @pytest.mark.parametrize("text", ["é ẞ 漢", 'a "quoted" \\ line\nand another', "half a pair: \ud800"])
-def test_a_line_is_one_json_object_whatever_it_says(text: str) -> None:
+def test_any_line_is_one_json_object(text: str) -> None:
     record = logging.makeLogRecord({"msg": text, "fields": {"path": text, "odd": {1, 2}}})
     line = JsonFormatter().format(record)
     assert "\n" not in line
@@ -83,7 +81,7 @@ def test_a_line_is_one_json_object_whatever_it_says(text: str) -> None:
     assert document["odd"] == "{1, 2}"
 
 
-def test_a_failure_brings_its_trace() -> None:
+def test_an_exception_is_logged_with_its_traceback() -> None:
     try:
         raise ZeroDivisionError("so it goes")
     except ZeroDivisionError as error:

@@ -54,7 +54,7 @@ async def step(client: httpx.AsyncClient, headers: dict[str, str], session: str 
     return await client.post(f"/v1/sessions/{session}/tokens", json={"tokens": [1]}, headers=headers)
 
 
-async def test_a_step_is_a_span_of_its_client_s_trace(client: httpx.AsyncClient, spans: Spans) -> None:
+async def test_a_step_is_a_span_of_its_clients_trace(client: httpx.AsyncClient, spans: Spans) -> None:
     response = await step(client, SAMPLED | {"x-request-id": "mine"}, "mine~s")
     assert response.status_code == 200
     (span,) = spans.all
@@ -84,7 +84,7 @@ async def test_a_request_whose_client_does_not_sample_it_leaves_no_span(
 
 
 @pytest.mark.parametrize("is_dispatched", [False, True], ids=["ASGI", "dispatched"])
-async def test_a_request_that_is_not_sampled_is_no_part_of_the_one_in_whose_context_it_begins(
+async def test_an_unsampled_request_is_not_part_of_the_context_it_starts_in(
     app: Application, client: httpx.AsyncClient, engine: FakeEngine, spans: Spans, is_dispatched: bool
 ) -> None:
     seen: list[object] = []
@@ -108,7 +108,7 @@ async def test_a_request_that_is_not_sampled_is_no_part_of_the_one_in_whose_cont
     assert seen == [None]
 
 
-async def test_a_request_without_a_parent_begins_a_trace_which_the_log_names(
+async def test_a_request_without_a_parent_starts_a_trace_that_the_log_names(
     client: httpx.AsyncClient, spans: Spans, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "wane.access")
@@ -117,7 +117,7 @@ async def test_a_request_without_a_parent_begins_a_trace_which_the_log_names(
     assert vars(record)["fields"]["trace_id"] == f"{trace_of(spans.one(STEP)):032x}"
 
 
-async def test_what_is_answered_is_answered_as_the_request_that_it_is(
+async def test_each_answer_is_in_the_trace_of_its_request(
     client: httpx.AsyncClient, spans: Spans, engine: FakeEngine
 ) -> None:
     await step(client, SAMPLED)
@@ -127,7 +127,7 @@ async def test_what_is_answered_is_answered_as_the_request_that_it_is(
 @pytest.mark.parametrize(
     "error, status, code", [(Unavailable("no"), 503, StatusCode.ERROR), (InvalidRequest("no"), 422, StatusCode.UNSET)]
 )
-async def test_a_failure_is_told_by_its_code(
+async def test_a_failed_span_has_the_error_code(
     client: httpx.AsyncClient, spans: Spans, engine: FakeEngine, error: Exception, status: int, code: StatusCode
 ) -> None:
     engine.failure = error
@@ -137,9 +137,7 @@ async def test_a_failure_is_told_by_its_code(
     assert attributes(span)["error.type"] == attributes(span)["wane.error"] == getattr(error, "code", None)
 
 
-async def test_a_path_that_is_nowhere_and_a_method_that_is_none_make_no_names(
-    client: httpx.AsyncClient, spans: Spans
-) -> None:
+async def test_unknown_paths_and_methods_are_not_in_span_names(client: httpx.AsyncClient, spans: Spans) -> None:
     await client.request("BREW", "/v1/coffee")
     assert [span.name for span in spans.all] == ["HTTP unmatched"]
 

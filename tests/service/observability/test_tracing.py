@@ -25,9 +25,7 @@ BATCH = Batch("m", "step", "cpu", items=3, failed=0, began_s=2.0, ended_s=2.5)
 
 
 @pytest.mark.parametrize("flags, sampled", [("01", True), ("00", False), ("03", True), ("fe", False)])
-def test_a_traceparent_says_which_span_a_request_comes_from_and_whether_that_is_sampled(
-    flags: str, sampled: bool
-) -> None:
+def test_a_traceparent_names_the_parent_span_and_whether_it_is_sampled(flags: str, sampled: bool) -> None:
     assert Parent.of(f"00-{TRACE}-{SPAN}-{flags}".encode()) == SAMPLED._replace(sampled=sampled)
 
 
@@ -46,11 +44,11 @@ def test_a_traceparent_says_which_span_a_request_comes_from_and_whether_that_is_
         f"00-{TRACE}-{SPAN}-01\n".encode(),
     ],
 )
-def test_what_the_recommendation_does_not_allow_is_no_parent(given: bytes | None) -> None:
+def test_an_invalid_traceparent_is_no_parent(given: bytes | None) -> None:
     assert Parent.of(given) is None
 
 
-def test_a_later_version_may_say_more() -> None:
+def test_a_later_version_may_have_more_fields() -> None:
     assert Parent.of(f"01-{TRACE}-{SPAN}-01-more".encode()) == SAMPLED
 
 
@@ -76,7 +74,7 @@ def test_the_sampler_of_the_variables_decides(
     assert not any(sampling.takes(parent) for parent in left)
 
 
-def test_a_share_of_those_without_a_parent_is_taken() -> None:
+def test_a_share_of_requests_without_a_parent_is_sampled() -> None:
     sampling = Sampling("parentbased_traceidratio", "0.25")
     taken = sum(sampling.takes(None) for _ in range(10_000))
     assert 2200 < taken < 2800  # six standard deviations on either side
@@ -86,7 +84,7 @@ def test_a_share_of_those_without_a_parent_is_taken() -> None:
     "name, share, said",
     [("jaeger_remote", "", "jaeger_remote"), ("traceidratio", "2", "2"), ("traceidratio", "x", "x")],
 )
-def test_a_sampler_that_is_not_known_is_told_of_and_all_are_taken(
+def test_an_unknown_sampler_is_logged_and_every_request_is_sampled(
     name: str, share: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert Sampling(name, share).takes(ABOVE)
@@ -103,18 +101,18 @@ def test_a_sampler_that_is_not_known_is_told_of_and_all_are_taken(
         ENDPOINT | {"OTEL_TRACES_EXPORTER": "none"},
     ],
 )
-def test_without_an_endpoint_or_where_they_are_not_wanted_there_are_no_traces(environment: dict[str, str]) -> None:
+def test_tracing_is_off_without_an_endpoint_or_when_disabled(environment: dict[str, str]) -> None:
     assert Tracing.open(environment, "1") is None
 
 
-def test_another_protocol_than_is_there_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unsupported_protocol_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     tracing = Tracing.open(ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "1")
     assert tracing is not None
     tracing.close()
     assert ["http/protobuf, not by grpc" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_without_the_extra_the_service_is_imported_and_says_that_there_will_be_no_traces() -> None:
+def test_without_the_extra_a_warning_says_that_tracing_is_off() -> None:
     program = """
 import sys
 sys.modules["opentelemetry.sdk"] = None  # as if it were not installed
@@ -132,7 +130,7 @@ def begun(spans: Spans, parent: Parent | None = None, *tracestate: bytes) -> Tra
     return traced
 
 
-def test_a_request_goes_on_with_its_client_s_trace_and_state() -> None:
+def test_a_request_continues_its_clients_trace_and_state() -> None:
     spans = Spans()
     traced = begun(spans, SAMPLED, b"one=1", b"two=2")
     traced.end("POST /x", 200, {"http.route": "/x", "wane.position": None, "wane.queue_ms": 0.5}, None, 3.0)
@@ -146,7 +144,7 @@ def test_a_request_goes_on_with_its_client_s_trace_and_state() -> None:
 
 
 @pytest.mark.parametrize("status, code", [(404, StatusCode.UNSET), (503, StatusCode.ERROR)])
-def test_only_a_failure_of_the_server_is_one_of_the_span(status: int, code: StatusCode) -> None:
+def test_only_a_server_error_fails_the_span(status: int, code: StatusCode) -> None:
     spans = Spans()
     begun(spans).end("GET /x", status, {}, "its_code", 2.0)
     span = spans.one("GET /x")
@@ -154,7 +152,7 @@ def test_only_a_failure_of_the_server_is_one_of_the_span(status: int, code: Stat
     assert parent_of(span) is None
 
 
-def test_a_batch_stands_once_and_is_linked_to_every_request_in_it() -> None:
+def test_a_batch_is_exported_once_and_linked_to_every_request_in_it() -> None:
     spans = Spans()
     first, second = begun(spans), begun(spans, SAMPLED)
     BATCH.trace({first: 1.25, second: 1.5})
@@ -173,7 +171,7 @@ def test_a_batch_stands_once_and_is_linked_to_every_request_in_it() -> None:
     assert attributes(run) == known | {"wane.device": "cpu"}
 
 
-def test_the_spans_of_a_request_lie_within_each_other_as_they_happened() -> None:
+def test_the_spans_of_a_request_are_nested_in_time() -> None:
     spans = Spans()
     first = begun(spans)
     BATCH.trace({first: 1.25})
@@ -184,7 +182,7 @@ def test_the_spans_of_a_request_lie_within_each_other_as_they_happened() -> None
     assert run.end_time - run.start_time == 500_000_000
 
 
-def test_a_run_that_failed_says_so() -> None:
+def test_a_failed_run_has_a_failed_span() -> None:
     spans = Spans()
     BATCH._replace(failed=2).trace({begun(spans): 1.0})
     for name in ("run", "batch"):
@@ -192,7 +190,7 @@ def test_a_run_that_failed_says_so() -> None:
         assert attributes(spans.one(name))["wane.batch.failed"] == 2
 
 
-def test_a_call_is_a_span_whose_headers_go_on_with_it() -> None:
+def test_a_call_is_a_span_and_its_headers_continue_the_trace() -> None:
     spans = Spans()
     with spans.tracing.calling("GET", "/v1/report", SAMPLED) as headers:
         pass
@@ -203,7 +201,7 @@ def test_a_call_is_a_span_whose_headers_go_on_with_it() -> None:
         assert headers == {}
 
 
-def test_a_call_that_failed_says_why() -> None:
+def test_a_failed_call_has_the_reason() -> None:
     spans = Spans()
     with pytest.raises(OSError), spans.tracing.calling("GET", "/", None):
         raise OSError("nobody there")

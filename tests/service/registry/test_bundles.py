@@ -160,7 +160,7 @@ async def test_sessions_stepped_side_by_side_do_not_mix(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("token", [1336, 5, 2047])
-async def test_a_token_that_is_held_for_long_gets_no_false_proof(engine: Engine, token: int) -> None:
+async def test_a_token_repeated_for_long_gets_no_false_proof(engine: Engine, token: int) -> None:
     """After 367 times 1336 float32 has taken `lstm` to another first token than exact arithmetic has."""
     manifest, held = engine.manifest, (token,) * 367
     answer = await engine.submit(PredictRequest(held, mode=Mode.RECURRENT))

@@ -77,7 +77,7 @@ async def test_one_bundle_can_be_served_by_its_own_path(path: Path) -> None:
         registry.get()
 
 
-async def test_a_catalog_that_is_to_be_left_is_unready_and_answers_until_it_is_closed(registry: ModelRegistry) -> None:
+async def test_a_leaving_registry_is_unready_but_answers_until_it_is_closed(registry: ModelRegistry) -> None:
     registry.leave()
     assert (registry.ready, registry.status) == (False, "draining")
     assert (await registry.get().submit(PredictRequest((1, 2, 3)))).predictions
@@ -161,7 +161,7 @@ async def test_a_session_waits_for_its_model(tmp_path: Path, believed: None, mon
     await registry.close()
 
 
-async def test_a_model_that_is_still_to_be_loaded_is_unloaded_once_it_is_there(
+async def test_a_model_that_is_still_loading_is_unloaded_once_loaded(
     registry: ModelRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await registry.close()
@@ -199,7 +199,7 @@ async def test_a_model_is_measured_once_all_are_loaded(
     await registry.close()
 
 
-async def test_before_and_after_its_models_are_there_a_catalog_says_nothing_of_them(tmp_path: Path) -> None:
+async def test_a_registry_lists_no_models_before_loading_or_after_closing(tmp_path: Path) -> None:
     registry = make(tmp_path)
     for reason in ("loading", "stopping"):
         with pytest.raises(Unavailable, match=reason):
@@ -217,7 +217,7 @@ async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(reg
         registry.get("nobody")
 
 
-async def test_a_session_is_found_on_its_model_and_on_no_other(registry: ModelRegistry) -> None:
+async def test_a_session_is_found_only_on_its_model(registry: ModelRegistry) -> None:
     engines = registry.list()
     session = (await engines[-1].create_session()).session
     assert await registry.engine_for(session) is engines[-1]
@@ -232,7 +232,7 @@ async def test_a_session_is_found_on_its_model_and_on_no_other(registry: ModelRe
 
 
 @pytest.mark.stack
-async def test_a_session_that_was_created_again_elsewhere_is_found_on_its_new_model(
+async def test_a_session_created_again_by_another_replica_is_found_on_its_new_model(
     tmp_path: Path, believed: None
 ) -> None:
     for path in PATHS[:2]:
@@ -259,7 +259,7 @@ async def test_the_report_lists_every_model(registry: ModelRegistry) -> None:
     assert [model["model"] for model in report["models"]] == [engine.name for engine in registry.list()]
 
 
-async def test_sessions_keep_at_least_the_largest_window_that_may_be_asked_for(believed: None) -> None:
+async def test_sessions_keep_at_least_the_largest_window(believed: None) -> None:
     registry = make(PATHS[0], session_history_tokens=1)
     await registry.load()
     engine = registry.get()
@@ -272,7 +272,7 @@ async def test_sessions_keep_at_least_the_largest_window_that_may_be_asked_for(b
     await registry.close()
 
 
-async def test_a_registry_that_is_closed_while_it_loads_ends_the_load_and_keeps_the_sessions(
+async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_sessions(
     tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "sessions"
@@ -300,7 +300,7 @@ async def test_a_registry_that_is_closed_while_it_loads_ends_the_load_and_keeps_
     await after.close()
 
 
-async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_waited_for(
+async def test_sessions_are_saved_before_close_waits_for_an_unfinished_load(
     registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, opening, go_on, closed = registry.session_store, threading.Event(), threading.Event(), asyncio.Event()
@@ -332,27 +332,27 @@ async def test_sessions_are_kept_before_a_model_that_is_still_being_loaded_is_wa
         await load
 
 
-async def test_a_default_model_that_was_named_must_be_there() -> None:
+async def test_a_default_model_that_is_set_must_exist() -> None:
     with pytest.raises(RegistryError, match="default_model is 'nobody', but the bundles hold"):
         await make(PATHS[0], default_model="nobody").load()
 
 
-async def test_two_bundles_of_one_name_and_version_that_differ_are_refused(tmp_path: Path) -> None:
+async def test_two_different_bundles_of_one_version_are_rejected(tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(PATHS[0], tmp_path / name)
     edit_manifest(tmp_path / "b", "description", value="another")
-    with pytest.raises(RegistryError, match="two bundles that differ hold version"):
+    with pytest.raises(RegistryError, match="two different bundles have version"):
         await make(tmp_path).load()
 
 
-async def test_a_folder_without_a_bundle_and_a_folder_that_is_none_are_refused(tmp_path: Path) -> None:
+async def test_a_folder_without_a_bundle_and_a_path_that_is_not_a_folder_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match="holds no bundle"):
         await make(tmp_path).load()
     with pytest.raises(RegistryError, match="is no folder"):
         await make(tmp_path / "nowhere").load()
 
 
-async def test_a_budget_that_holds_no_states_is_refused_with_the_model(believed: None) -> None:
+async def test_a_budget_too_small_for_a_state_is_rejected_with_the_model(believed: None) -> None:
     with pytest.raises(RegistryError, match=r"model .*: state_budget_bytes is 1,"):
         await make(PATHS[0], state_budget_bytes=1).load()
 
@@ -384,7 +384,7 @@ def cut_the_manifest(path: Path) -> str:
 
 
 @pytest.mark.parametrize("spoil", [flip_a_byte, cut_the_manifest])
-async def test_a_bundle_that_cannot_be_loaded_is_left_out_and_named(
+async def test_a_bundle_that_cannot_be_loaded_is_skipped_and_named(
     tmp_path: Path, believed: None, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], str]
 ) -> None:
     shutil.copytree(FOLDER / "lstm", tmp_path / "lstm")
@@ -408,7 +408,7 @@ async def test_a_bundle_that_cannot_be_loaded_is_left_out_and_named(
         await registry.close()
 
 
-async def test_a_request_that_waits_for_a_model_is_told_why_it_was_not_loaded(
+async def test_a_request_that_waits_for_a_model_gets_the_reason_of_its_failure(
     tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("gated", "lstm"):
@@ -430,7 +430,7 @@ async def test_a_request_that_waits_for_a_model_is_told_why_it_was_not_loaded(
     await registry.close()
 
 
-async def test_a_bundle_that_cannot_be_read_in_a_folder_with_the_name_of_another_s_model_is_named(
+async def test_an_unreadable_bundle_in_a_folder_named_like_another_model_is_named(
     tmp_path: Path, believed: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("lstm", "another"):
@@ -448,7 +448,7 @@ async def test_a_bundle_that_cannot_be_read_in_a_folder_with_the_name_of_another
         await make(tmp_path, require_all=True).load()
 
 
-async def test_a_session_whose_model_was_not_loaded_is_not_gone(tmp_path: Path, believed: None) -> None:
+async def test_a_session_whose_model_failed_to_load_still_exists(tmp_path: Path, believed: None) -> None:
     file = tmp_path / "sessions"
     for name in ("lstm", "gated"):
         shutil.copytree(FOLDER / name, tmp_path / "bundles" / name)
@@ -464,7 +464,7 @@ async def test_a_session_whose_model_was_not_loaded_is_not_gone(tmp_path: Path, 
     await registry.close()
 
 
-async def test_a_graph_that_computes_something_else_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_graph_with_wrong_results_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     run = OnnxRunner.run
 
     def wrong(self: OnnxRunner, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -527,7 +527,7 @@ async def test_a_model_whose_certificate_was_edited_is_served_as_uncertified_and
     await registry.close()
 
 
-async def test_graphs_that_round_more_than_was_measured_cost_a_model_its_certificate(
+async def test_a_model_whose_graphs_round_more_than_measured_loses_its_certificate(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bundle = Bundle.read(STABLE)
@@ -547,9 +547,7 @@ async def test_graphs_that_round_more_than_was_measured_cost_a_model_its_certifi
     await registry.close()
 
 
-async def test_a_model_that_is_not_certified_by_its_own_word_says_why(
-    believed: None, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_uncertified_model_says_why(believed: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     registry = make(FOLDER / "lstm")
     await registry.load()
@@ -560,7 +558,7 @@ async def test_a_model_that_is_not_certified_by_its_own_word_says_why(
     await registry.close()
 
 
-async def test_a_graph_that_is_not_the_weights_is_fatal_with_a_certificate_that_does_not_hold_too(
+async def test_a_graph_of_other_weights_is_fatal_even_with_an_invalid_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = edited(STABLE, tmp_path, "layers", 0, "factor", value=0.5)

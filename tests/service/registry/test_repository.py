@@ -53,7 +53,7 @@ async def test_a_bundle_is_loaded_once_when_it_has_changed_and_settled(folder: P
     assert loads.names == [MODEL]
 
 
-async def test_a_bundle_that_is_still_being_copied_is_left_alone(folder: Path) -> None:
+async def test_a_bundle_that_is_still_being_copied_is_not_loaded(folder: Path) -> None:
     loads = Loads()
     poller = RepositoryPoller(Repository(folder), loads)
     path = put(folder, "1", name="other")
@@ -67,9 +67,7 @@ async def test_a_bundle_that_is_still_being_copied_is_left_alone(folder: Path) -
     assert loads.names == ["other"]
 
 
-async def test_what_could_not_be_loaded_is_tried_again_when_it_changes(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_failed_bundle_is_retried_when_it_changes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     loads = Loads()
     loads.failure = LoadFailed(MODEL, "its weights are none")
     poller = RepositoryPoller(Repository(folder), loads)
@@ -80,7 +78,7 @@ async def test_what_could_not_be_loaded_is_tried_again_when_it_changes(
     assert "small has changed, and was not loaded: model 'small' was not loaded: its weights are none" in caplog.text
 
 
-async def test_a_bundle_that_goes_changes_nothing_and_is_new_when_it_comes_back(folder: Path) -> None:
+async def test_a_deleted_bundle_changes_nothing_and_is_new_when_it_comes_back(folder: Path) -> None:
     loads = Loads()
     poller = RepositoryPoller(Repository(folder), loads)
     shutil.move(folder / MODEL, folder.parent / "away")
@@ -91,9 +89,7 @@ async def test_a_bundle_that_goes_changes_nothing_and_is_new_when_it_comes_back(
     assert loads.names == [MODEL]
 
 
-async def test_a_server_that_watches_its_folder_serves_what_is_put_there(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_polls_its_folder_serves_new_bundles(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
     registry = ModelRegistry(
         Settings(bundles=folder, device="cpu", max_batch_size=4, model_poll_interval_s=0.01), Metrics()

@@ -69,7 +69,7 @@ async def whole(engine: Engine, tokens: list[int]) -> dict[int, float]:
     return logprobs(await engine.submit(PredictRequest(tuple(tokens), mode=Mode.RECURRENT)))
 
 
-async def test_a_session_that_goes_from_one_version_to_the_other_is_rebuilt_once_by_each(replicas: Replicas) -> None:
+async def test_a_session_moved_between_versions_is_rebuilt_once_by_each(replicas: Replicas) -> None:
     session = (await replicas.engines[0].create_session(mode=Mode.RECURRENT)).session
     tokens: list[int] = []
     states: list[StateSource] = []
@@ -87,7 +87,7 @@ async def test_a_session_that_goes_from_one_version_to_the_other_is_rebuilt_once
     assert [replicas.sample(replica, "wane_state_replays_total") for replica in (0, 1)] == [11, 11]
 
 
-async def test_sessions_that_go_anywhere_are_seldom_rebuilt_and_always_right(replicas: Replicas) -> None:
+async def test_sessions_on_random_replicas_are_seldom_rebuilt_and_always_right(replicas: Replicas) -> None:
     sessions = [(await replicas.engines[0].create_session(mode=Mode.RECURRENT)).session for _ in range(6)]
     states: Counter[StateSource] = Counter()
 
@@ -107,7 +107,7 @@ async def test_sessions_that_go_anywhere_are_seldom_rebuilt_and_always_right(rep
     assert states[StateSource.REBUILT] <= 2 * len(sessions)
 
 
-async def test_a_session_that_was_rewound_elsewhere_is_not_taken_for_one_that_only_grew(replicas: Replicas) -> None:
+async def test_a_session_rewound_by_another_replica_is_not_mistaken_for_an_appended_one(replicas: Replicas) -> None:
     first, second = replicas.engines
     session = (await first.create_session(mode=Mode.RECURRENT)).session
     await first.submit(StepRequest(session, (5, 6, 7)))
@@ -119,7 +119,7 @@ async def test_a_session_that_was_rewound_elsewhere_is_not_taken_for_one_that_on
     assert logprobs(answer) == pytest.approx(await whole(first, [5, 9, 10, 11, 12, 13]), abs=FLOAT32)
 
 
-async def test_a_session_that_is_further_on_than_its_tail_reaches_is_rebuilt(replicas: Replicas) -> None:
+async def test_a_state_older_than_the_tail_is_rebuilt(replicas: Replicas) -> None:
     first, second = replicas.engines
     session = (await first.create_session(mode=Mode.RECURRENT)).session
     await first.submit(StepRequest(session, (5, 6, 7)))

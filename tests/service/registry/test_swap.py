@@ -70,7 +70,7 @@ def first(answer: Answer) -> tuple[int, float]:
     return answer.predictions[0].token_id, answer.predictions[0].logprob
 
 
-async def test_sessions_go_on_under_the_new_version_from_their_tails(registry: ModelRegistry, folder: Path) -> None:
+async def test_sessions_continue_on_the_new_version_from_their_tails(registry: ModelRegistry, folder: Path) -> None:
     session = (await registry.get().create_session()).session
     before = await step(registry, session, *TOKENS, position=0)
     put(folder, "2", "lstm-stable")
@@ -95,13 +95,13 @@ async def test_a_step_of_the_old_version_is_replayed_by_the_new_one(registry: Mo
     assert (again.replayed, again.position) == (True, 4)
 
 
-async def test_what_is_served_already_is_left_as_it_is(registry: ModelRegistry) -> None:
+async def test_loading_a_served_version_changes_nothing(registry: ModelRegistry) -> None:
     engine = registry.get()
     assert await registry.load_model(MODEL) is engine
     assert not engine.retired
 
 
-async def test_who_is_there_when_a_model_is_replaced_is_answered_by_the_old_version(
+async def test_requests_in_flight_at_a_swap_are_answered_by_the_old_version(
     registry: ModelRegistry, folder: Path
 ) -> None:
     old = registry.get()
@@ -119,7 +119,7 @@ async def test_who_is_there_when_a_model_is_replaced_is_answered_by_the_old_vers
         await old.submit(PredictRequest(TOKENS))
 
 
-async def test_an_old_version_answers_what_runs_for_a_caller_who_left(registry: ModelRegistry, folder: Path) -> None:
+async def test_an_old_version_finishes_requests_of_disconnected_callers(registry: ModelRegistry, folder: Path) -> None:
     old = registry.get()
     session = (await old.create_session()).session
     running = asyncio.ensure_future(old.submit(StepRequest(session, TOKENS)))
@@ -138,7 +138,7 @@ async def test_an_old_version_answers_what_runs_for_a_caller_who_left(registry: 
         (lambda path: edit_manifest(path, "version", value="1"), "its bundle has changed, but not its version"),
         (lambda path: edit_manifest(path, "window", value=0), "small/manifest.json: window"),
         (lambda path: edit_manifest(put(path.parent, "2", "gated", name="other"), "name", value=MODEL),
-         "two bundles that differ hold version 2"),
+         "two different bundles have version 2"),
     ],
     ids=["hash", "json", "version", "field", "twice"],
 )  # fmt: skip
@@ -162,7 +162,7 @@ async def test_a_load_that_fails_keeps_the_old_version_and_says_why(
     assert all(reason in entry.reason for entry in index if entry.state == "UNAVAILABLE")
 
 
-async def test_a_graph_that_is_not_the_weights_is_not_loaded(
+async def test_a_graph_of_other_weights_is_not_loaded(
     registry: ModelRegistry, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
@@ -179,23 +179,21 @@ async def test_a_graph_that_is_not_the_weights_is_not_loaded(
     assert named_threads() == before
 
 
-async def test_a_model_that_no_bundle_holds_is_not_known(registry: ModelRegistry) -> None:
+async def test_a_model_without_a_bundle_is_unknown(registry: ModelRegistry) -> None:
     with pytest.raises(UnknownModel, match="no bundle of model 'nobody'; the bundles hold small"):
         await registry.load_model("nobody")
     with pytest.raises(UnknownModel, match="no model 'nobody'"):
         await registry.unload_model("nobody")
 
 
-async def test_a_model_that_was_not_there_at_start_can_be_loaded(registry: ModelRegistry, folder: Path) -> None:
+async def test_a_model_added_after_the_start_can_be_loaded(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "3", "lstm-stable", name="other")
     assert IndexEntry("other", "3", "UNAVAILABLE", "not loaded") in await registry.index()
     await registry.load_model("other")
     assert [engine.name for engine in registry.list()] == [MODEL, "other"]
 
 
-async def test_of_several_bundles_of_a_model_the_highest_version_is_served(
-    registry: ModelRegistry, folder: Path
-) -> None:
+async def test_the_highest_version_of_a_model_is_served(registry: ModelRegistry, folder: Path) -> None:
     for version in ("9", "10"):
         path = put(folder, version, "lstm-stable", name=f"other-{version}")
         edit_manifest(path, "name", value=MODEL)
@@ -206,9 +204,7 @@ async def test_of_several_bundles_of_a_model_the_highest_version_is_served(
     await served.close()
 
 
-async def test_sessions_of_another_tokenizer_end_on_the_version_that_they_were_on(
-    folder: Path, registry: ModelRegistry
-) -> None:
+async def test_sessions_of_another_tokenizer_stay_on_their_version(folder: Path, registry: ModelRegistry) -> None:
     old = registry.get()
     session = (await old.create_session()).session
     await step(registry, session, *TOKENS)
@@ -232,7 +228,7 @@ async def test_sessions_of_another_tokenizer_end_on_the_version_that_they_were_o
     assert [one["model_version"] for one in report] == ["2", "1"]
 
 
-async def test_sessions_of_the_first_tokenizer_go_on_when_it_comes_back(folder: Path, registry: ModelRegistry) -> None:
+async def test_sessions_continue_when_their_tokenizer_is_served_again(folder: Path, registry: ModelRegistry) -> None:
     session = (await registry.get().create_session()).session
     await step(registry, session, *TOKENS)
     retokenize(put(folder, "2"))
@@ -244,7 +240,7 @@ async def test_sessions_of_the_first_tokenizer_go_on_when_it_comes_back(folder: 
     assert [entry.version for entry in await registry.index()] == ["2", "3"]
 
 
-async def test_a_version_kept_for_its_sessions_goes_when_none_can_be_left(folder: Path) -> None:
+async def test_a_version_kept_for_its_sessions_is_closed_when_all_have_expired(folder: Path) -> None:
     registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch_size=4, session_ttl_s=0.05), Metrics())
     await registry.load()
     old = registry.get()
@@ -258,7 +254,7 @@ async def test_a_version_kept_for_its_sessions_goes_when_none_can_be_left(folder
     await registry.close()
 
 
-async def test_where_its_tokenizer_is_not_served_a_session_says_so(folder: Path, registry: ModelRegistry) -> None:
+async def test_a_session_whose_tokenizer_is_not_served_says_so(folder: Path, registry: ModelRegistry) -> None:
     session = (await registry.get().create_session()).session
     retokenize(put(folder, "2"))
     await registry.load_model(MODEL)
@@ -267,7 +263,7 @@ async def test_where_its_tokenizer_is_not_served_a_session_says_so(folder: Path,
         await registry.engine_for(session)
 
 
-async def test_a_model_that_was_unloaded_is_unknown_and_its_sessions_are_back_when_it_is(
+async def test_an_unloaded_model_is_unknown_and_its_sessions_continue_after_a_reload(
     registry: ModelRegistry,
 ) -> None:
     session = (await registry.get().create_session()).session
@@ -299,24 +295,22 @@ async def test_tails_grow_to_the_longest_window_of_a_model_that_is_loaded(folder
     await registry.close()
 
 
-async def test_a_caller_whose_deadline_passes_leaves_the_load_to_go_on(registry: ModelRegistry, folder: Path) -> None:
+async def test_a_load_continues_after_the_callers_deadline(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
-    with pytest.raises(DeadlineExceeded, match="still being loaded: the index will tell"):
+    with pytest.raises(DeadlineExceeded, match="the load continues: the index shows"):
         await registry.load_model(MODEL, asyncio.get_running_loop().time())
     async with asyncio.timeout(TIMEOUT_S):
         while registry.get().version != "2":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-async def test_loads_come_one_after_the_other_and_the_second_finds_the_work_done(
-    registry: ModelRegistry, folder: Path
-) -> None:
+async def test_a_second_load_waits_and_finds_the_model_loaded(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
     first, second = await asyncio.gather(registry.load_model(MODEL), registry.load_model(MODEL))
     assert first is second is registry.get()
 
 
-async def test_a_server_that_stops_while_it_loads_ends_what_it_loaded(registry: ModelRegistry, folder: Path) -> None:
+async def test_a_server_that_stops_while_loading_closes_the_new_engine(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
     loading = asyncio.create_task(registry.load_model(MODEL))
     while registry.lifecycle.loading is None:  # noqa: ASYNC110  (nothing else tells that it has begun)
@@ -326,7 +320,7 @@ async def test_a_server_that_stops_while_it_loads_ends_what_it_loaded(registry: 
         await loading
 
 
-async def test_models_cannot_be_changed_before_they_are_there_or_after(folder: Path) -> None:
+async def test_models_cannot_be_changed_before_the_start_or_after_the_stop(folder: Path) -> None:
     registry = ModelRegistry(Settings(bundles=folder, device="cpu"), Metrics())
     for _ in range(2):
         with pytest.raises(Unavailable):

@@ -33,7 +33,7 @@ class Visitors:
             self.inside.remove(name)
 
 
-async def test_one_has_the_turn_and_the_others_follow_in_order() -> None:
+async def test_waiters_get_the_lock_in_order() -> None:
     visitors = Visitors()
     tasks = [visitors.come(name) for name in "abc"]
     for name in "abc":
@@ -54,7 +54,7 @@ async def test_sessions_do_not_wait_for_each_other() -> None:
     await asyncio.gather(*tasks)
 
 
-async def test_who_leaves_the_queue_is_passed_over() -> None:
+async def test_a_cancelled_waiter_is_skipped() -> None:
     visitors = Visitors()
     first, gone, last = (visitors.come(name) for name in "abc")
     await until_settled()
@@ -69,7 +69,7 @@ async def test_who_leaves_the_queue_is_passed_over() -> None:
     assert not visitors.locks.waiting
 
 
-async def test_who_leaves_in_the_moment_of_being_given_the_turn_passes_it_on() -> None:
+async def test_a_waiter_cancelled_as_it_gets_the_lock_passes_it_on() -> None:
     visitors = Visitors()
     async with visitors.locks.held("s"):
         gone, last = (visitors.come(name) for name in "ab")
@@ -83,7 +83,7 @@ async def test_who_leaves_in_the_moment_of_being_given_the_turn_passes_it_on() -
     assert not visitors.locks.waiting
 
 
-async def test_a_failure_with_the_turn_gives_it_back() -> None:
+async def test_a_failing_holder_releases_the_lock() -> None:
     locks = SessionLocks()
     with pytest.raises(ZeroDivisionError):
         async with locks.held("s"):
@@ -93,7 +93,7 @@ async def test_a_failure_with_the_turn_gives_it_back() -> None:
         assert list(locks.waiting) == ["s"]
 
 
-async def test_only_so_many_may_wait_and_those_who_left_do_not_count() -> None:
+async def test_the_number_of_waiters_is_limited_and_cancelled_ones_do_not_count() -> None:
     visitors = Visitors()
     names = [str(index) for index in range(1 + MOST_WAITERS)]
     tasks = [visitors.come(name) for name in names]

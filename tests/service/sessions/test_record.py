@@ -6,14 +6,14 @@ from wane.service.sessions.record import TokenHistory
 
 
 @pytest.mark.parametrize(("size", "width"), [(258, 2), (65536, 2), (65537, 4)])
-def test_a_token_takes_two_bytes_where_every_id_fits_in_them(size: int, width: int) -> None:
+def test_a_token_takes_two_bytes_if_every_id_fits(size: int, width: int) -> None:
     tail = TokenHistory.start(0, size).append([size - 1, 1], position=2, keep=8)
     assert tail.width == width
     assert len(tail.data) == 3 * width
     assert tail.ids().tolist() == [0, size - 1, 1]
 
 
-def test_eos_goes_with_the_first_token_that_is_cut_off() -> None:
+def test_eos_is_cut_off_with_the_first_token() -> None:
     tail = TokenHistory.start(0, 300)
     input_ids = [0]
     for position in range(1, 8):
@@ -22,7 +22,7 @@ def test_eos_goes_with_the_first_token_that_is_cut_off() -> None:
         assert tail.ids().tolist() == (input_ids if position <= 4 else input_ids[-4:])
 
 
-def test_many_tokens_at_once_are_cut_as_one_by_one() -> None:
+def test_appending_many_tokens_equals_appending_one_by_one() -> None:
     tail = TokenHistory.start(0, 300).append(range(100, 120), position=20, keep=4)
     assert tail.ids().tolist() == [116, 117, 118, 119]
 
@@ -48,7 +48,7 @@ def test_a_tail_of_fewer_tokens_than_the_position_begins_without_eos(count: int,
         assert tail.ids().tolist() == (input_ids if after <= 4 else input_ids[-4:])
 
 
-def test_the_latest_tokens_can_be_taken_off_but_not_all() -> None:
+def test_the_latest_tokens_can_be_removed_but_not_all() -> None:
     tail = TokenHistory.start(0, 300).append([7, 8], position=2, keep=4)
     assert tail.without_last(0) == tail
     assert tail.without_last(2).ids().tolist() == [0]

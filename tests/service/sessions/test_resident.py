@@ -127,7 +127,7 @@ async def test_a_session_whose_state_is_evicted_is_written_first(bench: Bench) -
     assert (record.position, record.idle_s) == (2, 10)
 
 
-async def test_looking_at_a_buffered_session_does_not_keep_it_alive(bench: Bench) -> None:
+async def test_reading_a_buffered_session_does_not_keep_it_alive(bench: Bench) -> None:
     await bench.start("a")
     bench.step("a")
     bench.clock.now_s += TTL_S - 1
@@ -136,7 +136,7 @@ async def test_looking_at_a_buffered_session_does_not_keep_it_alive(bench: Bench
     assert await bench.store.get("a") is None
 
 
-async def test_a_session_that_is_stepped_does_not_expire_before_the_store_is_written_to(bench: Bench) -> None:
+async def test_a_stepped_session_does_not_expire_before_its_write(bench: Bench) -> None:
     await bench.start("a")
     await bench.start("b")
     for _ in range(3):
@@ -150,7 +150,7 @@ async def test_a_session_that_is_stepped_does_not_expire_before_the_store_is_wri
     assert (await bench.record("a")).position == 4
 
 
-async def test_sessions_that_fill_up_in_one_batch_are_written_once_each_where_memory_is_short(bench: Bench) -> None:
+async def test_full_rows_of_one_batch_are_written_once_each_even_without_memory(bench: Bench) -> None:
     names = [f"s{index}" for index in range(8)]
     for name in names:
         await bench.start(name)
@@ -176,7 +176,7 @@ async def test_sessions_that_fill_up_in_one_batch_are_written_once_each_where_me
         assert (cached.position, cached.revision) == (record.position, record.revision)
 
 
-async def test_any_number_of_buffered_sessions_gives_way_where_memory_is_short() -> None:
+async def test_any_number_of_buffered_sessions_is_evicted_for_lack_of_memory() -> None:
     clock = Clock()
     store = MemoryStore(HISTORY, TTL_S, BUDGET_BYTES, clock)
     slots = 2000
@@ -226,7 +226,7 @@ async def test_a_dump_file_has_the_buffered_tokens(tmp_path: Path) -> None:
     assert record.last == LastStep(1, of_tokens((7,)), None)
 
 
-async def test_another_engine_goes_on_exactly_where_a_buffered_session_is(make_harness: MakeHarness) -> None:
+async def test_another_engine_continues_exactly_where_a_buffered_session_is(make_harness: MakeHarness) -> None:
     old = make_harness()
     await old.engine.create_session("a")
     tokens = [5, 6, 7, 8, 9]

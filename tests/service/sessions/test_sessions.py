@@ -37,7 +37,7 @@ async def test_a_history_of_all_tokens_is_the_whole_sequence(harness: EngineHarn
     assert (await harness.engine.rewind("s", 0)).error_bound == 0.0
 
 
-async def test_a_history_of_fewer_tokens_is_gone_on_from_without_a_start_token(harness: EngineHarness) -> None:
+async def test_a_truncated_history_is_continued_without_a_start_token(harness: EngineHarness) -> None:
     view = await harness.engine.create_session("s", history=History((5, 6, 7), 10))
     assert (view.position, view.state, view.error_bound) == (10, StateSource.REBUILT, epsilon(harness, 3))
     asked = await harness.engine.submit(PredictRequest(session="s"))
@@ -57,7 +57,7 @@ async def test_a_history_of_fewer_tokens_is_gone_on_from_without_a_start_token(h
 
 @pytest.mark.parametrize("mode", [None, Mode.RECURRENT, Mode.WINDOW, Mode.BOTH])
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 20])
-async def test_every_mode_answers_from_no_more_than_is_known(
+async def test_every_mode_answers_from_the_known_tokens_only(
     harness: EngineHarness, mode: Mode | None, count: int
 ) -> None:
     view = await harness.engine.create_session("s", mode, history=History(TOKENS[:count], 100))
@@ -82,7 +82,7 @@ async def test_without_a_certificate_a_truncated_session_has_no_bound(make_harne
     assert (await harness.engine.submit(StepRequest("s", (7,)))).error_bound is None
 
 
-async def test_of_a_long_history_the_last_tokens_are_kept(harness: EngineHarness) -> None:
+async def test_the_last_tokens_of_a_long_history_are_kept(harness: EngineHarness) -> None:
     for name, position in (("whole", 20), ("truncated", 70)):
         view = await harness.engine.create_session(name, history=History(TOKENS, position))
         assert (view.position, view.error_bound) == (position, epsilon(harness, 16))
@@ -106,7 +106,7 @@ async def test_a_truncated_session_is_rewound_to_its_first_known_token_and_no_fu
     assert answer.predictions[0].token_id == harness.runner.logits([5, 6]).argmax()
 
 
-async def test_a_session_that_every_server_has_lost_is_brought_back_within_its_bound(make_harness: MakeHarness) -> None:
+async def test_a_lost_session_is_restored_within_its_bound(make_harness: MakeHarness) -> None:
     tokens = tuple(10 + index % 7 for index in range(150))
     before, after = (
         make_harness(certified=True, window=4, max_window=140, session_history_tokens=140) for _ in range(2)
@@ -134,7 +134,7 @@ async def test_a_session_that_every_server_has_lost_is_brought_back_within_its_b
         ((5, 258), 9, "history", r"history\[1\] is 258, but the vocabulary has 258 tokens"),
     ],
 )
-async def test_a_history_that_cannot_be_is_refused(
+async def test_an_impossible_history_is_rejected(
     harness: EngineHarness, tokens: tuple[int, ...], position: int, field: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
@@ -156,7 +156,7 @@ CREATIONS = [
 
 
 @pytest.mark.parametrize("first", range(len(CREATIONS)))
-async def test_a_creation_that_comes_again_is_answered_and_another_one_is_refused(
+async def test_a_repeated_creation_is_answered_and_a_different_one_is_rejected(
     harness: EngineHarness, first: int
 ) -> None:
     mode, history = CREATIONS[first]
@@ -176,7 +176,7 @@ async def test_a_creation_that_comes_again_is_answered_and_another_one_is_refuse
         await harness.engine.create_session("s", mode, history=history)
 
 
-async def test_a_creation_that_comes_again_needs_no_room_in_its_owners_quota(harness: EngineHarness) -> None:
+async def test_a_repeated_creation_does_not_count_against_the_quota(harness: EngineHarness) -> None:
     ann, bob = Owner("ann", 1), Owner("bob", 1)
     assert isinstance(await harness.engine.create_session("s", owner=ann), NewSession)
     assert not isinstance(await harness.engine.create_session("s", owner=ann), NewSession)
@@ -185,7 +185,7 @@ async def test_a_creation_that_comes_again_needs_no_room_in_its_owners_quota(har
         await harness.engine.create_session("t", owner=ann)
 
 
-async def test_a_session_does_not_go_on_from_the_state_of_an_earlier_one_of_its_id(harness: EngineHarness) -> None:
+async def test_a_session_does_not_continue_from_the_state_of_an_earlier_one_of_its_id(harness: EngineHarness) -> None:
     await harness.engine.create_session("s", history=History((5, 6), 9))
     await harness.engine.submit(PredictRequest(session="s"))
     harness.clock.now_s += harness.settings.session_ttl_s + 1
@@ -197,9 +197,7 @@ async def test_a_session_does_not_go_on_from_the_state_of_an_earlier_one_of_its_
 
 @settings(deadline=None, max_examples=20)
 @given(cell=st.sampled_from(tuple(CELLS)), seed=st.integers(0, 2**16), lost=st.integers(1, 40), beside=st.booleans())
-async def test_whatever_is_claimed_of_a_session_that_was_brought_back_is_true(
-    cell: Cell, seed: int, lost: int, beside: bool
-) -> None:
+async def test_the_bounds_of_a_restored_session_hold(cell: Cell, seed: int, lost: int, beside: bool) -> None:
     small, tally, random = Small(cell, "plain", 1, seed, 0.5, beside=beside), Tally(), np.random.default_rng(seed)
     tokens = random.integers(EVERYTHING, size=42).tolist()
     view = await small.engine.create_session("s", history=History(tuple(tokens[lost:]), 42))

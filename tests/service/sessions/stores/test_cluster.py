@@ -46,7 +46,7 @@ async def nodes(tmp_path: Path) -> AsyncIterator[list[RedisServer]]:
             await client.aclose()
 
 
-async def test_a_batch_of_many_sessions_is_one_trip_to_all_nodes(
+async def test_a_batch_of_many_sessions_is_one_round_trip_to_all_nodes(
     nodes: list[RedisServer], make_store: MakeStore
 ) -> None:
     metrics = Metrics()

@@ -23,14 +23,14 @@ PLAIN = SessionRecord("s", "m", "1", Mode.AUTO, 0, TokenHistory.start(0, 300))
         PLAIN._replace(last=LastStep(0, b"7", None)),
     ],
 )
-def test_what_is_written_is_read(record: SessionRecord) -> None:
+def test_a_written_session_is_read_back(record: SessionRecord) -> None:
     data = codec.write(record)
     assert codec.read("s", data, 300) == record
     assert data.startswith(codec.mark(record.revision))
     assert data.endswith(codec.after_run(data))
 
 
-def test_two_writers_of_the_same_change_are_told_apart() -> None:
+def test_two_writers_of_the_same_change_have_different_marks() -> None:
     one, other = codec.head(PLAIN), codec.head(PLAIN)
     assert codec.mark(7, one) != codec.mark(7, other)
     assert codec.mark(7, one)[:8] == codec.mark(7)
@@ -57,19 +57,19 @@ def spoilt() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", spoilt())
-def test_what_is_no_session_is_not_read(name: str) -> None:
+def test_invalid_bytes_are_unreadable(name: str) -> None:
     with pytest.raises(codec.Unreadable, match="'s'"):
         codec.read("s", spoilt()[name], 300)
 
 
-def test_what_a_later_version_has_written_is_told_apart() -> None:
+def test_a_session_of_a_later_format_is_unreadable() -> None:
     data = bytearray(codec.write(PLAIN))
     data[14] = 2
     with pytest.raises(codec.Unreadable, match="written in format 2, and this version reads 1"):
         codec.read("s", bytes(data), 300)
 
 
-def test_a_state_is_written_and_read_with_what_it_is() -> None:
+def test_a_snapshot_round_trips() -> None:
     snapshot = Snapshot(2**40, 3, b"maker", b"\0\1\2")
     assert read_snapshot(write_snapshot(snapshot)) == snapshot
     assert read_snapshot(write_snapshot(snapshot)[:10]) is None
@@ -78,5 +78,5 @@ def test_a_state_is_written_and_read_with_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "is_due"), [(0, 1, False), (7, 8, True), (8, 9, False), (3, 30, True), (15, 15, False)]
 )
-def test_a_state_is_due_once_in_so_many_tokens(before: int, after: int, is_due: bool) -> None:
+def test_a_checkpoint_is_due_once_per_interval(before: int, after: int, is_due: bool) -> None:
     assert due(before, after, 8) is is_due

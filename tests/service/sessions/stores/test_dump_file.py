@@ -40,7 +40,7 @@ def make_store(file: Path, **changes: Any) -> tuple[MemoryStore, Clock]:
     ), clock
 
 
-def test_sessions_come_back_as_they_were_the_longest_idle_first(tmp_path: Path) -> None:
+def test_saved_sessions_are_loaded_unchanged_longest_idle_first(tmp_path: Path) -> None:
     path = tmp_path / "sessions"
     dump_file.save(path, records(), lambda: 1000.0)
     assert dump_file.load(path, 9, lambda: 1000.0) == records()[::-1]
@@ -50,7 +50,7 @@ def test_sessions_come_back_as_they_were_the_longest_idle_first(tmp_path: Path) 
     assert names(tmp_path) == ["sessions"]
 
 
-async def test_a_session_behind_a_history_goes_on_in_the_next_process(tmp_path: Path) -> None:
+async def test_a_session_created_from_a_history_continues_in_the_next_process(tmp_path: Path) -> None:
     path = tmp_path / "sessions"
     begun = SessionRecord("s", "m", "1", Mode.AUTO, 9, TokenHistory.start(0, 300).ending((5, 6), 9, 4), vocabulary="v")
     store, _ = make_store(path)
@@ -64,7 +64,7 @@ async def test_a_session_behind_a_history_goes_on_in_the_next_process(tmp_path: 
     assert (found.position, found.tail.ids().tolist(), found.dropped_tokens, found.earliest) == (9, [5, 6], 7, 8)
 
 
-def test_no_sessions_are_a_file_too(tmp_path: Path) -> None:
+def test_a_file_without_sessions_is_valid(tmp_path: Path) -> None:
     dump_file.save(tmp_path / "sessions", [])
     assert dump_file.load(tmp_path / "sessions", 9) == []
 
@@ -82,7 +82,7 @@ def broken(data: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", broken(b"x" * 100))
-async def test_a_file_that_is_not_what_was_written_is_refused_and_left_as_it_is(tmp_path: Path, name: str) -> None:
+async def test_a_damaged_file_is_rejected_and_left_unchanged(tmp_path: Path, name: str) -> None:
     path = tmp_path / "sessions"
     dump_file.save(path, records())
     data = broken(path.read_bytes())[name]
@@ -94,7 +94,7 @@ async def test_a_file_that_is_not_what_was_written_is_refused_and_left_as_it_is(
     assert path.read_bytes() == data
 
 
-def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "sessions"
     dump_file.save(path, records())
     before = path.read_bytes()
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, mon
     assert names(tmp_path) == ["sessions"]
 
 
-async def test_a_store_that_is_closed_is_there_when_the_next_is_opened(tmp_path: Path) -> None:
+async def test_a_store_opens_with_the_sessions_of_a_closed_one(tmp_path: Path) -> None:
     path = tmp_path / "sessions"
     store, clock = make_store(path)
     await store.open()  # there is no file yet
@@ -135,7 +135,7 @@ async def test_a_store_that_is_closed_is_there_when_the_next_is_opened(tmp_path:
     assert await after.append(found, (7,), STEP)
 
 
-async def test_a_store_that_is_closed_while_it_is_opened_leaves_the_file_to_the_next(
+async def test_a_store_closed_while_opening_leaves_the_file_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "sessions"
@@ -158,7 +158,7 @@ async def test_a_store_that_is_closed_while_it_is_opened_leaves_the_file_to_the_
     assert await store.count("m") == 0
 
 
-async def test_a_store_with_less_room_keeps_the_latest(tmp_path: Path) -> None:
+async def test_a_store_with_a_smaller_budget_keeps_the_latest_sessions(tmp_path: Path) -> None:
     path = tmp_path / "sessions"
     dump_file.save(path, records())
     store, _ = make_store(path, budget_bytes=entry_bytes("a", 2))

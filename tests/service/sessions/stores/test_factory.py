@@ -20,7 +20,7 @@ PASSWORD = "a/b@c:d%"
 @pytest.mark.parametrize(
     "given, user, reached", [(f"{PASSWORD}\n", "", True), (PASSWORD, "default@", True), ("another", "", False)]
 )
-async def test_redis_is_given_the_password_of_the_file(tmp_path: Path, given: str, user: str, reached: bool) -> None:
+async def test_redis_gets_the_password_from_the_file(tmp_path: Path, given: str, user: str, reached: bool) -> None:
     file = tmp_path / "password"
     file.write_text(given)
     server = RedisServer(tmp_path, ("--requirepass", PASSWORD))
@@ -36,12 +36,12 @@ async def test_redis_is_given_the_password_of_the_file(tmp_path: Path, given: st
         server.kill()
 
 
-def test_a_password_in_the_address_is_the_one_that_counts(tmp_path: Path) -> None:
+def test_a_password_in_the_address_overrides_the_file(tmp_path: Path) -> None:
     settings = Settings(store="redis://:own@127.0.0.1:1/0", store_password_file=tmp_path / "none")
     assert isinstance(make_store(settings, 8, Metrics()), RedisStore)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     settings = Settings(store="redis://127.0.0.1:1/0", store_password_file=tmp_path / "none")
     with pytest.raises(StoreError, match="none, cannot be read"):
         make_store(settings, 8, Metrics())

@@ -67,7 +67,7 @@ async def step(store: FallbackStore | RedisStore, token: int, session: str = "s"
     return after
 
 
-async def test_a_session_goes_on_not_durable_and_is_durable_when_the_store_is_back(server: RedisServer) -> None:
+async def test_a_session_continues_during_an_outage_and_is_durable_after_it(server: RedisServer) -> None:
     async with fallback_store(server.port) as store:
         await store.create(record())
         assert (await step(store, 5)).durable is True
@@ -91,7 +91,7 @@ async def test_a_session_goes_on_not_durable_and_is_durable_when_the_store_is_ba
         assert store.sample("wane_sessions_conflict_discarded_total") == 0
 
 
-async def test_where_somebody_else_went_on_the_store_wins_and_the_next_step_is_told(
+async def test_the_store_wins_over_discarded_tokens_and_the_next_step_conflicts(
     server: RedisServer, make_store: MakeStore
 ) -> None:
     other = await make_store(server.url, namespace="n")
@@ -113,7 +113,7 @@ async def test_where_somebody_else_went_on_the_store_wins_and_the_next_step_is_t
         assert store.sample("wane_sessions_conflict_discarded_total") == 1
 
 
-async def test_a_step_that_finds_the_store_back_first_is_told_by_its_own_conflict(
+async def test_the_step_that_finds_the_store_back_gets_the_conflict_itself(
     server: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = await make_store(server.url, namespace="n")
@@ -131,7 +131,7 @@ async def test_a_step_that_finds_the_store_back_first_is_told_by_its_own_conflic
         assert after.tail.ids().tolist() == [0, 7, 8]
 
 
-async def test_a_step_that_was_done_though_nobody_said_so_is_not_done_twice(server: RedisServer) -> None:
+async def test_an_unacknowledged_step_is_not_applied_twice(server: RedisServer) -> None:
     async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record())
         await step(store, 5)
@@ -147,7 +147,7 @@ async def test_a_step_that_was_done_though_nobody_said_so_is_not_done_twice(serv
         assert store.sample("wane_sessions_conflict_discarded_total") == 0
 
 
-async def test_somebody_elses_step_at_the_same_place_is_not_taken_for_the_one_that_was_not_answered(
+async def test_another_replicas_step_is_not_mistaken_for_the_unacknowledged_one(
     server: RedisServer, make_store: MakeStore
 ) -> None:
     other = await make_store(server.url, namespace="n")
@@ -163,7 +163,7 @@ async def test_somebody_elses_step_at_the_same_place_is_not_taken_for_the_one_th
             await step(store, 7)
 
 
-async def test_a_session_that_was_begun_meanwhile_is_there_when_the_store_is(server: RedisServer) -> None:
+async def test_a_session_created_during_an_outage_is_written_to_the_store(server: RedisServer) -> None:
     async with fallback_store(server.port) as store:
         server.kill()
         assert await store.create(record("new"))
@@ -176,7 +176,7 @@ async def test_a_session_that_was_begun_meanwhile_is_there_when_the_store_is(ser
         assert (found.position, found.durable) == (1, True)
 
 
-async def test_a_session_that_was_never_seen_here_cannot_go_on(server: RedisServer, make_store: MakeStore) -> None:
+async def test_an_unseen_session_cannot_continue_during_an_outage(server: RedisServer, make_store: MakeStore) -> None:
     await begin(await make_store(server.url, namespace="n"))
     async with fallback_store(server.port) as store:
         server.kill()
@@ -189,7 +189,7 @@ async def test_a_session_that_was_never_seen_here_cannot_go_on(server: RedisServ
         assert await store.delete("s")
 
 
-async def test_before_the_store_was_ever_there_nothing_is_done_without_it(server: RedisServer) -> None:
+async def test_there_is_no_fallback_before_the_store_was_ever_reached(server: RedisServer) -> None:
     server.kill()
     async with fallback_store(server.port) as store:
         assert not store.standing.ready
@@ -197,7 +197,7 @@ async def test_before_the_store_was_ever_there_nothing_is_done_without_it(server
             await store.create(record())
 
 
-async def test_a_session_is_rewound_and_goes_on_another_way(server: RedisServer) -> None:
+async def test_a_session_is_rewound_and_continues_with_other_tokens(server: RedisServer) -> None:
     async with fallback_store(server.port) as store:
         await store.create(record())
         for token in (5, 6):
@@ -216,7 +216,7 @@ async def test_a_session_is_rewound_and_goes_on_another_way(server: RedisServer)
         assert found.tail.ids().tolist() == [0, 5, 8]
 
 
-async def test_a_durable_session_is_rewound_while_the_store_is_away(server: RedisServer) -> None:
+async def test_a_durable_session_is_rewound_during_an_outage(server: RedisServer) -> None:
     async with fallback_store(server.port) as store:
         await store.create(record())
         for token in (5, 6):
@@ -232,7 +232,7 @@ async def test_a_durable_session_is_rewound_while_the_store_is_away(server: Redi
         assert (found.position, found.durable) == (1, True)
 
 
-async def test_a_state_that_the_store_keeps_is_forgotten_where_the_session_was_rewound_behind_it_meanwhile(
+async def test_a_stored_state_is_dropped_if_the_session_was_rewound_before_it(
     server: RedisServer,
 ) -> None:
     async with fallback_store(server.port) as store:
@@ -252,7 +252,7 @@ async def test_a_state_that_the_store_keeps_is_forgotten_where_the_session_was_r
         assert found.snapshot is None
 
 
-async def test_a_state_that_the_store_keeps_stays_where_the_session_went_on_from_it(server: RedisServer) -> None:
+async def test_a_stored_state_stays_if_the_session_continued_from_it(server: RedisServer) -> None:
     async with fallback_store(server.port) as store:
         await store.create(record())
         here = await step(store, 5)
@@ -268,7 +268,7 @@ async def test_a_state_that_the_store_keeps_stays_where_the_session_went_on_from
         assert (found.position, found.snapshot) == (3, SNAPSHOT)
 
 
-async def test_a_session_whose_creation_was_not_answered_goes_on(server: RedisServer) -> None:
+async def test_a_session_with_an_unanswered_creation_continues(server: RedisServer) -> None:
     async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record("other"))
         between.hold_answers()
@@ -282,7 +282,7 @@ async def test_a_session_whose_creation_was_not_answered_goes_on(server: RedisSe
         assert store.sample("wane_sessions_conflict_discarded_total") == 0
 
 
-async def test_a_session_begun_behind_a_history_meanwhile_is_there_when_the_store_is(server: RedisServer) -> None:
+async def test_a_session_created_from_a_history_during_an_outage_is_written(server: RedisServer) -> None:
     async with fallback_store(server.port) as store:
         await store.create(record())
         here = await step(store, 5)
@@ -303,7 +303,7 @@ async def test_a_session_begun_behind_a_history_meanwhile_is_there_when_the_stor
         assert found.snapshot is None
 
 
-async def test_a_session_whose_rewind_was_not_answered_goes_on(
+async def test_a_session_with_an_unanswered_rewind_continues(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with proxy(server.port) as between, fallback_store(between.port) as store:
@@ -329,7 +329,7 @@ async def test_a_session_whose_rewind_was_not_answered_goes_on(
         assert store.sample("wane_sessions_conflict_discarded_total") == 0
 
 
-async def test_of_two_that_go_on_at_one_place_when_the_store_goes_away_one_does(server: RedisServer) -> None:
+async def test_only_one_of_two_concurrent_steps_succeeds_when_the_outage_begins(server: RedisServer) -> None:
     async with fallback_store(server.port) as store:
         await store.create(record())
         here = await step(store, 5)
@@ -341,7 +341,7 @@ async def test_of_two_that_go_on_at_one_place_when_the_store_goes_away_one_does(
         assert found.tail == won.tail
 
 
-async def test_what_an_earlier_session_of_its_id_has_lost_is_not_told_to_a_new_one(
+async def test_a_new_session_gets_no_conflict_for_an_earlier_one_of_its_id(
     server: RedisServer, make_store: MakeStore
 ) -> None:
     other = await make_store(server.url, namespace="n")
@@ -357,7 +357,7 @@ async def test_what_an_earlier_session_of_its_id_has_lost_is_not_told_to_a_new_o
         assert (await step(store, 8)).position == 1
 
 
-async def test_a_session_that_is_gone_from_the_store_is_gone(server: RedisServer, make_store: MakeStore) -> None:
+async def test_a_session_deleted_from_the_store_is_deleted_here(server: RedisServer, make_store: MakeStore) -> None:
     other = await make_store(server.url, namespace="n")
     async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record())
@@ -369,7 +369,7 @@ async def test_a_session_that_is_gone_from_the_store_is_gone(server: RedisServer
         assert await store.get("s") is None
 
 
-async def test_what_is_not_durable_ends_too_when_nobody_uses_it(server: RedisServer) -> None:
+async def test_a_session_that_is_not_durable_expires_when_idle(server: RedisServer) -> None:
     async with fallback_store(server.port) as store:
         await store.create(record())
         server.kill()
@@ -379,7 +379,7 @@ async def test_what_is_not_durable_ends_too_when_nobody_uses_it(server: RedisSer
         assert store.standing.not_durable == 0
 
 
-async def test_a_process_that_ends_gives_the_store_what_it_has(server: RedisServer, make_store: MakeStore) -> None:
+async def test_a_closing_process_writes_its_sessions_to_the_store(server: RedisServer, make_store: MakeStore) -> None:
     async with fallback_store(server.port) as store:
         store.shared.trips.on_back = lambda: None
         await store.create(record())
@@ -392,9 +392,7 @@ async def test_a_process_that_ends_gives_the_store_what_it_has(server: RedisServ
     assert found.position == 1
 
 
-async def test_what_a_store_that_is_full_when_it_is_back_does_not_take_is_given_to_it_later(
-    server: RedisServer, make_store: MakeStore
-) -> None:
+async def test_sessions_that_a_full_store_rejects_are_written_later(server: RedisServer, make_store: MakeStore) -> None:
     other = await make_store(server.url, namespace="n")
     async with proxy(server.port) as between, fallback_store(between.port) as store:
         for session in ("s", "t"):
@@ -413,7 +411,7 @@ async def test_what_a_store_that_is_full_when_it_is_back_does_not_take_is_given_
         assert (found.position, found.durable, store.standing.not_durable) == (1, True, 1)
 
 
-async def test_a_session_that_a_full_store_does_not_take_goes_on_and_no_step_is_refused_that_was_taken(
+async def test_a_session_rejected_by_a_full_store_continues_without_failed_steps(
     server: RedisServer, make_store: MakeStore
 ) -> None:
     other = await make_store(server.url, namespace="n")

@@ -57,7 +57,7 @@ async def test_an_append_at_another_revision_does_nothing() -> None:
     assert await store.get("s") == before
 
 
-async def test_an_append_to_a_session_that_was_deleted_and_created_again_does_nothing() -> None:
+async def test_an_append_to_a_session_created_again_does_nothing() -> None:
     store, _ = make_store()
     await store.create(record())
     deleted = await store.get("s")
@@ -87,7 +87,7 @@ async def test_a_rewind_cuts_the_tail_forgets_the_step_and_counts_as_a_change() 
     assert not follows(rewound.revision, full.revision)
 
 
-async def test_a_whole_tail_has_lost_nothing_and_goes_back_to_0() -> None:
+async def test_a_whole_tail_has_no_dropped_tokens_and_rewinds_to_0() -> None:
     store, _ = make_store()
     await store.create(record())
     await append(store, "s", (1, 2, 3, 4), STEP)
@@ -105,7 +105,7 @@ async def test_an_id_is_taken_until_it_is_deleted() -> None:
     assert await store.create(record())
 
 
-async def test_a_session_idle_for_longer_than_the_time_to_live_does_not_exist() -> None:
+async def test_a_session_idle_beyond_its_ttl_does_not_exist() -> None:
     store, clock = make_store()
     await store.create(record())
     clock.now_s += 10
@@ -118,7 +118,7 @@ async def test_a_session_idle_for_longer_than_the_time_to_live_does_not_exist() 
     assert await store.count("m") == 0
 
 
-async def test_touching_appending_and_rewinding_start_the_idle_time_again_and_reading_does_not() -> None:
+async def test_touch_append_and_rewind_reset_the_idle_time_but_reads_do_not() -> None:
     store, clock = make_store()
     await store.create(record())
     changes: list[Callable[[], Awaitable[object]]] = [
@@ -135,7 +135,7 @@ async def test_touching_appending_and_rewinding_start_the_idle_time_again_and_re
         assert found.idle_s == 0
 
 
-async def test_the_idle_expire_in_order_though_they_were_used_in_another() -> None:
+async def test_idle_sessions_expire_in_order_of_last_use() -> None:
     store, clock = make_store()
     for name in "abc":
         await store.create(record(name))
@@ -153,7 +153,7 @@ async def test_sessions_are_counted_by_model() -> None:
     assert [await store.count(model) for model in ("m", "n", "o")] == [1, 1, 0]
 
 
-async def test_a_record_of_every_field_comes_back_as_it_was() -> None:
+async def test_a_record_with_every_field_round_trips() -> None:
     store, clock = make_store(session_history_tokens=300)
     wide = SessionRecord("w", "n", "2", Mode.WINDOW, 2, TokenHistory.start(7, 70_000).append((69_999, 3), 2, 300))
     for whole in (record(), wide, record("x")._replace(position=2**40, vocabulary="v")):
@@ -167,7 +167,7 @@ async def test_a_record_of_every_field_comes_back_as_it_was() -> None:
             await store.delete(kept.session)
 
 
-async def test_a_new_session_needs_room_for_a_whole_tail_and_the_expired_make_room() -> None:
+async def test_a_new_session_needs_room_for_a_full_tail_and_expired_sessions_free_it() -> None:
     whole = entry_bytes("a", 5 * 2)
     store, clock = make_store(budget_bytes=2 * whole)
     await store.create(record("a"))
@@ -179,7 +179,7 @@ async def test_a_new_session_needs_room_for_a_whole_tail_and_the_expired_make_ro
     assert await store.create(record("c"))
 
 
-async def test_memory_is_counted_through_every_change_and_all_of_it_comes_back() -> None:
+async def test_memory_is_counted_through_every_change_and_freed() -> None:
     store, clock = make_store()
     names = [str(index) for index in range(200)]
     for name in names:
@@ -200,7 +200,7 @@ async def test_memory_is_counted_through_every_change_and_all_of_it_comes_back()
     assert store.used_bytes == 0
 
 
-async def test_sessions_that_outgrow_the_budget_cost_the_longest_idle_theirs() -> None:
+async def test_sessions_that_outgrow_the_budget_evict_the_longest_idle() -> None:
     ended: list[str] = []
     small, whole = entry_bytes("a", 2), entry_bytes("a", 10)
     clock = Clock()
@@ -218,7 +218,7 @@ async def test_sessions_that_outgrow_the_budget_cost_the_longest_idle_theirs() -
     assert store.used_bytes <= 2 * small + whole
 
 
-async def test_one_call_forgets_only_so_many_and_the_others_are_over_all_the_same() -> None:
+async def test_one_call_removes_a_limited_number_of_expired_sessions() -> None:
     store, clock = make_store()
     names = [str(index) for index in range(2 * EXPIRED_AT_ONCE + 5)]
     for name in names:
@@ -230,7 +230,7 @@ async def test_one_call_forgets_only_so_many_and_the_others_are_over_all_the_sam
     assert [await store.count("m") for _ in range(3)] == [EXPIRED_AT_ONCE + 4, 4, 0]
 
 
-async def test_the_kind_of_a_session_is_its_model_and_vocabulary_until_it_is_over() -> None:
+async def test_the_kind_of_a_session_is_its_model_and_vocabulary_until_it_expires() -> None:
     store, clock = make_store()
     await store.create(record()._replace(vocabulary="v"))
     await store.create(record("t", "n")._replace(vocabulary="w"))
@@ -240,7 +240,7 @@ async def test_the_kind_of_a_session_is_its_model_and_vocabulary_until_it_is_ove
     assert store.kind("s") is None
 
 
-async def test_the_id_of_a_session_that_is_over_is_free() -> None:
+async def test_the_id_of_an_expired_session_is_free() -> None:
     store, clock = make_store()
     await store.create(record())
     await append(store, "s", (7,), STEP)
@@ -253,7 +253,7 @@ async def test_the_id_of_a_session_that_is_over_is_free() -> None:
 
 
 @pytest.mark.parametrize(("data", "length"), [(b"", 0), (b"x" * 15, 15), (b"x" * 16, 16), (b"x" * 9000, 16)])
-def test_a_digest_is_what_it_is_of_or_16_bytes(data: bytes, length: int) -> None:
+def test_a_digest_is_the_data_itself_or_16_bytes(data: bytes, length: int) -> None:
     assert len(digest(data)) == length
     assert (digest(data) == data) == (len(data) < 16)
     assert digest(data) != digest(data + b"x")

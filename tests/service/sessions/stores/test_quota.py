@@ -29,7 +29,7 @@ def of_alice(number: int) -> SessionRecord:
     return in_memory(f"alice/{number}")
 
 
-async def test_one_session_too_many_is_refused_and_others_have_their_own_number() -> None:
+async def test_one_session_over_the_quota_is_rejected_and_quotas_are_per_owner() -> None:
     store = MemoryStore(4, 10, 2**24, Clock())
     for number in range(3):
         assert await store.create(of_alice(number), 3)
@@ -40,7 +40,7 @@ async def test_one_session_too_many_is_refused_and_others_have_their_own_number(
     assert await store.create(in_memory("alice"))
 
 
-async def test_a_session_that_was_deleted_or_has_ended_makes_room() -> None:
+async def test_deleted_and_expired_sessions_free_the_quota() -> None:
     clock = Clock()
     store = MemoryStore(4, 10, 2**24, clock)
     for number in range(2):
@@ -55,7 +55,7 @@ async def test_a_session_that_was_deleted_or_has_ended_makes_room() -> None:
         await store.create(of_alice(4), 2)
 
 
-async def test_sessions_of_a_file_count(tmp_path: Path) -> None:
+async def test_sessions_loaded_from_a_file_count(tmp_path: Path) -> None:
     first = MemoryStore(4, 10, 2**24, file=tmp_path / "sessions")
     await first.open()
     await first.create(of_alice(0), 1)
@@ -67,7 +67,7 @@ async def test_sessions_of_a_file_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.stack
-async def test_replicas_count_an_owner_s_sessions_together(common: RedisServer, make_store: MakeStore) -> None:
+async def test_replicas_count_an_owners_sessions_together(common: RedisServer, make_store: MakeStore) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     made = await asyncio.gather(
         *(store.create(record(f"alice/{number}"), 10) for number in range(16) for store in (one, other)),
@@ -86,7 +86,7 @@ async def test_replicas_count_an_owner_s_sessions_together(common: RedisServer, 
 
 
 @pytest.mark.stack
-async def test_sessions_that_redis_has_ended_make_room_and_those_in_use_do_not(
+async def test_expired_sessions_in_redis_free_the_quota_and_used_ones_do_not(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     store = await make_store(common.url, ttl_s=TTL_S)
@@ -105,7 +105,7 @@ async def test_sessions_that_redis_has_ended_make_room_and_those_in_use_do_not(
 
 
 @pytest.mark.stack
-async def test_while_the_store_is_away_sessions_that_are_not_durable_count(server: RedisServer) -> None:
+async def test_sessions_that_are_not_durable_count_while_the_store_is_unreachable(server: RedisServer) -> None:
     async with proxy(server.port) as line, fallback_store(line.port) as store:
         assert await store.create(record("alice/0"), 2)
         line.sever()
@@ -124,7 +124,7 @@ async def test_while_the_store_is_away_sessions_that_are_not_durable_count(serve
 
 
 @pytest.mark.stack
-async def test_what_is_made_while_the_store_is_away_by_an_owner_without_a_quota_is_not_counted(
+async def test_sessions_created_without_a_quota_during_an_outage_are_not_counted(
     server: RedisServer,
 ) -> None:
     async with proxy(server.port) as line, fallback_store(line.port) as store:
@@ -177,7 +177,7 @@ def before_making(store: RedisStore, then: Callable[[], Awaitable[object]], monk
 
 
 @pytest.mark.stack
-async def test_a_session_that_is_made_while_its_namesake_is_deleted_counts(
+async def test_a_session_created_while_its_id_is_deleted_counts(
     common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
@@ -192,7 +192,7 @@ async def test_a_session_that_is_made_while_its_namesake_is_deleted_counts(
 
 
 @pytest.mark.stack
-async def test_a_session_that_is_made_while_its_namesake_is_found_over_counts(
+async def test_a_session_created_while_its_id_is_found_expired_counts(
     common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
@@ -204,7 +204,7 @@ async def test_a_session_that_is_made_while_its_namesake_is_found_over_counts(
 
 
 @pytest.mark.stack
-async def test_a_session_that_is_found_over_made_and_deleted_and_made_again_meanwhile_counts(
+async def test_a_session_found_expired_and_created_twice_meanwhile_counts(
     common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other, third = [await make_store(common.url) for _ in range(3)]
@@ -225,7 +225,7 @@ async def test_a_session_that_is_found_over_made_and_deleted_and_made_again_mean
 
 
 @pytest.mark.stack
-async def test_a_session_that_was_given_up_for_over_just_before_it_was_made_counts(
+async def test_a_session_removed_as_expired_just_before_creation_counts(
     common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
@@ -244,7 +244,7 @@ async def test_a_session_that_was_given_up_for_over_just_before_it_was_made_coun
 
 
 @pytest.mark.stack
-async def test_an_attempt_to_make_a_session_that_is_there_does_not_keep_its_place_after_its_end(
+async def test_a_failed_creation_does_not_count_after_the_existing_session_expires(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     short, long = await make_store(common.url, ttl_s=TTL_S), await make_store(common.url)
@@ -257,7 +257,7 @@ async def test_an_attempt_to_make_a_session_that_is_there_does_not_keep_its_plac
 
 
 @pytest.mark.stack
-async def test_whatever_is_made_and_deleted_at_a_time_every_session_counts(
+async def test_every_session_counts_under_concurrent_creation_and_deletion(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     stores = [await make_store(common.url) for _ in range(3)]

@@ -21,7 +21,7 @@ def make(budget_bytes: int = 2**20) -> tuple[RecordCache, Clock]:
     return RecordCache(budget_bytes, 10.0, clock), clock
 
 
-def test_a_session_is_remembered_as_it_was_put() -> None:
+def test_a_cached_session_is_returned_unchanged() -> None:
     remembered, _ = make()
     remembered.put(record("a"))
     assert remembered.get("a") == record("a")
@@ -32,7 +32,7 @@ def test_a_session_is_remembered_as_it_was_put() -> None:
     assert remembered.get("a") is None
 
 
-def test_what_does_not_fit_is_forgotten_the_longest_unused_first() -> None:
+def test_the_least_recently_used_session_is_evicted_first() -> None:
     remembered, _ = make(2 * ONE)
     for name in "aba":
         remembered.put(record(name))
@@ -41,7 +41,7 @@ def test_what_does_not_fit_is_forgotten_the_longest_unused_first() -> None:
     assert remembered.count("m") == 2
 
 
-def test_a_session_that_must_have_ended_is_not_there_and_not_counted() -> None:
+def test_an_expired_session_is_neither_returned_nor_counted() -> None:
     remembered, clock = make()
     remembered.put(record("a"))
     remembered.put(record("b", "n"))
@@ -52,7 +52,7 @@ def test_a_session_that_must_have_ended_is_not_there_and_not_counted() -> None:
     assert [remembered.count(model) for model in "mn"] == [1, 0]
 
 
-def test_states_are_remembered_until_the_session_changes_and_only_so_many() -> None:
+def test_a_limited_number_of_snapshots_is_cached_until_the_session_changes() -> None:
     remembered, _ = make()
     snapshot = Snapshot(0, 0, b"maker", b"state")
     remembered.put(record("a")._replace(snapshot=snapshot))
@@ -67,7 +67,7 @@ def test_states_are_remembered_until_the_session_changes_and_only_so_many() -> N
     assert [one.snapshot is None for one in kept if one] == [True] + [False] * SNAPSHOTS
 
 
-def test_it_is_known_whether_sessions_are_mostly_moved_on_elsewhere() -> None:
+def test_the_cache_knows_whether_its_sessions_are_mostly_out_of_date() -> None:
     remembered, _ = make()
     assert not remembered.mostly_moved
     for _ in range(20):

@@ -48,9 +48,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(PROBE_EVERY_S / 10)
 
 
-async def test_a_session_comes_back_as_it_was_and_what_changes_it_is_durable(
-    common: RedisServer, make_store: MakeStore
-) -> None:
+async def test_a_session_round_trips_and_its_changes_are_durable(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url)
     before = await begin(store)
     appended = await store.append(before, (7, 8), STEP)
@@ -76,7 +74,9 @@ async def test_a_tail_holds_the_latest_tokens(common: RedisServer, make_store: M
     assert (found.dropped_tokens, found.earliest) == (2, 3)
 
 
-async def test_a_session_behind_a_history_is_kept_and_goes_on(common: RedisServer, make_store: MakeStore) -> None:
+async def test_a_session_created_from_a_history_is_kept_and_continues(
+    common: RedisServer, make_store: MakeStore
+) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     empty = TokenHistory.start(0, 300)
     for name, tokens, position in (("whole", (5, 6), 2), ("truncated", (5, 6), 3), ("long", (4, 5, 6, 7, 8), 9)):
@@ -95,7 +95,7 @@ async def test_a_session_behind_a_history_is_kept_and_goes_on(common: RedisServe
             assert (here.position, here.tail) == (found.position, found.tail) == (position, grown)
 
 
-async def test_a_new_session_does_not_take_over_a_state_that_outlived_an_earlier_one(
+async def test_a_new_session_does_not_get_the_state_of_an_earlier_one(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     store = await make_store(common.url)
@@ -119,7 +119,7 @@ async def test_an_id_is_taken_until_it_is_deleted(common: RedisServer, make_stor
     assert await store.create(record())
 
 
-async def test_sessions_of_another_namespace_are_others(common: RedisServer, make_store: MakeStore) -> None:
+async def test_namespaces_separate_sessions(common: RedisServer, make_store: MakeStore) -> None:
     one, other = await make_store(common.url, namespace="one"), await make_store(common.url, namespace="other")
     await begin(one)
     assert await other.get("s") is None
@@ -128,7 +128,7 @@ async def test_sessions_of_another_namespace_are_others(common: RedisServer, mak
         assert set(await redis.keys("wane:o*")) == {b"wane:one:{s}", b"wane:other:{s}"}
 
 
-async def test_of_two_replicas_that_append_at_one_place_one_loses_and_knows_what_the_other_did(
+async def test_the_loser_of_two_concurrent_appends_has_the_winners_session(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
@@ -144,14 +144,14 @@ async def test_of_two_replicas_that_append_at_one_place_one_loses_and_knows_what
         assert recalled.revision == won[0].revision
 
 
-async def test_the_same_tokens_of_two_replicas_are_two_steps(common: RedisServer, make_store: MakeStore) -> None:
+async def test_the_same_tokens_from_two_replicas_are_two_steps(common: RedisServer, make_store: MakeStore) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
     results = await asyncio.gather(*(store.append(here, (7,), STEP) for store in (one, other)))
     assert results.count(None) == 1
 
 
-async def test_a_session_that_was_deleted_and_begun_anew_is_another_one(
+async def test_a_session_deleted_and_created_again_is_a_different_one(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
@@ -168,7 +168,7 @@ async def test_a_session_that_was_deleted_and_begun_anew_is_another_one(
     assert not follows(recalled.revision, old.revision)
 
 
-async def test_an_append_to_what_is_gone_is_lost_and_it_is_forgotten(
+async def test_an_append_to_a_deleted_session_fails_and_drops_it_from_the_cache(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
@@ -178,7 +178,7 @@ async def test_an_append_to_what_is_gone_is_lost_and_it_is_forgotten(
     assert one.get_cached("s") is None
 
 
-async def test_what_is_appended_follows_and_what_is_rewound_does_not(
+async def test_a_revision_follows_after_appends_but_not_after_rewinds(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     store = await make_store(common.url)
@@ -196,7 +196,7 @@ async def test_what_is_appended_follows_and_what_is_rewound_does_not(
     assert found._replace(idle_s=0.0) == rewound
 
 
-async def test_a_state_is_kept_beside_the_tail_until_it_is_rewound_behind(
+async def test_a_state_is_kept_until_the_session_is_rewound_before_it(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     store = await make_store(common.url)
@@ -222,7 +222,7 @@ async def test_a_state_is_kept_beside_the_tail_until_it_is_rewound_behind(
         assert not await redis.keys(f"{store.prefix}*")
 
 
-async def test_a_session_ends_when_it_was_idle_and_use_keeps_it(common: RedisServer, make_store: MakeStore) -> None:
+async def test_an_idle_session_expires_and_use_keeps_it_alive(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url, ttl_s=30_000.0)  # a stall of a minute changes none of it
     here = await begin(store)
     await store.append(here, (5, 6), STEP, SNAPSHOT)
@@ -249,7 +249,7 @@ async def until_gone(redis: Redis, key: str) -> None:
             pass
 
 
-async def test_commits_of_one_turn_of_the_event_loop_are_one_trip(common: RedisServer, make_store: MakeStore) -> None:
+async def test_commits_of_one_event_loop_turn_are_one_round_trip(common: RedisServer, make_store: MakeStore) -> None:
     metrics = Metrics()
     store = await make_store(common.url, metrics=metrics)
     names = [str(index) for index in range(50)]
@@ -261,7 +261,7 @@ async def test_commits_of_one_turn_of_the_event_loop_are_one_trip(common: RedisS
     assert (count, commands) == (2, 100)
 
 
-async def test_a_redis_that_forgot_the_scripts_is_sent_them_again(common: RedisServer, make_store: MakeStore) -> None:
+async def test_scripts_that_redis_forgot_are_sent_again(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url)
     here = await begin(store)
     async with Redis.from_url(common.url) as redis:
@@ -274,9 +274,7 @@ async def test_a_redis_that_forgot_the_scripts_is_sent_them_again(common: RedisS
         assert all(others)
 
 
-async def test_what_redis_acknowledged_is_there_when_it_was_killed_and_started_again(
-    server: RedisServer, make_store: MakeStore
-) -> None:
+async def test_acknowledged_changes_survive_a_killed_redis(server: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(server.url)
     here = await begin(store)
     for token in range(5, 25):
@@ -297,7 +295,7 @@ async def test_what_redis_acknowledged_is_there_when_it_was_killed_and_started_a
     assert after.position == 21
 
 
-async def test_the_first_change_after_a_restart_is_of_a_new_branch_of_revisions(
+async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions(
     server: RedisServer, make_store: MakeStore
 ) -> None:
     store = await make_store(server.url)
@@ -325,7 +323,7 @@ async def last_save(server: RedisServer) -> object:
         return await redis.lastsave()
 
 
-async def test_an_append_whose_answer_was_lost_is_not_done_twice(server: RedisServer, make_store: MakeStore) -> None:
+async def test_an_append_with_a_lost_answer_is_not_applied_twice(server: RedisServer, make_store: MakeStore) -> None:
     async with proxy(server.port) as between:
         store = await make_store(f"redis://127.0.0.1:{between.port}/0")
         direct = await make_store(server.url)
@@ -349,7 +347,7 @@ async def test_an_append_whose_answer_was_lost_is_not_done_twice(server: RedisSe
         assert (found.position, found.revision) == (after.position, after.revision) == (2, after.revision)
 
 
-async def test_a_network_that_is_cut_is_noticed_in_time_and_then_refused_at_once(
+async def test_a_cut_network_is_detected_and_then_commands_fail_at_once(
     server: RedisServer, make_store: MakeStore
 ) -> None:
     async with proxy(server.port) as between:
@@ -367,7 +365,7 @@ async def test_a_network_that_is_cut_is_noticed_in_time_and_then_refused_at_once
         assert await store.append(here, (7,), STEP)
 
 
-async def test_a_redis_that_stands_still_is_away(server: RedisServer, make_store: MakeStore) -> None:
+async def test_a_hanging_redis_is_unreachable(server: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(server.url, timeout_s=1.0)
     here = await begin(store)
     server.pause()
@@ -380,9 +378,7 @@ async def test_a_redis_that_stands_still_is_away(server: RedisServer, make_store
     assert found.position in (0, 1)  # it may have been done all the same
 
 
-async def test_a_store_that_is_not_there_at_first_is_used_when_it_is(
-    server: RedisServer, make_store: MakeStore
-) -> None:
+async def test_a_store_unreachable_at_start_is_used_once_reachable(server: RedisServer, make_store: MakeStore) -> None:
     server.kill()
     store = await make_store(server.url)
     assert not store.standing.ready
@@ -393,7 +389,7 @@ async def test_a_store_that_is_not_there_at_first_is_used_when_it_is(
     assert await store.create(record())
 
 
-async def test_a_redis_that_is_full_refuses_and_is_not_away(server: RedisServer, make_store: MakeStore) -> None:
+async def test_a_full_redis_rejects_but_is_reachable(server: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(server.url)
     here = await begin(store)
     async with Redis.from_url(server.url) as redis:
@@ -405,7 +401,7 @@ async def test_a_redis_that_is_full_refuses_and_is_not_away(server: RedisServer,
     assert await store.append(here, (7,), STEP)
 
 
-async def test_what_a_later_version_has_written_is_not_touched(common: RedisServer, make_store: MakeStore) -> None:
+async def test_a_session_written_by_a_later_version_is_not_changed(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url)
     await begin(store)
     async with Redis.from_url(common.url) as redis:
@@ -415,7 +411,7 @@ async def test_what_a_later_version_has_written_is_not_touched(common: RedisServ
             await store.get("s")
 
 
-async def test_where_others_step_too_the_store_is_asked_first(common: RedisServer, make_store: MakeStore) -> None:
+async def test_the_store_is_asked_first_if_other_replicas_step_too(common: RedisServer, make_store: MakeStore) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
     assert one.get_cached("s", to_step=True) is not None
@@ -433,7 +429,7 @@ async def test_where_others_step_too_the_store_is_asked_first(common: RedisServe
 
 
 @pytest.mark.parametrize("carried_out", [True, False])
-async def test_an_append_that_was_sent_twice_and_finds_another_behind_it_is_not_said_to_have_changed_nothing(
+async def test_an_append_sent_twice_that_finds_a_later_one_has_an_unknown_outcome(
     common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, carried_out: bool
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
@@ -452,7 +448,7 @@ async def test_an_append_that_was_sent_twice_and_finds_another_behind_it_is_not_
         raise ConnectionError("gone")
 
     monkeypatch.setattr(one.trips, "send", cut_off)
-    with pytest.raises(Unavailable, match="may have done it or not"):
+    with pytest.raises(Unavailable, match="may have made the change"):
         await one.append(here, (5,), STEP)
     assert one.standing.reachable
     found = await one.get("s")
@@ -460,7 +456,7 @@ async def test_an_append_that_was_sent_twice_and_finds_another_behind_it_is_not_
     assert found.tail.ids().tolist() == ([0, 4, 5, 9] if carried_out else [0, 4, 9])
 
 
-async def test_an_append_that_was_sent_twice_is_done_once(
+async def test_an_append_sent_twice_is_applied_once(
     common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = await make_store(common.url)
