@@ -117,8 +117,9 @@ def times(
 def in_turns(
     bundle: Bundle, runners: Mapping[str, OnnxRunner], rounds: int, *, slower: str, quicker: str
 ) -> list[dict[str, Any]]:
-    """Every kind of run by two runners in turns: microseconds an item of each, and the ratio of the slower one's to the
-    quicker one's, round by round."""
+    """Measures every kind of run by two runners in turns: microseconds per item of each, and the ratio of the slower to
+    the quicker one, round by round.
+    """
     found = []
     for role, batch, repeat in RUNS:
         taken = times(bundle, runners, role, batch, repeat, rounds)
@@ -134,7 +135,7 @@ def in_turns(
 
 
 def measure(path: Path, rounds: int) -> Subject:
-    """Everything about one bundle."""
+    """Measures one bundle and its twin."""
     bundle = Bundle.read(path)
     with tempfile.TemporaryDirectory() as folder:
         rounded = twin(bundle, Path(folder), "int8")

@@ -5,10 +5,10 @@
 The whole topology of docker-compose.yml as processes of this machine, with one model: three replicas, HAProxy, and
 Redis, which writes every step to the disk before it answers. Connections take steps of one token in a closed loop, each
 for its own sessions, in turn. Both ways are measured on the same replicas, one after the other, round by round, with
-fresh sessions each time; HAProxy alone is started anew in between, by the same configuration with another BALANCE.
+new sessions each time; only HAProxy is restarted in between, with the same configuration and another BALANCE.
 
-Server, clients, HAProxy and Redis share the machine. What differs between the two ways is what replicas do beside the
-step itself: see the columns.
+Server, clients, HAProxy and Redis share the machine. The two ways differ in the replicas' work besides the step itself:
+see the columns.
 """
 
 from __future__ import annotations

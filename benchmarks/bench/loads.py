@@ -126,7 +126,7 @@ def step_request(path: str, session: str, sequence: dict[str, Any]) -> tuple[str
 
 
 def step_load(connections: int) -> Load:
-    """One token per request. There are four sessions per connection, so that no session has two requests in flight."""
+    """Builds a load of one token per request, with four sessions per connection, so that no two requests share one."""
 
     def prepare(stage: Stage) -> Drive:
         walked = itertools.cycle(stage.sessions(f"steps{connections}", 4 * max(16, connections)))
@@ -139,7 +139,7 @@ def step_load(connections: int) -> Load:
 
 
 def text_load() -> Load:
-    """One token per request, as text."""
+    """Builds a load of one token per request, as text."""
 
     def prepare(stage: Stage) -> Drive:
         walked = itertools.cycle(stage.sessions("texts", 4 * CONNECTIONS))
@@ -151,7 +151,7 @@ def text_load() -> Load:
 
 
 def window_load(connections: int) -> Load:
-    """One window per request."""
+    """Builds a load of one window per request."""
 
     def prepare(stage: Stage) -> Drive:
         contender = stage.contender
@@ -163,7 +163,7 @@ def window_load(connections: int) -> Load:
 
 
 def handler_load(connections: int) -> Load:
-    """One token per request, to a handler that ignores it."""
+    """Builds a load of one token per request, to a handler that ignores it."""
 
     def prepare(stage: Stage) -> Drive:
         requests = [(stage.contender.path, step_body(token)) for (token,) in stage.tokens(REQUESTS, 1)]
@@ -173,7 +173,7 @@ def handler_load(connections: int) -> Load:
 
 
 def websocket_load() -> Load:
-    """One token per message, one WebSocket per session."""
+    """Builds a load of one token per message, with one WebSocket per session."""
 
     def prepare(stage: Stage) -> Drive:
         sessions = stage.sessions("sockets", CONNECTIONS)
@@ -185,7 +185,7 @@ def websocket_load() -> Load:
 
 
 def batched_load() -> Load:
-    """One token for each of many sessions per request."""
+    """Builds a load of one token for each of many sessions per request."""
     title = f"session step, {INPUTS} a call, {plural(BATCHED_CONNECTIONS)}"
     return Load(f"batched-{INPUTS}", title, "tokens/s", INPUTS, lambda stage: prepare_bulk(stage, "batched", {}))
 
@@ -221,7 +221,7 @@ def bulk_body(sessions: Iterator[str], tokens: Sequence[int], options: dict[str,
 
 
 def open_load() -> Load:
-    """Session steps at random times, whether or not earlier ones are answered."""
+    """Builds a load of session steps at random times, whether or not earlier ones are answered."""
 
     def prepare(stage: Stage) -> Drive:
         sessions = stage.sessions("events", EVENTS_A_SECOND)
@@ -241,7 +241,7 @@ def open_load() -> Load:
 
 
 def bare_load(role: str, batch: int) -> Load:
-    """A loop around onnxruntime."""
+    """Builds a load of a loop around onnxruntime."""
 
     def prepare(stage: Stage) -> Drive:
         if role == "step":
@@ -254,7 +254,7 @@ def bare_load(role: str, batch: int) -> Load:
 
 
 def engine_load(way: str) -> Load:
-    """Wane's batcher or engine, without HTTP."""
+    """Builds a load of Wane's batcher or engine, without HTTP."""
 
     def prepare(stage: Stage) -> Drive:
         return in_process.prepare_engine(stage.bundle, way, stage.stack)
@@ -263,7 +263,7 @@ def engine_load(way: str) -> Load:
 
 
 def scan_loads(model: str) -> list[Load]:
-    """A long sequence, for its last state and for its score; also with ONNX's operator if it is the model's cell."""
+    """Builds loads of a long sequence, for its last state and its score; for an LSTM also with ONNX's operator."""
 
     def prepare(kind: str, way: str) -> Callable[[Stage], Drive]:
         if way == scan.NATIVE:

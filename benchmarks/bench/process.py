@@ -117,7 +117,7 @@ class ServerProcess:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody listens on."""
+    """Returns free TCP ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for held in sockets:

@@ -68,7 +68,7 @@ class Visit(Frozen):
     refused: dict[str, str] = Field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Writes atomically."""
         write_json(path, self.model_dump(mode="json", exclude_none=True))
 
     @classmethod
@@ -196,7 +196,7 @@ class Results(Frozen):
         return cls.model_validate_json(path.read_bytes())
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Writes atomically."""
         write_json(path, self.model_dump(mode="json", exclude_none=True))
 
     def having(self, rounds: Rounds, targets: Sequence[Target], comparisons: Sequence[Comparison] = ()) -> Results:

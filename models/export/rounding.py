@@ -176,7 +176,7 @@ class _Measuring:
             along.look(after, errors)
 
     def _sequences(self, given: list[int], rows: int, past: int, hold: int) -> Tokens:
-        """(rows, past + hold)."""
+        """Returns tokens (rows, past + hold)."""
         size, random = self._architecture.vocabulary_size, self._random
         count = {kind: rows * share // 16 for kind, share in SHARES.items()}
         held = self._worth_holding(count["held"] // 2, past)

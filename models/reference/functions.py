@@ -9,7 +9,7 @@ Array = NDArray[np.float64]
 
 
 def sigmoid(x: Array) -> Array:
-    """The logistic function, without overflow or cancellation."""
+    """Returns the logistic function, without overflow or cancellation."""
     small = np.exp(-np.abs(x))
     result: Array = np.where(x >= 0, 1.0, small) / (1 + small)
     return result

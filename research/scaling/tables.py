@@ -222,7 +222,7 @@ def of_ring(result: Result) -> list[str]:
 
 
 def of_skew(result: Result) -> list[str]:
-    """Hot sessions."""
+    """Returns the table of hot sessions."""
     columns = (
         SESSIONS,
         REPLICAS,
@@ -240,23 +240,23 @@ def of_skew(result: Result) -> list[str]:
 
 
 def rows_of(columns: dict[str, list[Any]]) -> Iterator[Result]:
-    """A list for each figure as rows."""
+    """Converts a list for each figure to rows."""
     return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 
 def ms(value: float | None) -> str:
-    """Milliseconds, if there were any."""
+    """Formats milliseconds; empty if there are none."""
     return "" if value is None else f"{value:,.1f}"
 
 
 def power(value: float) -> str:
-    """10^6 for a million."""
+    """Formats a million as 10^6."""
     exponent = len(str(round(value))) - 1
     return f"10^{exponent}" if round(value) == 10**exponent else f"{value:,.0f}"
 
 
 def duration(seconds: float) -> str:
-    """In the unit that fits."""
+    """Formats a duration in a fitting unit."""
     for size, unit in ((3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Bundles without graphs that run: enough for everything that `Bundle.read` verifies, without onnx."""
+"""Bundles with dummy graphs, which pass all checks of `Bundle.read` and need no onnx."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = ("<unk>", "<eos>", *"abcdefghi")
 
 
 def words_tokenizer() -> str:
-    """The tokenizer.json of a vocabulary of eleven words."""
+    """Returns the tokenizer.json of a vocabulary of eleven words."""
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return str(tokenizer.to_str())
@@ -42,7 +42,7 @@ PROVENANCE = Provenance(
 
 
 def small_architecture(cell: Cell = "lstm", **fields: object) -> Architecture:
-    """An architecture over the eleven words."""
+    """Returns an architecture over the eleven words."""
     sizes = {"vocabulary_size": len(WORDS), "embedding": 6, "hidden": 6, "layers": 2}
     return Architecture.model_validate(sizes | {"cell": cell} | fields)
 
@@ -55,7 +55,7 @@ def write_small_bundle(
     quality: Quality | None = None,
     replace: bool = False,
 ) -> Manifest:
-    """A bundle at `path` that `Bundle.read` accepts; its graphs are no graphs."""
+    """Writes a bundle at `path` that `Bundle.read` accepts, with dummy graphs."""
     architecture = architecture or small_architecture()
     tokenizer = words_tokenizer()
     vocabulary = Vocabulary("words", tokenizer)

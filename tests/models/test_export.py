@@ -328,7 +328,7 @@ def test_a_model_that_is_not_contractive_has_no_rounding(export: Export, tmp_pat
 def test_a_long_repeated_token_keeps_two_runs_within_their_rounding(
     export: Export, tmp_path: Path, cap: float, hold: int
 ) -> None:
-    """Tests fixed points: a float32 recurrence stops short of its own, on the side that it came from."""
+    """Repeats a token: a float32 recurrence stops short of its fixed point, on the side that it came from."""
     model, random = architecture("gated", hidden=64, embedding=64, gate_caps=(cap,)), np.random.default_rng(3)
     weights = random_weights(model, seed=3)
     weights["layers.0.cell.weight"] = (random.normal(size=(128, 64)) / 4).astype(np.float32)

@@ -73,7 +73,7 @@ def wait_until(condition: object, process: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 def test_a_killed_run_is_resumed_exported_and_served(tmp_path: Path, run: Callable[..., str]) -> None:
     whole, cut, experiment = tmp_path / "whole", tmp_path / "cut", tmp_path / "licence.toml"
-    # The run has no end of its own, so the kill cannot come too late.
+    # The run never ends by itself, so the kill cannot come too late.
     experiment.write_text(endless(EXPERIMENT.read_text()))
     killed = start("wane", "train", experiment, "--run", cut)
     wait_until(lambda: (cut / "checkpoint.pt").exists() and max(logged(cut), default=0) >= 200, killed)

@@ -48,7 +48,7 @@ def within(reach: Reach, exact: list[Fraction]) -> None:
 
 
 def exactly(weight: np.ndarray, x: np.ndarray, bias: np.ndarray) -> list[Fraction]:
-    """`weight x + bias` in rational arithmetic."""
+    """Computes `weight x + bias` in rational arithmetic."""
     return [
         sum((Fraction(float(w)) * Fraction(float(v)) for w, v in zip(row, x, strict=True)), Fraction(float(b)))
         for row, b in zip(weight, bias, strict=True)
