@@ -1,5 +1,4 @@
-"""A full Redis with the shipped configuration: the service refuses new work, as its failure mode says, and loses nothing
-that is stored."""
+"""A full Redis with the shipped configuration: the service refuses new work, and loses no stored session."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ def test_a_full_redis_refuses_new_work_and_loses_nothing(tmp_path: Path, mode: s
         limit(redis, ROOM_BYTES)
         assert is_refusal(sessions.fill())
         assert len(sessions.at) > 20
-        limit(redis, -ROOM_BYTES // 2)  # less than the buffers of a connection, which may have been refused
+        limit(redis, -ROOM_BYTES // 2)  # a connection's buffers may have caused the refusal above
         assert is_refusal(sessions.step("s0", [7]))
         assert is_refusal(http.post("/v1/sessions", json={}))
         ready = http.get("/readyz")
