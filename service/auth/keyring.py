@@ -76,7 +76,7 @@ class Principal:
                 self._bucket.adopt(before)
 
     def charge(self, requests: float, before: float = 0.0) -> None:
-        """Charges requests of one call, of which `before` were charged already.
+        """Charges a number of requests of one call, after `before` were charged for it already.
 
         Raises RateLimited, and charges none of them, if their sum exceeds the rate. Raises Unauthorized if the key is
         revoked.

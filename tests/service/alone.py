@@ -1,4 +1,4 @@
-"""What a process keeps is measured in one of its own, where nothing else has been."""
+"""Measurements of a process's memory, threads and objects, in a new process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 MALLINFO = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
-SPARE = "asyncio_"  # begins the names of the threads of `asyncio.to_thread`
+SPARE = "asyncio_"  # the prefix of the names of `asyncio.to_thread`'s threads
 
 
 def alone(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs a function of a module in a new process, in an event loop; fails where it fails."""
+    """Runs a function of a module in an event loop in a new process. Fails if the function fails."""
     code = (
         f"from tests.service import alone; from {measurement.__module__} import {measurement.__name__} as measurement"
     )
@@ -35,24 +35,24 @@ def alone(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def measure(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """What `alone` runs: the garbage collector comes only when it is asked."""
+    """Runs in the new process of `alone`, without automatic garbage collection."""
     gc.disable()
     asyncio.run(measurement())
 
 
 def left(kind: type) -> list[object]:
-    """The objects of a kind that are there."""
+    """Returns the existing objects of a type."""
     return [one for one in gc.get_objects() if isinstance(one, kind)]
 
 
 class Allocated(ctypes.Structure):
-    """glibc's `struct mallinfo2`, of all its arenas; see mallinfo(3)."""
+    """glibc's `struct mallinfo2`, over all arenas; see mallinfo(3)."""
 
     _fields_ = tuple((name, ctypes.c_size_t) for name in MALLINFO)
 
 
 def bytes_in_use() -> int:
-    """What was asked of the C library and not freed, however much of the system's memory it takes for that."""
+    """Returns the bytes allocated from the C library and not freed. Its overhead is not included."""
     library = ctypes.CDLL(None)
     library.mallinfo2.restype = Allocated
     found = library.mallinfo2()
@@ -60,34 +60,34 @@ def bytes_in_use() -> int:
 
 
 def bytes_withheld() -> int:
-    """What the C library could have given back to the system; afterwards it has."""
+    """Returns the C library's free memory to the system. Returns its size in bytes."""
     before = resident_bytes()
     ctypes.CDLL(None).malloc_trim(0)
     return before - resident_bytes()
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Returns the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def threads() -> int:
-    """Of this process, Python's and others, but for those that an event loop keeps for whatever comes: how many of them
-    it starts is a matter of chance. One that has just ended may be counted."""
+    """Returns the number of this process's threads, Python's and others, except an event loop's executor threads, whose
+    number varies. A thread that has just ended may be counted."""
     spare = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(SPARE)}
     return len({int(path.name) for path in Path("/proc/self/task").iterdir()} - spare)
 
 
 def named_threads() -> list[str]:
-    """Python's, but for those that an event loop keeps."""
+    """Returns the names of Python's threads, except an event loop's executor threads."""
     return sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith(SPARE))
 
 
 def growth(samples: list[int], kinds: int) -> float:
-    """By how much a sample is larger than the one before it; every `kinds`-th is of one kind, which has its own level.
+    """Returns the growth from one sample to the next. Every `kinds`-th sample is of one kind, which has its own level.
 
-    What is kept is in all samples after it, and what comes and goes is more in some: so the least of a kind's later
-    half is held against the least of its earlier one, and the kind that has grown less is the one that tells."""
+    Kept memory is in all later samples, and temporary memory only in some. So the minimum of a kind's later half is
+    compared with that of its earlier half, and the smallest growth of all kinds is returned."""
     grown = []
     for kind in range(kinds):
         alike = samples[kind::kinds]

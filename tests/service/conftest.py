@@ -1,4 +1,4 @@
-"""The application over a fake engine, in this process; and the real one, behind a real socket."""
+"""Fixtures: the application over a fake engine in this process, and the real server behind a real socket."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def never(error: Exception) -> None:
 
 @pytest.fixture
 def registry(app: Application) -> FakeRegistry:
-    """The application's own, new for every test."""
+    """The application's registry, new for every test."""
     app.state.registry = registry = FakeRegistry()
     return registry
 
@@ -50,7 +50,7 @@ def app() -> Application:
 
 @pytest.fixture
 async def client(app: Application, registry: FakeRegistry) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the application in this process; what escapes the application fails the test."""
+    """A client of the application in this process; an exception that leaves the application fails the test."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://wane") as client:
         yield client
@@ -58,7 +58,7 @@ async def client(app: Application, registry: FakeRegistry) -> AsyncIterator[http
 
 @pytest.fixture
 async def loading() -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an application whose real registry has not begun to load."""
+    """A client of an application whose real registry has not started to load."""
     settings, metrics = Settings(), Metrics()
     app = create_app(settings, ModelRegistry(settings, metrics), metrics, on_load_failure=never)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://wane") as client:
@@ -66,7 +66,7 @@ async def loading() -> AsyncIterator[httpx.AsyncClient]:
 
 
 class SocketServer(DrainingServer):
-    """The server over the fake engine, in the test's own event loop."""
+    """The server over the fake engine, in the test's event loop."""
 
     def __init__(self, app: Application, registry: FakeRegistry, *, plain_uvicorn: bool = False) -> None:
         """`plain_uvicorn`: on uvicorn's own protocol classes."""
@@ -78,10 +78,10 @@ class SocketServer(DrainingServer):
         self.registry = registry
         self.notice_s = 0.0
         self.listening = asyncio.Event()
-        self.read_bytes = 0  # over all connections; not where uvicorn's own classes are used
+        self.read_bytes = 0  # over all connections; not counted on uvicorn's own classes
 
     def counting(self, http: partial[HttpProtocol]) -> partial[HttpProtocol]:
-        """The same protocol, which adds what it reads to `read_bytes`."""
+        """Returns the protocol with a count of its received bytes in `read_bytes`."""
         server = self
 
         class Counting(HttpProtocol):
@@ -93,7 +93,7 @@ class SocketServer(DrainingServer):
         return partial(protocol, *http.args, **http.keywords)
 
     async def say(self, writer: asyncio.StreamWriter, *parts: bytes) -> None:
-        """Writes each part once the one before it has been read."""
+        """Writes each part after the server has read the one before it."""
         for part in parts:
             enough = self.read_bytes + len(part)
             writer.write(part)
@@ -117,8 +117,8 @@ class SocketServer(DrainingServer):
 async def server(
     request: pytest.FixtureRequest, app: Application, registry: FakeRegistry, travel: Callable[[float], None]
 ) -> AsyncIterator[SocketServer]:
-    """Real uvicorn on a real socket, with the fake engine behind it; on both kinds of protocol classes. It stops on the
-    clock that it started on."""
+    """A real uvicorn on a real socket over the fake engine, on both kinds of protocol classes. `travel` is undone after
+    the server stops."""
     server = SocketServer(app, registry, plain_uvicorn=request.param)
     serving = asyncio.create_task(server.serve())
     await server.listening.wait()
@@ -129,14 +129,14 @@ async def server(
 
 @pytest.fixture(scope="session")
 def live_servers() -> Iterator[Callable[[bool], LiveServer]]:
-    """The real server with the real models, on uvicorn's own protocol classes or not; each is started once."""
+    """Returns the real server with the real models, optionally on uvicorn's own protocol classes. Each starts once."""
     with ExitStack() as started:
         yield cache(lambda plain_uvicorn: started.enter_context(live_server(plain_uvicorn=plain_uvicorn)))
 
 
 @pytest.fixture(scope="session")
 def live(live_servers: Callable[[bool], LiveServer]) -> LiveServer:
-    """The real server in a process of its own."""
+    """The real server in its own process."""
     return live_servers(False)
 
 
@@ -149,7 +149,7 @@ def http(live: LiveServer) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 async def make_harness() -> AsyncIterator[MakeHarness]:
-    """Makes benches, and ends them: by then no slot may be in use but by a resident state."""
+    """Makes engine harnesses, and closes them. Then only resident states may use slots."""
     harnesses: list[EngineHarness] = []
 
     def make(**options: Any) -> EngineHarness:
@@ -167,7 +167,7 @@ async def make_harness() -> AsyncIterator[MakeHarness]:
 
 @pytest.fixture
 async def travel(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves the event loop's clock forward by so many seconds, at once."""
+    """Moves the event loop's clock forward by some seconds."""
     loop = asyncio.get_running_loop()
     real, moved_s = loop.time, [0.0]
 
@@ -180,5 +180,5 @@ async def travel(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def harness(make_harness: MakeHarness) -> EngineHarness:
-    """An engine with the usual settings."""
+    """An engine with the default settings."""
     return make_harness()

@@ -1,4 +1,4 @@
-"""A model small enough to see through, and a runner for it that can be held, watched and made to fail."""
+"""A small model, and a fake runner for it that tests can hold, watch and make fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from wane.service.types import Answer
 
 HIDDEN = 4
 MANIFEST_FIELDS = ("window", "max_window", "certificate")
-TIMEOUT_S = 120.0  # after which a test that waits for another thread has failed
+TIMEOUT_S = 120.0  # limit of a test's wait for another thread
 
 
 ROUNDING = rounding(1e-6, states=("layers.0.h", "layers.0.c"))
@@ -40,19 +40,19 @@ CONTRACTIVE = Certificate(contractive=True, reason="no curve", layers=(), roundi
 
 
 def listed(answer: Answer) -> list[tuple[int, float]]:
-    """The predicted tokens with their log-probabilities, in the order of the answer."""
+    """Returns the predicted tokens with their log-probabilities, in the order of the answer."""
     return [(one.token_id, one.logprob) for one in answer.predictions]
 
 
 def known(values: Sequence[float | None]) -> list[float]:
-    """The values, none of which may be missing."""
+    """Returns the values. Fails if one is None."""
     found = [value for value in values if value is not None]
     assert len(found) == len(values)
     return found
 
 
 def byte_vocabulary() -> Vocabulary:
-    """`<eos>` is 0, `<unk>` 1, then every byte as a token of its own."""
+    """Returns a vocabulary with `<eos>` as 0, `<unk>` as 1, and then a token for every byte."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {token: index for index, token in enumerate([EOS, UNK, *characters])}
     tokenizer = Tokenizer(models.BPE(ids, []))
@@ -62,7 +62,7 @@ def byte_vocabulary() -> Vocabulary:
 
 
 def name_vocabulary(kind: str = "events", names: Sequence[str] = ("open", "read", "close")) -> Vocabulary:
-    """`<eos>` is 0, `<unk>` 1, then the names."""
+    """Returns a vocabulary with `<eos>` as 0, `<unk>` as 1, and then the names."""
     ids = {token: index for index, token in enumerate([EOS, UNK, *names])}
     tokenizer = Tokenizer(models.WordLevel(ids, UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -70,7 +70,7 @@ def name_vocabulary(kind: str = "events", names: Sequence[str] = ("open", "read"
 
 
 def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
-    """The manifest of an LSTM that is nowhere on disk, contractive and not certified: it says so, nothing proves it."""
+    """Returns the manifest of an LSTM that claims to be contractive, and is not certified. It has no files."""
     architecture = Architecture(cell="lstm", vocabulary_size=vocabulary.size, embedding=HIDDEN, hidden=HIDDEN, layers=1)
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -92,18 +92,18 @@ def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
         "tokenizer": "tokenizer.json",
         "files": {},
         "certificate": CONTRACTIVE,
-        "provenance": Provenance.model_construct(),  # engines do not ask where weights came from
+        "provenance": Provenance.model_construct(),  # engines do not read it
     }
     return Manifest.model_validate(fields | changes)
 
 
 class FakeRunner:
-    """c' = 0.9 c + E[x], h' = tanh(c'), logits = W h': every row by itself, so batches change nothing, bit for bit.
+    """c' = 0.9 c + E[x], h' = tanh(c'), logits = W h': rows are independent, so batching changes no bit.
 
-    `calls` lists what ran: role and tokens, row by row. While `gate` is clear a run waits; `busy` says that
-    one has begun. A run that meets `poison` among its tokens raises; one that meets `hot` ends in NaN there.
-    With a `radius`, every window says that it is its own, and a proof by direction can be searched for. With a `decay`
-    of 1 and more, nothing is ever forgotten.
+    `calls` lists the runs: role and tokens, row by row. While `gate` is clear a run waits; `busy` is set when one has
+    begun. A run with the token `poison` raises; one with `hot` produces NaN there. With a `radius`, every window
+    outputs it as its own, and a proof by direction can be searched for. With a `decay` of 1 or more, the state forgets
+    nothing.
     """
 
     device = "cpu"
@@ -125,7 +125,7 @@ class FakeRunner:
         self.decay = np.float32(0.9)
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """Of steps and of windows, as far as anybody asks."""
+        """Returns the outputs of the graphs for steps and windows."""
         if role == "step" and not self.puts_out_top:
             return ["logits", "hidden"]
         if role == "step":
@@ -134,14 +134,14 @@ class FakeRunner:
         return ["logits", "hidden"] if self.radius is None else ["logits", "hidden", RADIUS, STREAM]
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Does nothing."""
 
     def margin(self) -> MarginProof:
-        """Of the output layer."""
+        """Returns the proof by the margin of the output layer."""
         return MarginProof({"head.weight": self.head, "head.bias": np.zeros(len(self.head), np.float32)})
 
     def certificate(self, max_window: int) -> Certificate:
-        """What can be proved of the function: |c| <= max|E| / (1 - 0.9), and it shrinks by 0.9 at every token."""
+        """Returns a proved certificate: |c| <= max|E| / (1 - 0.9), and it shrinks by 0.9 at every token."""
         reach = np.linalg.norm(np.abs(self.embedding).max(axis=0)) / (1 - 0.9)
         state_error = 1.001 * reach * 0.9 ** np.arange(1, max_window + 1)
         diameter = head_diameter(self.head.astype(np.float64))
@@ -158,23 +158,23 @@ class FakeRunner:
         )
 
     async def until_busy(self) -> None:
-        """Waits until a run has begun that had not when this was last asked."""
+        """Waits until a run has begun since the last call."""
         assert await asyncio.to_thread(self.busy.wait, TIMEOUT_S)
         self.busy.clear()
 
     def kill(self) -> None:
-        """As a shadow's runner is."""
+        """Records the call, like for a shadow's runner."""
         self.killed = True
 
     def wait(self) -> None:
-        """Nothing is to be waited for."""
+        """Does nothing."""
 
     def roles(self) -> list[Role]:
-        """The roles that ran, in order."""
+        """Returns the roles of the runs, in order."""
         return [role for role, _ in self.calls]
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """What the model says after `tokens`, fed one by one from the zero state."""
+        """Returns the logits after `tokens`, fed one by one from the zero state."""
         state: dict[str, Array] = {name: np.zeros((1, HIDDEN), np.float32) for name in ("layers.0.h", "layers.0.c")}
         for token in tokens:
             state = self._step(np.array([token]), state)
@@ -191,7 +191,7 @@ class FakeRunner:
             rows = [row[:end].tolist() for row, end in zip(columns, ends, strict=True)]
         self.calls.append((role, rows))
         self.busy.set()
-        assert self.gate.wait(TIMEOUT_S), "nobody opened the gate"
+        assert self.gate.wait(TIMEOUT_S), "the gate was not opened"
         if any(self.poison in row for row in rows):
             raise RuntimeError("a poisoned token")
         if role == "head":
@@ -232,7 +232,7 @@ class FakeRunner:
         return outputs
 
     def _with_top(self, outputs: dict[str, Array]) -> dict[str, Array]:
-        """With the largest logits, which graphs of an earlier export do not put out."""
+        """Adds the largest logits, unless the graphs are like those of an earlier export."""
         if not self.puts_out_top:
             return outputs
         logits = outputs["logits"]
@@ -255,9 +255,9 @@ class FakeRunner:
 
 
 class FakeProof:
-    """Stands in for an engine's proof by direction, and proves everything.
+    """Replaces an engine's proof by direction, and proves everything.
 
-    `asked`: how often a proof was searched for. While `gate` is clear a search waits; `busy` says that one has begun.
+    `asked` counts the searches. While `gate` is clear a search waits; `busy` is set when one has begun.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -270,17 +270,17 @@ class FakeProof:
     def proves(self, *_: object) -> bool:
         self.asked += 1
         self.busy.set()
-        assert self.gate.wait(TIMEOUT_S), "nobody opened the gate"
+        assert self.gate.wait(TIMEOUT_S), "the gate was not opened"
         return True
 
     async def until_busy(self) -> None:
-        """Waits until a search has begun that had not when this was last asked."""
+        """Waits until a search has begun since the last call."""
         assert await asyncio.to_thread(self.busy.wait, TIMEOUT_S)
         self.busy.clear()
 
 
 class LinearCosts(CostModel):
-    """Every run costs as many microseconds as it has tokens, whatever it really took."""
+    """Every token of a run costs one microsecond, regardless of its real duration."""
 
     def __init__(self) -> None:
         super().__init__(PIECE_TOKENS)
@@ -290,14 +290,14 @@ class LinearCosts(CostModel):
 
 
 class InOrder(ThroughputProfile):
-    """Nothing is known, so every sequence is run in order."""
+    """A profile without measurements, so every sequence is run in order."""
 
     def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
         return iter(())
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that tests move."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -307,7 +307,7 @@ class Clock:
 
 
 class EngineHarness:
-    """An engine on the fake runner, warmed up, with everything around it in reach."""
+    """A warmed-up engine on the fake runner, with access to its parts."""
 
     def __init__(
         self,
@@ -321,23 +321,23 @@ class EngineHarness:
         clock: Clock | None = None,
         **changes: Any,
     ) -> None:
-        """`changes` of the manifest's fields (window, max_window, certificate) and of the settings'; a prefix
-        `settings_` tells the one max_window from the other. `certified`: with the certificate that the fake runner's
-        function has. `radius`: what the runner's windows say theirs is. `cost_model`: what runs are said to cost;
-        `throughput`: how long sequences are said to be cut best. `puts_out_top`: without it, as with the graphs
-        of an earlier export, no step is taken in columns. `clock`: that of the given store."""
+        """`changes`: fields of the manifest (window, max_window, certificate) and settings; the prefix `settings_`
+        selects the setting max_window. `certified`: use the certificate of the fake runner's function. `radius`: the
+        output of the runner's windows. `cost_model`: the costs of runs. `throughput`: the layout of long sequences.
+        `puts_out_top`: if false, no step runs in columns, like with the graphs of an earlier export. `clock`: the given
+        store's."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = clock or Clock()
         self.metrics = Metrics()
         of_manifest = {name: changes.pop(name) for name in list(changes) if name in MANIFEST_FIELDS}
         of_settings = {name.removeprefix("settings_"): value for name, value in changes.items()}
-        # A run that a test holds would hold the event loop, so none is run there unless asked for.
+        # A run that a test holds would block the event loop, so by default none runs there.
         self.settings = Settings(
             **{
                 "session_history_tokens": 16,
                 "max_batch_size": 8,
                 "inline_batch_max_us": 0,
-                "state_budget_bytes": 2**22,  # of states this small the default holds millions
+                "state_budget_bytes": 2**22,  # the default would hold millions of these small states
                 **of_settings,
             }
         )
@@ -374,7 +374,7 @@ class EngineHarness:
         self.runner.busy.clear()
 
     def lose_next_comparison(self, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-        """The next step is appended after another writer's, and so not at all. The list has it once it was tried."""
+        """Makes the next append lose a race with another writer. Returns a list that receives its record."""
         lost: list[object] = []
         append = self.store.append
 
@@ -388,7 +388,7 @@ class EngineHarness:
         return lost
 
     def sample(self, name: str, **labels: str) -> float:
-        """The value of a metric of this engine; 0 where there is none yet."""
+        """Returns the value of a metric of this engine; 0 if it has none yet."""
         value = self.metrics.registry.get_sample_value(name, {"model": self.engine.name, **labels})
         return 0.0 if value is None else value
 

@@ -1,4 +1,4 @@
-"""The ways in which a step comes to an engine, each with the same interface: see `Entrance`."""
+"""The entrances of steps to an engine, with one interface: see `Entrance`."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from wane.service.settings import Settings
 from wane.service.types import Answer, StepRequest
 
 TIMEOUT_S = Settings().request_timeout_ms / 1000
-"""What every step may take."""
+"""The timeout of every step."""
 
 
 class Call(Protocol):
-    """A step that was sent."""
+    """A sent step."""
 
     async def outcome(self) -> Document:
-        """The answer's document, or the problem document."""
+        """Returns the answer's document, or the problem document."""
         ...
 
     async def hang_up(self) -> None:
-        """The client leaves, and reads no answer."""
+        """Disconnects without reading the answer."""
         ...
 
 
 class Entrance:
-    """One way in. `models` has the engine that is served."""
+    """One entrance. `models` has the served engine."""
 
     has_task = False
-    """Whether a step that comes in this way is run by an `asyncio.Task` of its own."""
+    """Whether each step has its own `asyncio.Task`."""
 
     def __init__(self, models: OneEngine) -> None:
         self.models = models
@@ -55,11 +55,11 @@ class Entrance:
         return await (await self.send(session, **step)).outcome()
 
     async def none_in_flight(self) -> None:
-        """Waits until the server has let go of every request that was sent."""
+        """Waits until the server has no request in flight."""
         await self.models.epochs.depart()
 
     async def close(self) -> None:
-        """Closes what is open, and checks that steps came in this way and no other."""
+        """Closes connections, and checks that all steps used this entrance."""
 
 
 class EngineCall:
@@ -133,13 +133,13 @@ class HttpEntrance(Entrance):
 
 
 class AsgiEntrance(HttpEntrance):
-    """The same, on uvicorn's protocol."""
+    """Like `HttpEntrance`, on uvicorn's protocol."""
 
     has_task = True
 
 
 class BulkEntrance(HttpEntrance):
-    """POST /v1/sessions/tokens, of one step."""
+    """POST /v1/sessions/tokens, with one step."""
 
     async def send(self, session: str, **step: Any) -> HttpCall:
         return await self.send_request(post({"steps": [{"session": session, **step}]}, path="/v1/sessions/tokens"))
@@ -189,7 +189,7 @@ class WebSocketEntrance(Entrance):
 
 
 class AsgiWebSocketEntrance(WebSocketEntrance):
-    """The same, on uvicorn's protocol."""
+    """Like `WebSocketEntrance`, on uvicorn's protocol."""
 
     is_native = False
 
@@ -208,7 +208,7 @@ ENTRANCES = ["engine", *NATIVE, *ASGI]
 
 @asynccontextmanager
 async def entered(name: str, harness: EngineHarness) -> AsyncIterator[Entrance]:
-    """The entrance of this name to an engine with the sessions a, b and c, each after one token."""
+    """Opens the entrance of this name to an engine with the sessions a, b and c, each after one token."""
     if name == "engine":
         await start_sessions(harness)
         yield EngineEntrance(OneEngine(harness.engine))

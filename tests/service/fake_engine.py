@@ -1,4 +1,4 @@
-"""An engine that answers at once, or fails as it is told: for tests of what stands between it and the client."""
+"""A fake engine and registry that answer at once, or fail on request, for tests of the layers before the engine."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ MANIFEST = Manifest.model_validate(
 
 
 class FakeEngine:
-    """Whatever is asked, `failure` is raised if it is set; `wait`, if set, is awaited before that.
+    """Answers every request, or raises `failure` if it is set. Awaits `wait` before, if it is set.
 
-    `asked` holds every request that came; `waiting`, `cancelled` and `closed` say that a request waits, that it was
-    cancelled meanwhile, and that a generation is over.
+    `asked` lists all requests. `waiting`, `cancelled` and `closed` are set when a request waits, when it is cancelled
+    during the wait, and when a generation has ended.
     """
 
     name = "fake"
@@ -266,8 +266,8 @@ class FakeEngine:
 
 
 class FakeRegistry:
-    """One fake engine, ready at once; after `begin_loading`, once `loaded` is set. Every session exists but `unknown`;
-    `failure` is raised by whatever is asked."""
+    """A registry of one fake engine, which is ready at once, or after `begin_loading` when `loaded` is set. Every
+    session exists except `unknown`. Every call raises `failure` if it is set."""
 
     device = "cpu"
     default = "fake"
@@ -307,7 +307,7 @@ class FakeRegistry:
         on_default()
 
     def begin_loading(self) -> asyncio.Event:
-        """The store is open, and the model is loaded once the event is set."""
+        """Opens the store. The model is loaded when the returned event is set."""
         self.status = "loading"
         self.loaded = asyncio.Event()
         return self.loaded
@@ -340,7 +340,7 @@ class FakeRegistry:
         return self.engine
 
     def resident_engine(self, session: str) -> FakeEngine | None:
-        """No session was seen here."""
+        """Returns None, because no session's state is resident."""
         return None
 
     async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> FakeEngine:
@@ -374,7 +374,7 @@ class FakeRegistry:
         ]
 
     async def close(self) -> None:
-        """Waits for what the engine waits for: as the real one, for what was admitted."""
+        """Waits for the engine's event, like the real registry for admitted requests."""
         self.status = "draining"
         self.draining.set()
         if self.engine.wait is not None:

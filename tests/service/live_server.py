@@ -1,4 +1,4 @@
-"""The real server as a process of its own, as an operator starts it."""
+"""The real server in its own process, started like an operator starts it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = str(ROOT / "models" / "bundles" / "rnn-stable")
-"""The model that is loaded soonest."""
+"""The model that loads fastest."""
 TIMEOUT_S = 300
-BUNDLES = "WANE_BUNDLES"  # may be given from outside, to run these tests on other bundles than the shipped ones
+BUNDLES = "WANE_BUNDLES"  # may be set to run these tests on other than the shipped bundles
 
 
 UNTESTED = """
@@ -31,28 +31,28 @@ from wane.cli import main
 
 sys.exit(main())
 """
-"""`wane` where uvicorn is installed in a release that was not tested."""
+"""`wane` with an untested release of uvicorn."""
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """This process's environment, with the settings of a test and no others but where the bundles are."""
+    """Returns this process's environment with a test's settings, and without others except the folder of bundles."""
     inherited = {name: value for name, value in os.environ.items() if name == BUNDLES or not name.startswith("WANE_")}
     return {**inherited, **settings}
 
 
 class LiveServer:
-    """A server process, its address, and its log, which a thread reads as it comes."""
+    """A server process, its URL, and its log, which a thread reads."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self._lines: Queue[dict[str, Any] | None] = Queue()
-        self.said: list[str] = []  # all of the log, as it came
+        self.said: list[str] = []  # all lines of the log
         self._reader = Thread(target=self._read)
         self._reader.start()
         self.url = ""
 
     def wait_until_ready(self) -> None:
-        """Reads the address from the log."""
+        """Waits until the log has the URL and `ready`."""
         self.url = self.read_until("listening")["url"]
         self.read_until("ready")
 
@@ -71,7 +71,7 @@ class LiveServer:
             if line["message"] == message and fields.items() <= line.items():
                 return line
             seen.append(line["message"])
-        raise AssertionError(f"the server ended before it said {message!r}; it said {seen}")
+        raise AssertionError(f"the server ended before it logged {message!r}; it logged {seen}")
 
     def stop(self) -> int:
         """Sends SIGTERM, and returns the exit code."""
@@ -79,7 +79,7 @@ class LiveServer:
         return self.process.wait(TIMEOUT_S)
 
     def kill(self) -> None:
-        """Ends the process, however it is."""
+        """Kills the process."""
         self.process.kill()
         self.process.wait(TIMEOUT_S)
         self._reader.join()
@@ -89,8 +89,8 @@ class LiveServer:
 def starting_server(
     *arguments: str, stdout: Any = None, plain_uvicorn: Any = False, **settings: str
 ) -> Iterator[LiveServer]:
-    """A server on a free port that has only been started, and is ended with the block. `plain_uvicorn`: it takes the
-    installed uvicorn for an untested release."""
+    """Starts a server on a free port without waiting until it is ready, and kills it after the block.
+    `plain_uvicorn`: it treats the installed uvicorn as an untested release."""
     program = ["-c", UNTESTED] if plain_uvicorn else ["-m", "wane"]
     command = [sys.executable, *program, "serve", "--port", "0", *arguments]
     process = subprocess.Popen(
@@ -105,14 +105,14 @@ def starting_server(
 
 @contextmanager
 def live_server(*arguments: str, plain_uvicorn: Any = False, **settings: str) -> Iterator[LiveServer]:
-    """As `starting_server`, ready for requests."""
+    """Like `starting_server`, but waits until the server is ready."""
     with starting_server(*arguments, plain_uvicorn=plain_uvicorn, **settings) as server:
         server.wait_until_ready()
         yield server
 
 
 def run(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """`wane` with these arguments, to its end."""
+    """Runs `wane` with these arguments to its end."""
     return subprocess.run(
         [sys.executable, "-m", "wane", *arguments],
         cwd=ROOT,

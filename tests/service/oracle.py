@@ -1,4 +1,4 @@
-"""Small models of every cell, with the certificates that they have, run by the oracle: no graphs are needed."""
+"""Small models of every cell with their certificates, run by the numpy oracle, so they need no graphs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from wane.service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 
-# The oracle rounds states to float32 between runs, and what it puts out: some 1e-7 of values of order 10 here.
+# The oracle rounds states and outputs to float32 between runs: some 1e-7 of values of order 10.
 ROUNDING, OF_STATES = 2e-5, 1e-5
 NAMES = tuple("abcdefghi")
 
 
 class OracleRunner:
-    """Graphs by the numpy oracle; windows say their radius where `beside`, and how they end where the cell is gated."""
+    """Runs graphs with the numpy oracle. With `beside`, windows have a radius, and those of gated cells their end."""
 
     device = "cpu"
 
@@ -41,7 +41,7 @@ class OracleRunner:
         self._names = [tensor.name for tensor in architecture.state_tensors()]
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """Of windows; steps put out none of the largest logits."""
+        """Returns the outputs of windows and of steps. Steps do not output the largest logits."""
         if role == "step":
             return ["logits", "hidden"]
         assert role == "window"
@@ -51,7 +51,7 @@ class OracleRunner:
         return names
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Does nothing."""
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
         if role == "head":
@@ -78,12 +78,12 @@ class OracleRunner:
                 for name, step in zip(self._names[-len(bound.steps) :], bound.steps, strict=True):
                     outputs[ERROR + name] = np.nextafter(_float32(step.error[0].box[0]), np.float32(np.inf))
         if role == "scan":
-            outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)  # for the warm-up: nobody asks
+            outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)  # only for the warm-up
         return outputs
 
 
 class Small:
-    """A model of eleven tokens and six units, an engine on it, and what it would say if nothing were ever cut."""
+    """A model of eleven tokens and six units, an engine on it, and the predictions of the never-interrupted model."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Small:
         keep: int = 24,
         **fields: object,
     ) -> None:
-        """`keep` is the largest window, and the tokens kept of a session; `fields`: the architecture's others."""
+        """`keep`: the largest window, and the tokens kept of a session. `fields`: other fields of the architecture."""
         self.architecture = architecture(cell, block, layers, **fields)
         self.weights = random_weights(self.architecture, seed, recurrent=recurrent, driven=0.5)
         self.vocabulary: Vocabulary = name_vocabulary(names=NAMES)
@@ -132,11 +132,11 @@ class Small:
 
     @property
     def head(self) -> NDArray[np.float32]:
-        """(V, H)."""
+        """The output layer's weight (V, H)."""
         return head_weight(self.weights)
 
     def uninterrupted(self, tokens: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The distribution (V) and hidden (H) of the never-interrupted model after `tokens`, in float64."""
+        """Returns the distribution (V) and hidden (H) of the never-interrupted model after `tokens`, in float64."""
         input_ids = [self.vocabulary.eos_id, *tokens]
         while self._past and [token for token, _, _ in self._past] != input_ids[: len(self._past)]:
             self._past.pop()

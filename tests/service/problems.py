@@ -1,4 +1,4 @@
-"""What every failure must look like."""
+"""Checks of problem documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import httpx
 
 
 def assert_problem(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """Checks the whole envelope, and returns the document for a test to look further."""
+    """Checks the whole response, and returns its document."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     document: dict[str, Any] = response.json()
@@ -19,7 +19,7 @@ def assert_problem(response: httpx.Response, status: int, code: str) -> dict[str
 
 
 def assert_members(document: dict[str, Any], status: int, code: str) -> None:
-    """Checks the document by itself, as a message or one item of a batch brings it."""
+    """Checks a problem document, such as that of a message or of an item of a batch."""
     assert document["type"] == f"urn:wane:error:{code}"
     assert document["code"] == code
     assert document["status"] == status

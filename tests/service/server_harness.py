@@ -1,4 +1,4 @@
-"""The server over an engine harness, on a real socket, and a client that speaks to it in bytes."""
+"""The server over an engine harness, on a real socket, and a client that sends bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PREDICT = "/v1/predict"
 STEP = "/v1/sessions/a/tokens"
 STEP_ROUTE = "/v1/sessions/{session}/tokens"
 
-OF_ONE_REQUEST = ("latency", "request_id", "session")
+VARIABLE = ("latency", "request_id", "session")
 
 Document = dict[str, Any]
 
@@ -47,27 +47,27 @@ class OneEngine(FakeRegistry):
         return cast(Engine, self.engine)
 
     def resident_engine(self, session: str) -> Engine | None:  # type: ignore[override]
-        """The one."""
+        """Returns the only engine, if it is ready."""
         return cast(Engine, self.engine) if self.ready else None
 
     def swap(self, engine: Engine) -> None:
-        """Serves another engine from now on."""
+        """Replaces the engine."""
         cast(Engine, self.engine).retire()
         self.engine = engine  # type: ignore[assignment]
 
     async def close(self) -> None:
-        """The harness's fixture closes the engine."""
+        """Does nothing, because the harness's fixture closes the engine."""
 
 
 class ServerHarness(SocketServer):
     """The server over a harness's engine.
 
-    `asgi_paths`: of the requests that reached the ASGI application. `native_sockets`: the WebSockets that the server's
-    own protocol carries.
+    `asgi_paths`: the paths of requests that reached the ASGI application. `native_sockets`: the number of WebSockets on
+    the server's own protocol.
     """
 
     def __init__(self, harness: EngineHarness, *, native: bool, **changes: Any) -> None:
-        """`native`: on the server's own protocol classes; else on uvicorn's. `changes` of the settings."""
+        """`native`: use the server's own protocol classes, not uvicorn's. `changes`: settings."""
         settings = Settings(**changes)
         self.harness = harness
         self.metrics = Metrics()
@@ -92,24 +92,24 @@ class ServerHarness(SocketServer):
         self.config = uvicorn.Config(note, port=0, **named, log_config=None)
 
     async def main_loop(self) -> None:
-        """As uvicorn's, which looks ten times a second whether it is to end."""
+        """Replaces uvicorn's, which checks ten times a second whether to end."""
         await self.on_tick(0)
         await self.ends.wait()
 
     @property
     def connections(self) -> list[HttpProtocol]:
-        """Those that are open, of a native server."""
+        """The open connections of a native server."""
         return cast(list[HttpProtocol], [*self.server_state.connections])
 
     def counted(self, status: int, route: str = STEP_ROUTE) -> float:
-        """How many requests to the route were counted with this status."""
+        """Returns the count of requests to the route with this status."""
         labels = {"route": route, "method": "POST", "status": str(status)}
         return self.metrics.registry.get_sample_value("wane_http_requests_total", labels) or 0.0
 
 
 @asynccontextmanager
 async def served(harness: EngineHarness, *, native: bool = True, **changes: Any) -> AsyncIterator[ServerHarness]:
-    """The server, with the sessions a, b and c: each after one token, 5, and with its state in the pool."""
+    """Starts the server with the sessions a, b and c: each after one token, 5, and with a resident state."""
     await start_sessions(harness)
     server = ServerHarness(harness, native=native, **changes)
     task = asyncio.create_task(server.serve())
@@ -124,14 +124,14 @@ async def served(harness: EngineHarness, *, native: bool = True, **changes: Any)
 
 
 async def start_sessions(harness: EngineHarness) -> None:
-    """Starts the sessions a, b and c: each after one token, 5, and with its state in the pool."""
+    """Starts the sessions a, b and c: each after one token, 5, and with a resident state."""
     for name in "abc":
         await harness.engine.create_session(name)
         await harness.engine.submit(StepRequest(name, (5,)))
 
 
 class Client:
-    """One connection, which is spoken to in bytes."""
+    """A connection that sends and receives bytes."""
 
     def __init__(self, server: ServerHarness, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.server = server
@@ -140,45 +140,45 @@ class Client:
 
     @classmethod
     async def of(cls, server: ServerHarness) -> Client:
-        """A new connection, which the server's context manager closes."""
+        """Opens a connection, which `served` closes."""
         server.clients.append(cls(server, *await asyncio.open_connection(*server.address)))
         return server.clients[-1]
 
     async def say(self, *parts: bytes) -> None:
-        """Sends each part in a packet of its own, once the server has read the one before it."""
+        """Sends each part in its own packet, after the server has read the one before it."""
         await self.server.say(self.writer, *parts)
 
     async def hear(self) -> tuple[int, dict[str, str], Document]:
-        """The next response: status, headers, document."""
+        """Reads the next response: status, headers, document."""
         status, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in lines)
         body = await self.reader.readexactly(int(headers["content-length"]))
         return int(status.split()[1]), headers, json.loads(body)
 
     async def ask(self, *parts: bytes) -> tuple[int, Document]:
-        """Sends a request; its response's status and document."""
+        """Sends a request. Returns the response's status and document."""
         await self.say(*parts)
         status, _, document = await self.hear()
         return status, document
 
 
 def post(body: object, *headers: str, path: str = STEP, version: str = "1.1") -> bytes:
-    """A request, whole. `body`: bytes, or what is sent as JSON."""
+    """Returns a whole request. `body`: bytes, or a value that is sent as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/{version}", "host: wane", f"content-length: {len(content)}", *headers]
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + content
 
 
 def in_two(request: bytes) -> tuple[bytes, bytes]:
-    """The head and the body of a request. Sent one after the other, they go to the ASGI application."""
+    """Returns the head and the body of a request. Sent in two packets, they reach the ASGI application."""
     head, _, body = request.partition(b"\r\n\r\n")
     return head + b"\r\n\r\n", body
 
 
 def repeatable(document: Any) -> Any:
-    """An answer without what differs from request to request."""
+    """Returns an answer without the fields that vary between requests."""
     if isinstance(document, list):
         return [repeatable(one) for one in document]
     if not isinstance(document, dict):
         return document
-    return {name: repeatable(value) for name, value in document.items() if name not in OF_ONE_REQUEST}
+    return {name: repeatable(value) for name, value in document.items() if name not in VARIABLE}

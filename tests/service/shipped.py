@@ -1,4 +1,4 @@
-"""The bundles that ship, for tests that want a real model."""
+"""The shipped bundles, for tests with real models."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from wane.service.settings import Settings
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / Settings.read(os.environ).bundles
 PATHS = sorted(path.parent for path in FOLDER.glob("*/manifest.json"))
-assert PATHS, f"{FOLDER} holds no bundle: they are part of the project"
+assert PATHS, f"{FOLDER} has no bundles, which are part of the project"
 
 each_bundle = pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
 
 
 @cache
 def opened(path: Path) -> tuple[Bundle, OnnxRunner]:
-    """A bundle and its runner on the CPU, read once for all tests."""
+    """Returns a bundle and its CPU runner, which are read once for all tests."""
     bundle = Bundle.read(path)
     return bundle, OnnxRunner(bundle, "cpu", threads=1)

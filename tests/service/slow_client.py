@@ -1,4 +1,4 @@
-"""The server over a fake engine, with settings of a test's own, and clients of bytes that do not behave."""
+"""The server over a fake engine with the test's own settings, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
 
 SOON_S, ENOUGH_S, LATE_S = 0.2, 1.5, 600.0
-"""What is to run out; what is to run out once something has been done in time; and what is not to."""
+"""Timeouts that must pass; that must pass, but after an action in time; and that must not pass."""
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
 POST = b"POST /v1/predict HTTP/1.1\r\nhost: wane\r\ncontent-length: 1000\r\n\r\n{"
@@ -42,7 +42,7 @@ WAIT_S = 120.0
 
 
 class SlowClient(SocketServer):
-    """The server over a fake engine, with settings of the test's own."""
+    """The server over a fake engine, with the test's own settings."""
 
     def __init__(self, app: Application, registry: FakeRegistry) -> None:
         super().__init__(app, registry)
@@ -54,7 +54,7 @@ class SlowClient(SocketServer):
 
 @asynccontextmanager
 async def serving(**changes: float | str) -> AsyncIterator[SlowClient]:
-    """A server that has time for everything but for what `changes` say."""
+    """Starts a server with long timeouts, except those in `changes`."""
     late = dict.fromkeys(("header_timeout_s", "body_timeout_s", "send_timeout_s"), LATE_S)
     settings = Settings.model_validate({"request_timeout_ms": 1000 * int(LATE_S), **late, **changes})
     registry, metrics = FakeRegistry(), Metrics()
@@ -62,9 +62,9 @@ async def serving(**changes: float | str) -> AsyncIterator[SlowClient]:
     server = SlowClient(app, registry)
     task = asyncio.create_task(server.serve())
     await server.listening.wait()
-    server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # soon full
+    server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # fills quickly
     try:
-        # A WebSocket's client is given less time to answer a close, which most of these clients do not.
+        # Shortens the wait for a WebSocket client's close, which most of these clients do not send.
         with patch("wane.service.net.websocket_protocol.DEAF_S", SOON_S):
             async with asyncio.timeout(WAIT_S):
                 yield server
@@ -74,22 +74,22 @@ async def serving(**changes: float | str) -> AsyncIterator[SlowClient]:
 
 
 async def dialogue(server: SlowClient, first: bytes, drip: bytes = b"") -> bytes:
-    """What the server says until it hangs up, to somebody who says `first` and goes on with `drip`, bit by bit."""
+    """Sends `first` and then `drip` repeatedly. Returns the bytes that the server sends before it closes."""
     reader, writer = await asyncio.open_connection(*server.address)
     return await hear(reader, writer, first, drip)
 
 
 async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes, drip: bytes) -> bytes:
-    """What is said until the other side hangs up."""
+    """Like `dialogue`, on an open connection."""
 
-    async def go_on() -> None:
+    async def keep_sending() -> None:
         while drip:
             writer.write(drip)
             await writer.drain()
             await asyncio.sleep(SOON_S / 10)
 
     writer.write(first)
-    going_on = asyncio.create_task(go_on())
+    sending = asyncio.create_task(keep_sending())
     said = bytearray()
     try:
         with suppress(ConnectionError):
@@ -97,13 +97,13 @@ async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first
                 said.extend(some)
         return bytes(said)
     finally:
-        going_on.cancel()
-        await asyncio.gather(going_on, return_exceptions=True)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
         writer.close()
 
 
 async def conversation(server: SlowClient, first: bytes, drip: bytes = b"") -> bytes:
-    """As `dialogue`, on a WebSocket: what is said behind its handshake."""
+    """Like `dialogue`, on a WebSocket, after its handshake."""
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(HANDSHAKE)
     await reader.readuntil(b"\r\n\r\n")
@@ -111,7 +111,7 @@ async def conversation(server: SlowClient, first: bytes, drip: bytes = b"") -> b
 
 
 def never_reads(server: SlowClient) -> socket.socket:
-    """A connection whose client takes next to nothing."""
+    """Returns a socket that accepts almost no bytes."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     connection.setblocking(False)
@@ -119,8 +119,8 @@ def never_reads(server: SlowClient) -> socket.socket:
 
 
 def statuses(said: bytes) -> list[int]:
-    """The status of every response in what a server said, in order; fails where the bytes are anything else than one
-    whole response behind the other."""
+    """Returns the status of every response in a server's bytes, in order. Fails unless the bytes are whole
+    responses."""
     found = []
     while said:
         head, end, rest = said.partition(b"\r\n\r\n")
@@ -150,13 +150,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def frame(first: int, data: bytes = b"") -> bytes:
-    """A frame with this first byte, masked by zeros."""
+    """Returns a frame with this first byte and a mask of zeros."""
     length = bytes([0x80 | len(data)]) if len(data) < 126 else b"\xff" + len(data).to_bytes(8)
     return bytes([first]) + length + bytes(4) + data
 
 
 async def flood(server: SlowClient, first: bytes, more: bytes, most_bytes: int) -> bytes:
-    """What the server says to `first`, and then `more` again and again; it is to hang up before it took so much."""
+    """Sends `first` and then `more` repeatedly. Returns the server's bytes. Fails if it accepts `most_bytes`."""
     reader, writer = await asyncio.open_connection(*server.address)
     said = bytearray()
 
@@ -173,7 +173,7 @@ async def flood(server: SlowClient, first: bytes, more: bytes, most_bytes: int) 
             writer.write(more)
             await writer.drain()
             sent_bytes += len(more)
-            assert sent_bytes < most_bytes, "the server takes it all"
+            assert sent_bytes < most_bytes, "the server accepts all of it"
             await asyncio.sleep(0)
     await listening
     writer.transport.abort()

@@ -1,4 +1,4 @@
-"""Spans, as the exporter would be given them."""
+"""Finished spans, like the exporter receives them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wane.service.observability.tracing import Sampling, Tracing
 
 
 class Spans:
-    """What `tracing` has made, by name."""
+    """The spans of `tracing`, by name."""
 
     def __init__(self, sampler: str = "", share: str = "") -> None:
         self._exporter = InMemorySpanExporter()
@@ -20,7 +20,7 @@ class Spans:
 
     @property
     def all(self) -> list[ReadableSpan]:
-        """Every span that is over, in the order in which they ended."""
+        """Every finished span, in order of its end."""
         return list(self._exporter.get_finished_spans())
 
     def named(self, name: str) -> list[ReadableSpan]:

@@ -1,4 +1,4 @@
-"""Every route that there is."""
+"""Lists of the application's routes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from wane.service.app import ROUTERS, ROUTES
 
 
 def every_route(app: FastAPI) -> list[tuple[str, str]]:
-    """Every method and path that the application has, its own pages and those of the framework included."""
+    """Returns every method and path of the application, with its pages and the framework's."""
     found = set()
     for route in routes(app):
         if isinstance(route, Route):
@@ -19,13 +19,13 @@ def every_route(app: FastAPI) -> list[tuple[str, str]]:
 
 
 def every_socket(app: FastAPI) -> list[str]:
-    """Every path of a WebSocket."""
+    """Returns every WebSocket path."""
     return [route.path.replace("{session}", "s") for route in routes(app) if isinstance(route, WebSocketRoute)]
 
 
 def routes(app: FastAPI) -> list[Route | WebSocketRoute]:
-    """All of them: what is of another kind would be seen by no test, and is refused here."""
-    included = {id(router) for router in ROUTERS}  # what these have is in ROUTES
+    """Returns all routes. Fails for a route of another kind, which no test would cover."""
+    included = {id(router) for router in ROUTERS}  # their routes are in ROUTES
     found = [*ROUTES, *(route for route in app.routes if id(getattr(route, "original_router", None)) not in included)]
     known = [route for route in found if isinstance(route, Route | WebSocketRoute)]
     assert known == found

@@ -1,4 +1,4 @@
-"""Threads of numpy's, in processes that have not multiplied yet."""
+"""The number of numpy's BLAS threads, in new processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(*(found["num_threads"] for found in threadpool_info() if found["user_api"]
 
 
 def threads(*arguments: str, **said: str) -> set[str]:
-    """Of every BLAS that a process has, which is told to spare processors if that is among the arguments."""
+    """Returns the thread counts of every BLAS in a new process. The argument `spare` limits them first."""
     environment = {name: value for name, value in os.environ.items() if name not in BLAS_VARIABLES}
     run = subprocess.run(
         [sys.executable, "-c", ASKED, *arguments], env=environment | said, check=True, capture_output=True, text=True
@@ -31,11 +31,11 @@ def threads(*arguments: str, **said: str) -> set[str]:
     return set(run.stdout.split())
 
 
-def test_numpy_multiplies_with_one_thread() -> None:
+def test_numpy_uses_one_thread() -> None:
     assert threads("spare") == {"1"}
 
 
 @pytest.mark.parametrize("name", BLAS_VARIABLES)
-def test_an_operator_may_say_otherwise(name: str) -> None:
+def test_an_operator_may_set_another_number(name: str) -> None:
     said = {name: "2"}
     assert threads("spare", **said) == threads(**said)

@@ -1,4 +1,4 @@
-"""A step behaves alike, whichever way it comes in and wherever sessions are kept: behaviour x entrance x store."""
+"""A step behaves alike at every entrance and with every session store: behaviour x entrance x store."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture(params=["memory", "redis"])
 def store(request: pytest.FixtureRequest) -> str:
-    """Where sessions are kept."""
+    """The kind of session store."""
     name: str = request.param
     return name
 
 
 @pytest.fixture
 async def open_store(store: str, request: pytest.FixtureRequest) -> AsyncIterator[Callable[[], Awaitable[Store]]]:
-    """Opens the store of one more replica, which has the sessions of all."""
+    """Opens the store of another replica, which shares the sessions."""
     address = "memory" if store == "memory" else request.getfixturevalue("redis").url
     settings = Settings(store=address, store_namespace=f"t{id(request.node)}")
     stores: list[Store] = []
@@ -68,7 +68,7 @@ def make_replica(store: str, open_store: Callable[[], Awaitable[Store]], make_ha
 
 @pytest.fixture
 async def harness(request: pytest.FixtureRequest, make_replica: MakeReplica) -> EngineHarness:
-    """The engine behind the entrance. `request.param`: its settings."""
+    """The engine behind the entrance. `request.param`: its options."""
     return await make_replica(**getattr(request, "param", {}))
 
 
@@ -76,13 +76,13 @@ async def harness(request: pytest.FixtureRequest, make_replica: MakeReplica) -> 
 async def entrance(
     request: pytest.FixtureRequest, harness: EngineHarness, travel: Callable[[float], None]
 ) -> AsyncIterator[Entrance]:
-    """The way in to the sessions a, b and c, each after one token, 5. The server ends on the clock that it began on."""
+    """An entrance to the sessions a, b and c, each after one token, 5. `travel` is undone after the server stops."""
     async with entered(request.param, harness) as entrance:
         yield entrance
 
 
 def most_probable(harness: EngineHarness, *tokens: int) -> list[int]:
-    """What the model itself predicts after these tokens of a session."""
+    """Returns the model's own prediction after these tokens of a session."""
     best: list[int] = np.argsort(-harness.runner.logits([EOS, *tokens]))[:5].tolist()
     return best
 
@@ -96,13 +96,13 @@ async def position(harness: EngineHarness, session: str) -> int:
 
 
 def close_gate(harness: EngineHarness) -> None:
-    """From now on runs begin and do not end."""
+    """Holds all runs from now on, after they begin."""
     harness.runner.busy.clear()
     harness.runner.gate.clear()
 
 
 async def block(harness: EngineHarness) -> Awaitable[object]:
-    """Begins a run that does not end before the gate opens: what comes meanwhile waits in the queue."""
+    """Begins a run that ends when the gate opens. Until then, other requests wait in the queue."""
     close_gate(harness)
     blocking = harness.engine.submit(StepRequest("b", (8,)))
     await harness.runner.until_busy()
@@ -110,21 +110,21 @@ async def block(harness: EngineHarness) -> Awaitable[object]:
 
 
 async def queued(harness: EngineHarness, call: Awaitable[Call]) -> Call:
-    """A step that was sent, and waits in the queue."""
+    """Sends a step, and waits until it is queued."""
     sent = await call
     await until(lambda: harness.sample("wane_queue_items") == 1)
     return sent
 
 
 async def running(harness: EngineHarness, call: Awaitable[Call]) -> Call:
-    """A step that was sent, and whose run has begun and does not end before the gate opens."""
+    """Sends a step, and waits until its run has begun. The run ends when the gate opens."""
     close_gate(harness)
     sent = await call
     await harness.runner.until_busy()
     return sent
 
 
-# What a step does.
+# Effects of a step.
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ async def running(harness: EngineHarness, call: Awaitable[Call]) -> Call:
     ],
     ids=["one token", "two tokens", "text", "position and key"],
 )
-async def test_a_step_is_appended_and_answered_as_the_engine_answers(
+async def test_a_step_is_appended_and_answered_like_by_the_engine(
     entrance: Entrance, harness: EngineHarness, step: Step, tokens: tuple[int, ...] | None
 ) -> None:
     tokens = tokens or tuple(harness.vocabulary.encode("ab"))
@@ -151,7 +151,7 @@ async def test_a_step_is_appended_and_answered_as_the_engine_answers(
 
 @pytest.mark.parametrize("entrance", [name for name in ENTRANCES if name != "asgi"], indirect=True)
 async def test_a_step_needs_no_task(entrance: Entrance, harness: EngineHarness, store: str) -> None:
-    """uvicorn's protocol makes a task for every request, so `asgi` is left out; a commit in Redis is a task."""
+    """`asgi` is excluded, because uvicorn makes a task for every request. A commit in Redis is a task."""
     await entrance.step("a", tokens=[6])
     created: list[object] = []
 
@@ -167,11 +167,11 @@ async def test_a_step_needs_no_task(entrance: Entrance, harness: EngineHarness, 
     assert bool(created) is (store == "redis")
 
 
-# Repetitions and conflicts.
+# Retries and conflicts.
 
 
 @pytest.mark.parametrize("said", [{"expected_position": 1}, {"idempotency_key": "k"}], ids=["position", "key"])
-async def test_a_step_that_is_repeated_is_answered_again_and_appended_once(
+async def test_a_retried_step_is_answered_again_and_appended_once(
     entrance: Entrance, harness: EngineHarness, said: Step
 ) -> None:
     first, again = [await entrance.step("a", tokens=[6], **said) for _ in range(2)]
@@ -182,7 +182,7 @@ async def test_a_step_that_is_repeated_is_answered_again_and_appended_once(
 
 
 @pytest.mark.parametrize("other", [{"tokens": [7]}, {"expected_position": 2}], ids=["tokens", "position"])
-async def test_the_key_of_the_last_step_with_another_step_is_refused(
+async def test_another_step_with_the_key_of_the_last_is_refused(
     entrance: Entrance, harness: EngineHarness, other: Step
 ) -> None:
     step = {"tokens": [6], "expected_position": 1, "idempotency_key": "k"}
@@ -203,7 +203,7 @@ async def test_the_key_of_the_last_step_with_another_step_is_refused(
     ],
     ids=["unknown session", "conflict", "unknown token", "negative token"],
 )
-async def test_a_step_that_cannot_be_taken_is_refused(
+async def test_an_invalid_step_is_refused(
     entrance: Entrance, harness: EngineHarness, session: str, step: Step, code: str
 ) -> None:
     refused = await entrance.step(session, **({"tokens": [6]} | step))
@@ -215,9 +215,7 @@ async def test_a_step_that_cannot_be_taken_is_refused(
 # Two writers.
 
 
-async def test_two_clients_of_a_session_are_answered_one_after_the_other(
-    entrance: Entrance, harness: EngineHarness
-) -> None:
+async def test_two_clients_of_a_session_are_answered_one_at_a_time(entrance: Entrance, harness: EngineHarness) -> None:
     harness.runner.calls.clear()
     first = await running(harness, entrance.send("a", tokens=[6]))
     second = await entrance.send("a", tokens=[7])
@@ -226,7 +224,7 @@ async def test_two_clients_of_a_session_are_answered_one_after_the_other(
     assert harness.runner.calls == [("step", [[6]]), ("step", [[7]])]
 
 
-async def test_a_step_that_loses_its_comparison_is_run_again_on_what_the_other_writer_left(
+async def test_a_step_that_loses_a_race_is_retried_on_the_new_state(
     entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
 ) -> None:
     other = await make_replica()
@@ -239,7 +237,7 @@ async def test_a_step_that_loses_its_comparison_is_run_again_on_what_the_other_w
     assert harness.sample("wane_step_conflicts_total") == 1
 
 
-async def test_a_step_with_a_position_that_loses_its_comparison_is_a_conflict(
+async def test_a_step_with_a_position_that_loses_a_race_is_a_conflict(
     entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
 ) -> None:
     other = await make_replica()
@@ -251,7 +249,7 @@ async def test_a_step_with_a_position_that_loses_its_comparison_is_a_conflict(
     assert await position(harness, "a") == 2
 
 
-async def test_two_replicas_that_step_a_session_at_once_both_commit(
+async def test_concurrent_steps_of_two_replicas_both_commit(
     entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
 ) -> None:
     other = await make_replica()
@@ -270,7 +268,7 @@ async def test_two_replicas_that_step_a_session_at_once_both_commit(
 # Failures and refusals.
 
 
-async def test_a_run_that_fails_changes_nothing(entrance: Entrance, harness: EngineHarness) -> None:
+async def test_a_failed_run_changes_nothing(entrance: Entrance, harness: EngineHarness) -> None:
     harness.runner.poison = 6
     failed = await entrance.step("a", tokens=[6])
     assert (failed["code"], failed["status"]) == ("internal", 500)
@@ -279,8 +277,8 @@ async def test_a_run_that_fails_changes_nothing(entrance: Entrance, harness: Eng
     assert predicted(answer) == most_probable(harness, 5, 7)
 
 
-@pytest.mark.parametrize("harness", [{"max_queue": 1}], indirect=True, ids=["one may wait"])
-async def test_a_full_queue_refuses_and_the_session_is_free_again(entrance: Entrance, harness: EngineHarness) -> None:
+@pytest.mark.parametrize("harness", [{"max_queue": 1}], indirect=True, ids=["queue of 1"])
+async def test_a_full_queue_refuses_and_releases_the_session(entrance: Entrance, harness: EngineHarness) -> None:
     blocking = await block(harness)
     waiting = harness.engine.submit(StepRequest("c", (8,)))
     refused = await entrance.step("a", tokens=[6])
@@ -292,7 +290,7 @@ async def test_a_full_queue_refuses_and_the_session_is_free_again(entrance: Entr
     assert (await entrance.step("a", tokens=[6]))["position"] == 2
 
 
-async def test_an_engine_that_drains_answers_what_it_admitted_and_refuses_the_rest(
+async def test_a_draining_engine_answers_admitted_steps_and_refuses_new_ones(
     entrance: Entrance, harness: EngineHarness
 ) -> None:
     admitted = await running(harness, entrance.send("a", tokens=[6]))
@@ -305,10 +303,10 @@ async def test_an_engine_that_drains_answers_what_it_admitted_and_refuses_the_re
     await draining
 
 
-# Deadlines and clients that leave.
+# Deadlines and disconnections.
 
 
-async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace(
+async def test_a_deadline_that_passes_in_the_queue_changes_nothing(
     entrance: Entrance, harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     blocking = await block(harness)
@@ -323,7 +321,7 @@ async def test_a_deadline_that_passes_in_the_queue_leaves_no_trace(
     assert harness.sample("wane_queue_dropped_total", reason="deadline") == 1
 
 
-async def test_a_deadline_that_passes_in_the_batch_is_told_and_the_step_commits(
+async def test_a_deadline_that_passes_in_the_batch_fails_and_the_step_commits(
     entrance: Entrance, harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     call = await running(harness, entrance.send("a", tokens=[6], expected_position=1))
@@ -335,9 +333,7 @@ async def test_a_deadline_that_passes_in_the_batch_is_told_and_the_step_commits(
     assert (again["replayed"], again["position"]) == (True, 2)
 
 
-async def test_a_client_that_leaves_before_the_batch_leaves_no_trace(
-    entrance: Entrance, harness: EngineHarness
-) -> None:
+async def test_a_disconnection_before_the_batch_changes_nothing(entrance: Entrance, harness: EngineHarness) -> None:
     blocking = await block(harness)
     call = await queued(harness, entrance.send("a", tokens=[6]))
     await call.hang_up()
@@ -349,9 +345,7 @@ async def test_a_client_that_leaves_before_the_batch_leaves_no_trace(
     assert harness.sample("wane_queue_dropped_total", reason="abandoned") == 1
 
 
-async def test_a_client_that_leaves_in_the_batch_finds_its_step_committed(
-    entrance: Entrance, harness: EngineHarness
-) -> None:
+async def test_a_step_commits_after_a_disconnection_in_the_batch(entrance: Entrance, harness: EngineHarness) -> None:
     call = await running(harness, entrance.send("a", tokens=[6], expected_position=1))
     await call.hang_up()
     await entrance.none_in_flight()
@@ -367,7 +361,7 @@ with_rivals = pytest.mark.parametrize("harness", [{"certified": True, "radius": 
 
 
 async def searching(proof: FakeProof, call: Awaitable[Call]) -> Call:
-    """A step that was sent, and whose search has begun and does not end before the gate opens."""
+    """Sends a step, and waits until its search has begun. The search ends when the gate opens."""
     proof.gate.clear()
     sent = await call
     await proof.until_busy()
@@ -375,9 +369,7 @@ async def searching(proof: FakeProof, call: Awaitable[Call]) -> Call:
 
 
 @with_rivals
-async def test_a_proof_is_searched_for_only_where_a_step_asks_for_one(
-    entrance: Entrance, harness: EngineHarness
-) -> None:
+async def test_a_proof_is_searched_for_only_on_request(entrance: Entrance, harness: EngineHarness) -> None:
     proof = FakeProof(harness.engine)
     plain = await entrance.step("a", **(SEARCH | {"prove": False}))
     assert (plain["position"], plain["top1_proved"], proof.asked) == (6, False, 0)
@@ -386,7 +378,7 @@ async def test_a_proof_is_searched_for_only_where_a_step_asks_for_one(
 
 
 @with_rivals
-async def test_a_deadline_that_passes_in_the_search_is_told_and_the_session_is_free_again(
+async def test_a_deadline_that_passes_in_the_search_fails_and_releases_the_session(
     entrance: Entrance, harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     proof = FakeProof(harness.engine)
@@ -400,7 +392,7 @@ async def test_a_deadline_that_passes_in_the_search_is_told_and_the_session_is_f
 
 
 @with_rivals
-async def test_a_client_that_leaves_in_the_search_ends_it_and_finds_its_step_committed(
+async def test_a_disconnection_in_the_search_ends_it_and_the_step_commits(
     entrance: Entrance, harness: EngineHarness
 ) -> None:
     proof = FakeProof(harness.engine)
@@ -415,7 +407,7 @@ async def test_a_client_that_leaves_in_the_search_ends_it_and_finds_its_step_com
 # Another version of the model.
 
 
-async def test_a_session_goes_on_under_a_model_that_is_swapped_in_meanwhile(
+async def test_a_session_continues_after_its_model_is_replaced(
     entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
 ) -> None:
     new = await make_replica()

@@ -1,4 +1,4 @@
-"""The process: how it starts, how it refuses to, and how it ends without dropping what it has accepted."""
+"""The server process: startup, startup errors, and shutdown without losing accepted requests."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from wane.service.settings import Settings
 
 @pytest.fixture
 def bundle(tmp_path: Path, http: httpx.Client) -> Path:
-    """A copy of the default model's bundle, to be spoilt."""
+    """A copy of the default model's bundle, for tests that corrupt it."""
     name = http.get("/v1/models").json()["data"][0]["id"]
     root = Settings.read(environment()).bundles
     return Path(shutil.copytree(root / name, tmp_path / name))
 
 
-async def test_on_sigterm_what_was_accepted_is_finished_and_new_work_is_refused(
+async def test_sigterm_finishes_accepted_requests_and_refuses_new_ones(
     server: SocketServer, engine: FakeEngine, registry: FakeRegistry
 ) -> None:
     engine.wait = asyncio.Event()
@@ -45,7 +45,7 @@ async def test_on_sigterm_what_was_accepted_is_finished_and_new_work_is_refused(
         ready = await client.get("/readyz")
         assert (ready.status_code, ready.json()["status"]) == (503, "draining")
         assert_problem(await client.post("/v1/predict", json={"tokens": [1]}), 503, "unavailable")
-        server.handle_exit(signal.SIGTERM, None)  # impatience changes nothing
+        server.handle_exit(signal.SIGTERM, None)  # a second SIGTERM does nothing
         assert not server.should_exit
 
         engine.wait.set()
@@ -54,7 +54,7 @@ async def test_on_sigterm_what_was_accepted_is_finished_and_new_work_is_refused(
     assert server.should_exit
 
 
-async def test_until_its_leaving_was_noticed_a_server_is_unready_and_takes_requests(
+async def test_a_server_is_unready_and_answers_during_the_shutdown_delay(
     server: SocketServer, registry: FakeRegistry
 ) -> None:
     server.notice_s = 3600
@@ -83,7 +83,7 @@ async def test_a_second_interrupt_does_not_wait(
     await server.draining_is_over()
 
 
-async def test_a_request_that_outlasts_the_server_is_answered_503_and_logged_as_that(
+async def test_a_request_that_outlasts_the_shutdown_is_answered_503(
     server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -101,7 +101,7 @@ async def test_a_request_that_outlasts_the_server_is_answered_503_and_logged_as_
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_a_server_that_is_told_to_stop_ends_well() -> None:
+def test_a_stopped_server_exits_with_0() -> None:
     with live_server(WANE_BUNDLES=BUNDLE) as server:
         assert httpx.get(f"{server.url}/readyz").json()["ready"] is True
         assert server.stop() == 0
@@ -109,7 +109,7 @@ def test_a_server_that_is_told_to_stop_ends_well() -> None:
         server.read_until("stopped")
 
 
-def test_the_log_is_one_json_line_a_request(live: LiveServer, http: httpx.Client) -> None:
+def test_the_log_has_one_json_line_for_each_request(live: LiveServer, http: httpx.Client) -> None:
     http.post("/v1/predict", json={"input": "The"}, headers={"x-request-id": "in-the-log"})
     line = live.read_until("request", request_id="in-the-log")
     assert (line["method"], line["path"], line["status"], line["level"]) == ("POST", "/v1/predict", 200, "info")
@@ -126,7 +126,7 @@ def test_the_device_in_use_is_in_readyz_and_in_every_answer(http: httpx.Client) 
     ("variable", "value"),
     [("WANE_PROT", "80"), ("WANE_MAX_BATCH_SIZE", "many"), ("WANE_PORT", "65536"), ("WEB_CONCURRENCY", "2")],
 )
-def test_a_setting_that_is_none_ends_the_process_with_its_name(
+def test_an_invalid_setting_ends_the_process_with_its_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -136,7 +136,7 @@ def test_a_setting_that_is_none_ends_the_process_with_its_name(
 
 
 @pytest.mark.parametrize("arguments", [["--workers", "2"], ["--prot", "80"], ["sevre"]], ids=" ".join)
-def test_an_option_that_is_none_ends_the_process_with_its_name(
+def test_an_unknown_option_ends_the_process_with_its_name(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -147,12 +147,12 @@ def test_an_option_that_is_none_ends_the_process_with_its_name(
 @pytest.mark.parametrize(
     ("settings", "named"), [({"WANE_BUNDLES": "/nowhere"}, "/nowhere"), ({"WANE_DEFAULT_MODEL": "gpt"}, "'gpt'")]
 )
-def test_models_that_are_not_there_end_the_process_with_a_message(settings: dict[str, str], named: str) -> None:
+def test_missing_models_end_the_process_with_a_message(settings: dict[str, str], named: str) -> None:
     assert_ends_with_message(run("serve", "--port", "0", env=environment(**settings)), named)
 
 
 def assert_ends_with_message(ended: subprocess.CompletedProcess[str], named: str) -> None:
-    """The process failed, its last line says why, and no trace stands before it."""
+    """Checks that the process failed with an error message and without a traceback."""
     assert ended.returncode == 2
     message = ended.stderr.strip().splitlines()[-1]
     assert message.startswith("error: ") and named in message
@@ -179,16 +179,14 @@ def write_from_the_future(bundle: Path) -> str:
 
 
 @pytest.mark.parametrize("spoil", [flip_a_byte, remove_a_file, write_from_the_future])
-def test_a_spoilt_bundle_ends_the_process_with_a_message_that_names_the_fault(
-    bundle: Path, spoil: Callable[[Path], str]
-) -> None:
+def test_a_corrupt_bundle_ends_the_process_with_a_message(bundle: Path, spoil: Callable[[Path], str]) -> None:
     named = spoil(bundle)
     assert_ends_with_message(run("serve", "--port", "0", "--bundles", str(bundle)), named)
 
 
-def test_a_device_that_is_asked_for_and_missing_ends_the_process(live: LiveServer, http: httpx.Client) -> None:
+def test_a_missing_device_ends_the_process(live: LiveServer, http: httpx.Client) -> None:
     if http.get("/readyz").json()["device"] == "cuda":
-        pytest.skip("there is a CUDA device here")
+        pytest.skip("this machine has a CUDA device")
     assert_ends_with_message(run("serve", "--port", "0", "--device", "cuda"), "CUDA")
 
 
@@ -209,8 +207,8 @@ def test_help_lists_every_setting_with_its_unit_and_variable(capsys: pytest.Capt
         assert word in text
 
 
-def test_requests_wait_for_the_models_that_are_still_loaded() -> None:
-    """As the commands of the README, pasted while the server starts."""
+def test_requests_wait_for_models_that_are_being_loaded() -> None:
+    """Like the README's commands, pasted while the server starts."""
     names = [path.name for path in PATHS]
 
     def ask(name: str) -> tuple[tuple[int, int, int], str]:
@@ -230,7 +228,7 @@ def test_requests_wait_for_the_models_that_are_still_loaded() -> None:
         assert (document["loading"], document["failed"], len(document["models"])) == ([], [], len(names))
 
 
-def test_a_server_that_is_told_to_stop_while_it_loads_ends_well() -> None:
+def test_a_server_stopped_while_it_loads_exits_with_0() -> None:
     with starting_server() as server:
         server.read_until("listening")
         assert server.stop() == 0
@@ -238,7 +236,7 @@ def test_a_server_that_is_told_to_stop_while_it_loads_ends_well() -> None:
     assert "Traceback" not in "".join(server.said)
 
 
-def test_a_terminal_is_told_in_one_line_where_the_server_answers() -> None:
+def test_a_terminal_shows_the_url_when_the_server_is_ready() -> None:
     terminal, output = os.openpty()
     with starting_server(stdout=output, WANE_BUNDLES=str(PATHS[0])) as server:
         os.close(output)
@@ -248,7 +246,7 @@ def test_a_terminal_is_told_in_one_line_where_the_server_answers() -> None:
             assert httpx.post(f"{url}/v1/predict", json={"tokens": [5]}, timeout=TIMEOUT_S).status_code == 200
 
 
-def test_a_broken_bundle_does_not_stop_the_server_unless_all_are_required(tmp_path: Path) -> None:
+def test_a_corrupt_bundle_does_not_stop_the_server_unless_it_is_required(tmp_path: Path) -> None:
     for name in ("gated", "lstm"):
         shutil.copytree(FOLDER / name, tmp_path / name)
     named = flip_a_byte(tmp_path / "gated")

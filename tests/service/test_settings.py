@@ -15,18 +15,18 @@ def read(*arguments: str, **environment: str) -> Settings:
     return Settings.read(environment, parser.parse_args(arguments))
 
 
-def test_without_anything_the_defaults_hold() -> None:
+def test_settings_have_defaults() -> None:
     settings = read()
     assert settings == Settings()
     assert (settings.host, settings.port, settings.device) == ("127.0.0.1", 8000, "auto")
 
 
-def test_the_command_line_wins_over_the_environment_and_that_over_the_defaults() -> None:
+def test_the_command_line_overrides_the_environment() -> None:
     settings = read("--port", "9000", WANE_PORT="7000", WANE_HOST="0.0.0.0", PATH="/bin")
     assert (settings.port, settings.host) == (9000, "0.0.0.0")
 
 
-def test_every_field_can_be_given_both_ways() -> None:
+def test_every_setting_is_an_option_and_a_variable() -> None:
     given = {
         "bundles": "/b",
         "device": "cpu",
@@ -54,12 +54,12 @@ def test_every_field_can_be_given_both_ways() -> None:
 
 
 @pytest.mark.parametrize("variable", ["WANE_PROT", "WANE_port", "WANE_", "WANE_MAX_BATCH_MS"])
-def test_a_variable_that_is_no_setting_is_fatal_and_named(variable: str) -> None:
+def test_an_unknown_variable_is_fatal_and_named(variable: str) -> None:
     with pytest.raises(SettingsError, match=f"^{variable} is not a setting"):
         read(**{variable: "1"})
 
 
-def test_the_tests_own_variable_is_left_alone() -> None:
+def test_the_variables_of_the_tests_are_ignored() -> None:
     assert read(WANE_DATA="/somewhere", WANE_REQUIRE_STACK="1") == Settings()
 
 
@@ -82,7 +82,7 @@ def test_a_value_out_of_range_names_the_variable_and_the_limit(variable: str, va
         read(**{variable: value})
 
 
-def test_a_bad_option_is_named_as_it_was_written() -> None:
+def test_an_invalid_option_is_named() -> None:
     with pytest.raises(SettingsError, match="--max-batch-size is '0'"):
         read("--max-batch-size", "0")
 
@@ -106,7 +106,7 @@ def test_settings_cannot_be_changed() -> None:
         Settings().port = 1
 
 
-def test_a_default_model_that_somebody_named_is_told_from_the_default() -> None:
+def test_a_chosen_default_model_is_distinguished_from_the_default() -> None:
     assert not read().default_model_is_chosen
     assert read(WANE_DEFAULT_MODEL="gated-stable").default_model_is_chosen
 
@@ -122,18 +122,18 @@ def test_a_default_model_that_somebody_named_is_told_from_the_default() -> None:
         "unix:///tmp/redis.sock",
     ],
 )
-def test_sessions_are_kept_in_memory_or_in_redis(store: str) -> None:
+def test_a_store_is_memory_or_redis(store: str) -> None:
     assert read(WANE_STORE=store).store == store
 
 
 @pytest.mark.parametrize("store", ["", "disk", "redis://", "http://u:secret@h/0", "xredis://h"])
-def test_an_address_that_is_none_is_refused_and_its_password_not_repeated(store: str) -> None:
+def test_the_error_of_an_invalid_address_contains_no_password(store: str) -> None:
     with pytest.raises(SettingsError, match=r"^WANE_STORE is ") as caught:
         read(WANE_STORE=store)
     assert "secret" not in str(caught.value)
 
 
-def test_states_are_kept_for_models_without_a_certificate_unless_a_policy_says_otherwise() -> None:
+def test_states_are_stored_for_uncertified_models_by_default() -> None:
     auto = Settings(store="redis://h", state_checkpoint_interval_tokens=8)
     assert (auto.states_every("m", certified=False), auto.states_every("m", certified=True)) == (8, None)
     mixed = Settings(store="redis://h", store_policy="state,m=tail,n=auto")
@@ -142,12 +142,12 @@ def test_states_are_kept_for_models_without_a_certificate_unless_a_policy_says_o
 
 
 @pytest.mark.parametrize("policy", ["", "none", "tail,m", "tail,m=none", "m=tail", "tail,=state"])
-def test_a_policy_that_is_none_is_refused(policy: str) -> None:
+def test_an_invalid_policy_is_refused(policy: str) -> None:
     with pytest.raises(SettingsError, match=r"^WANE_STORE_POLICY is "):
         read(WANE_STORE_POLICY=policy)
 
 
-def test_a_state_is_kept_at_least_once_in_a_tail() -> None:
+def test_the_checkpoint_interval_is_at_most_the_tail() -> None:
     with pytest.raises(
         SettingsError,
         match=r"^WANE_STATE_CHECKPOINT_INTERVAL_TOKENS is .9.:.* at most session_history_tokens, which is 8",

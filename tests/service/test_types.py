@@ -54,9 +54,7 @@ BAD: list[tuple[str, Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("field", "make", "message"), BAD, ids=[f"{f}-{m}" for f, _, m in BAD])
-def test_a_request_that_makes_no_sense_is_refused_by_the_name_of_its_field(
-    field: str, make: Callable[[], object], message: str
-) -> None:
+def test_an_invalid_request_is_refused_with_the_field(field: str, make: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
         make()
     assert caught.value.extra() == {"field": field}
@@ -72,5 +70,5 @@ def test_a_request_that_makes_no_sense_is_refused_by_the_name_of_its_field(
         lambda: StepRequest("s", SOME, expected_position=0, idempotency_key="k" * 255),
     ],
 )
-def test_the_ends_of_every_range_are_taken(make: Callable[[], object]) -> None:
+def test_the_limits_of_every_range_are_accepted(make: Callable[[], object]) -> None:
     assert make() == make()

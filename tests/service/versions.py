@@ -1,4 +1,4 @@
-"""Bundles of several versions of one model, made of those that ship."""
+"""Bundles of several versions of one model, made of the shipped bundles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL = "small"
 
 
 def put(folder: Path, version: str, source: str = "rnn-stable", name: str = MODEL) -> Path:
-    """Version `version` of the model: what ships as `source`. It takes the place of the one that was there, at once."""
+    """Copies the shipped bundle `source` into the folder, as a version of the model. Replaces the earlier version."""
     building, path = folder.parent / f".{name}-{version}", folder / name
     shutil.copytree(FOLDER / source, building)
     edit_manifest(building, "name", value=name)
@@ -29,14 +29,14 @@ def put(folder: Path, version: str, source: str = "rnn-stable", name: str = MODE
 
 
 def retokenize(path: Path) -> None:
-    """Gives the bundle another tokenizer: the same one, as far as text is concerned, of another digest."""
+    """Gives the bundle a tokenizer with another digest that encodes text alike."""
     file = path / "tokenizer.json"
     file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     _edit_digest(path)
 
 
 def make_eventful(path: Path) -> None:
-    """Gives the bundle as many events as it had tokens. `<eos>` keeps its id, and the id after it is `<unk>`."""
+    """Replaces the bundle's tokens with events. `<eos>` keeps its id, and the id after it is `<unk>`."""
     file, manifest = path / "tokenizer.json", json.loads((path / "manifest.json").read_text())
     size, eos_id = manifest["vocabulary"]["size"], manifest["vocabulary"]["eos_id"]
     names = [f"event {index}" for index in range(size)]
@@ -48,7 +48,7 @@ def make_eventful(path: Path) -> None:
 
 
 def version_of(path: Path) -> str:
-    """What the bundle says that it is."""
+    """Returns the bundle's version."""
     version: str = json.loads((path / "manifest.json").read_text())["version"]
     return version
 

@@ -59,7 +59,7 @@ from wane.service.observability.tracing import CURRENT
 from wane.service.types import Answer, PredictRequest
 
 NORMAL = 1000
-GONE = 1006
+DISCONNECTED = 1006
 INTERNAL = 1011
 POLICY = 1008
 RESTART = 1012
@@ -125,7 +125,7 @@ class Stream:
                 if await self.respond(message):
                     return
         except ClientDisconnected:  # while an answer was being sent
-            self.log["code"] = GONE
+            self.log["code"] = DISCONNECTED
         finally:
             self.idle_timer.cancel()
             self.log["messages"] = self.answered
@@ -220,7 +220,7 @@ async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:
         await socket.send_text(json_bytes({"error": failure.body(here.request_id)}).decode())
         await socket.close(code, failure.code)
     except WebSocketDisconnect:  # the client disconnected while its model was being loaded
-        here.fields["code"] = GONE
+        here.fields["code"] = DISCONNECTED
 
 
 def _close_code(error: Exception) -> int | None:

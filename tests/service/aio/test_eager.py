@@ -1,4 +1,4 @@
-"""Coroutines that are run without an `asyncio.Task`, wait for the same things, and fail and are cancelled alike."""
+"""Eager tasks wait, fail and are cancelled like an `asyncio.Task`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME: ContextVar[str] = ContextVar("NAME")
 
 
 class Waits:
-    """Something to wait for; `end` makes its result ready, which is 7."""
+    """An awaitable of some kind. `end` makes its result, 7, ready."""
 
     def __init__(self, kind: str) -> None:
         self._waiter = Waiter[int]()
@@ -63,7 +63,7 @@ async def in_time(number: Awaitable[int]) -> int:
 
 
 async def turns() -> None:
-    """Lets every callback run that is ready."""
+    """Runs all callbacks that are ready."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -71,7 +71,7 @@ async def turns() -> None:
 # Results.
 
 
-async def test_a_coroutine_that_never_waits_is_over_at_once() -> None:
+async def test_a_coroutine_that_never_waits_finishes_at_once() -> None:
     async def answer() -> int:
         return 7
 
@@ -80,7 +80,7 @@ async def test_a_coroutine_that_never_waits_is_over_at_once() -> None:
     assert task.result() == 7
 
 
-async def test_a_coroutine_goes_on_in_the_call_that_resolves_its_waiter() -> None:
+async def test_a_coroutine_resumes_in_the_call_that_resolves_its_waiter() -> None:
     waiter = Waiter[int]()
     task = EagerTask(add_one(waiter))
     assert not task.done
@@ -89,7 +89,7 @@ async def test_a_coroutine_goes_on_in_the_call_that_resolves_its_waiter() -> Non
     assert task.result() == 8
 
 
-async def test_a_coroutine_waits_for_whatever_a_task_can_wait_for(waits: Waits) -> None:
+async def test_a_coroutine_waits_for_every_kind_of_awaitable(waits: Waits) -> None:
     task = EagerTask(add_one(waits.awaitable))
     assert not task.done
     waits.end()
@@ -97,7 +97,7 @@ async def test_a_coroutine_waits_for_whatever_a_task_can_wait_for(waits: Waits) 
     assert task.done and task.result() == 8
 
 
-async def test_a_coroutine_may_wait_again_and_again() -> None:
+async def test_a_coroutine_may_wait_repeatedly() -> None:
     waiters = [Waiter[int]() for _ in range(3)]
 
     async def add() -> int:
@@ -110,7 +110,7 @@ async def test_a_coroutine_may_wait_again_and_again() -> None:
 
 
 @pytest.mark.parametrize("wait", [False, True], ids=["at once", "later"])
-async def test_a_task_may_await_it(wait: bool) -> None:
+async def test_an_asyncio_task_may_await_an_eager_task(wait: bool) -> None:
     waiter = Waiter[int]()
     eager = EagerTask(add_one(waiter))
     if not wait:
@@ -121,7 +121,7 @@ async def test_a_task_may_await_it(wait: bool) -> None:
     assert await task == 9
 
 
-async def test_it_is_the_current_task_while_its_coroutine_runs_and_no_longer() -> None:
+async def test_an_eager_task_is_current_only_while_its_coroutine_runs() -> None:
     found: list[object] = []
     waiter, inner = Waiter[int](), Waiter[int]()
 
@@ -146,7 +146,7 @@ async def test_it_is_the_current_task_while_its_coroutine_runs_and_no_longer() -
     assert third is sixth is other
 
 
-async def test_it_may_have_a_context_of_its_own() -> None:
+async def test_an_eager_task_may_have_its_own_context() -> None:
     waiter = Waiter[int]()
 
     async def rename() -> str:
@@ -167,10 +167,10 @@ async def test_it_may_have_a_context_of_its_own() -> None:
 # Callbacks.
 
 
-async def test_it_calls_back_once_and_at_once() -> None:
+async def test_a_waiter_calls_back_once_and_at_once() -> None:
     called: list[str] = []
     waiter = Waiter[int]()
-    waiter.on_done(lambda _: called.append("taken back"))
+    waiter.on_done(lambda _: called.append("replaced"))
     waiter.on_done(lambda _: called.append("first"))
     waiter.resolve(7)
     waiter.resolve(8)
@@ -180,7 +180,7 @@ async def test_it_calls_back_once_and_at_once() -> None:
     assert called == ["first", "late"]
 
 
-async def test_what_was_cancelled_is_not_resolved_and_calls_nobody_back() -> None:
+async def test_a_cancelled_waiter_does_not_call_back() -> None:
     called: list[str] = []
     waiter = Waiter[int]()
     waiter.on_done(lambda _: called.append("called"))
@@ -204,7 +204,7 @@ async def test_a_failure_is_raised_where_the_result_is_awaited(later: bool) -> N
         await (waiting or task)
 
 
-async def test_a_coroutine_goes_on_behind_a_failure_that_it_catches() -> None:
+async def test_a_coroutine_continues_after_a_failure_that_it_catches() -> None:
     first, second = Waiter[int](), Waiter[int]()
 
     async def wait() -> int:
@@ -220,7 +220,7 @@ async def test_a_coroutine_goes_on_behind_a_failure_that_it_catches() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-async def test_what_ends_the_process_passes(error: type[BaseException]) -> None:
+async def test_an_exception_that_ends_the_process_is_not_caught(error: type[BaseException]) -> None:
     waiter = Waiter[int]()
 
     async def wait() -> None:
@@ -237,17 +237,17 @@ async def test_what_ends_the_process_passes(error: type[BaseException]) -> None:
 
 
 async def test_an_interrupt_is_raised_where_the_coroutine_waits(waits: Waits) -> None:
-    told: list[str] = []
+    ended: list[str] = []
 
     async def wait() -> None:
         try:
             await waits.awaitable
         finally:
-            told.append("interrupted")
+            ended.append("interrupted")
 
     task = EagerTask(wait())
     task.interrupt()
-    assert task.done and told == ["interrupted"]
+    assert task.done and ended == ["interrupted"]
     with pytest.raises(asyncio.CancelledError):
         task.result()
     waits.end()
@@ -266,14 +266,14 @@ async def test_an_interrupted_coroutine_may_wait_for_something_else(waits: Waits
 
     task = EagerTask(wait())
     task.interrupt()
-    waits.end()  # of which nobody is told
+    waits.end()  # the task ignores this
     await turns()
     assert not task.done
     other.resolve(3)
     assert task.result() == 3
 
 
-async def test_an_interrupt_between_a_future_s_result_and_its_callback_takes_the_callback_back() -> None:
+async def test_an_interrupt_cancels_the_callback_of_a_finished_future() -> None:
     future, other = asyncio.get_running_loop().create_future(), Waiter[int]()
 
     async def wait() -> int:
@@ -292,25 +292,25 @@ async def test_an_interrupt_between_a_future_s_result_and_its_callback_takes_the
     assert task.result() == 3
 
 
-async def test_a_cancelled_task_interrupts_its_coroutine_and_tells_nobody(waits: Waits) -> None:
-    told: list[str] = []
+async def test_a_cancelled_task_interrupts_its_coroutine_without_a_callback(waits: Waits) -> None:
+    ended: list[str] = []
 
     async def wait() -> None:
         try:
             await waits.awaitable
         finally:
-            told.append("interrupted")
+            ended.append("interrupted")
 
     task = EagerTask(wait())
-    task.on_done(lambda _: told.append("called back"))
+    task.on_done(lambda _: ended.append("called back"))
     task.cancel()
     task.cancel()
     waits.end()
     await turns()
-    assert task.done and told == ["interrupted"]
+    assert task.done and ended == ["interrupted"]
 
 
-async def test_cancelling_a_task_that_awaits_it_interrupts_its_coroutine() -> None:
+async def test_a_cancelled_asyncio_task_interrupts_the_awaited_eager_task() -> None:
     waiter, interrupted = Waiter[int](), asyncio.Event()
 
     async def wait() -> None:
@@ -330,7 +330,7 @@ async def test_cancelling_a_task_that_awaits_it_interrupts_its_coroutine() -> No
     assert interrupted.is_set()
 
 
-async def test_a_coroutine_that_interrupts_its_own_task_goes_on() -> None:
+async def test_a_coroutine_that_interrupts_its_own_task_continues() -> None:
     async def interrupt() -> int:
         task = current_task()
         assert task is not None
@@ -343,7 +343,7 @@ async def test_a_coroutine_that_interrupts_its_own_task_goes_on() -> None:
     assert task.result() == 7
 
 
-async def test_an_interrupt_of_what_is_over_does_nothing() -> None:
+async def test_an_interrupt_of_a_finished_task_does_nothing() -> None:
     waiter = Waiter[int]()
     task = EagerTask(add_one(waiter))
     waiter.resolve(7)
@@ -351,7 +351,7 @@ async def test_an_interrupt_of_what_is_over_does_nothing() -> None:
     assert task.result() == 8
 
 
-# Garbage.
+# Reference cycles.
 
 
 def succeed(waiter: Waiter[int], task: EagerTask[int]) -> None:
@@ -370,15 +370,15 @@ def cancel(waiter: Waiter[int], task: EagerTask[int]) -> None:
 
 
 @pytest.mark.parametrize("end", [succeed, fail, cancel])
-async def test_a_task_whose_end_was_heard_of_leaves_nothing_for_the_garbage_collector(
+async def test_a_finished_task_leaves_no_garbage(
     end: Callable[[Waiter[int], EagerTask[int]], None],
 ) -> None:
     def run() -> None:
         waiter = Waiter[int]()
         end(waiter, EagerTask(add_one(EagerTask(in_time(waiter)))))
 
-    run()  # what is made once is made now
-    while gc.collect():  # what other tests left may go in several rounds
+    run()  # creates the objects that are created only once
+    while gc.collect():  # garbage of other tests may take several rounds
         pass
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Deadlines and hang-ups end the body of a `with` in either kind of task, and nothing else."""
+"""Deadlines and disconnections end the body of a `with`, and nothing else, in both kinds of task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOUR_S = 3600.0
 
 @pytest.fixture(params=[EagerTask, asyncio.ensure_future], ids=["eager task", "task"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a coroutine, for something to be awaited."""
+    """Starts a coroutine. Returns an awaitable."""
     kind: Run = request.param
     return kind
 
@@ -31,17 +31,17 @@ def now() -> float:
 
 
 async def turns() -> None:
-    """Lets every callback run that is ready."""
+    """Runs all callbacks that are ready."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 class Ended(Exception):
-    """The body was ended by its interrupt."""
+    """The interrupt ended the body."""
 
 
 class interruptible:  # noqa: N801  (read as `with interruptible(...)`)
-    """Raises Ended where the body is ended by its interrupt, which it hands to `made`."""
+    """Raises Ended if its interrupt ends the body. Adds the interrupt to `made`."""
 
     def __init__(self, made: list[Interrupt]) -> None:
         self._made = made
@@ -54,7 +54,7 @@ class interruptible:  # noqa: N801  (read as `with interruptible(...)`)
             raise Ended
 
 
-async def test_an_interrupt_ends_a_body_where_it_waits(run: Run) -> None:
+async def test_an_interrupt_ends_a_body_at_its_await(run: Run) -> None:
     made: list[Interrupt] = []
 
     async def body() -> None:
@@ -68,7 +68,7 @@ async def test_an_interrupt_ends_a_body_where_it_waits(run: Run) -> None:
         await task
 
 
-async def test_after_an_interrupt_the_task_goes_on_and_may_be_interrupted_again(run: Run) -> None:
+async def test_a_task_may_be_interrupted_repeatedly(run: Run) -> None:
     made: list[Interrupt] = []
 
     async def body() -> int:
@@ -85,7 +85,7 @@ async def test_after_an_interrupt_the_task_goes_on_and_may_be_interrupted_again(
     assert await task == 7
 
 
-async def test_an_interrupt_that_comes_after_the_body_does_nothing(run: Run) -> None:
+async def test_an_interrupt_after_the_body_does_nothing(run: Run) -> None:
     made: list[Interrupt] = []
     waiter = Waiter[int]()
 
@@ -101,7 +101,7 @@ async def test_an_interrupt_that_comes_after_the_body_does_nothing(run: Run) -> 
     assert await task == 7
 
 
-async def test_an_interrupt_that_a_body_survives_is_not_raised(run: Run) -> None:
+async def test_an_interrupt_that_the_body_catches_is_not_raised(run: Run) -> None:
     made: list[Interrupt] = []
 
     async def body() -> int:
@@ -118,7 +118,7 @@ async def test_an_interrupt_that_a_body_survives_is_not_raised(run: Run) -> None
     assert await task == 7
 
 
-async def test_a_failure_of_an_interrupted_body_is_its_own(run: Run) -> None:
+async def test_an_interrupted_body_may_raise_its_own_error(run: Run) -> None:
     made: list[Interrupt] = []
 
     async def body() -> None:
@@ -135,7 +135,7 @@ async def test_a_failure_of_an_interrupted_body_is_its_own(run: Run) -> None:
         await task
 
 
-async def test_a_cancellation_by_others_is_no_interrupt() -> None:
+async def test_another_cancellation_is_not_an_interrupt() -> None:
     made: list[Interrupt] = []
 
     async def body() -> None:
@@ -153,7 +153,7 @@ async def test_a_cancellation_by_others_is_no_interrupt() -> None:
         eager.result()
 
 
-async def test_a_cancellation_that_comes_with_an_interrupt_is_a_cancellation() -> None:
+async def test_a_cancellation_together_with_an_interrupt_is_a_cancellation() -> None:
     made: list[Interrupt] = []
 
     async def body() -> None:
@@ -171,7 +171,7 @@ async def test_a_cancellation_that_comes_with_an_interrupt_is_a_cancellation() -
 # Deadlines.
 
 
-async def test_a_deadline_ends_a_body_where_it_waits(run: Run, travel: Callable[[float], None]) -> None:
+async def test_a_deadline_ends_a_body_at_its_await(run: Run, travel: Callable[[float], None]) -> None:
     async def body() -> None:
         with until(now() + HOUR_S, "too late"):
             await Waiter[None]()
@@ -192,9 +192,7 @@ async def test_a_deadline_that_has_passed_ends_the_first_wait(run: Run) -> None:
         await run(body())
 
 
-async def test_a_body_that_is_over_in_time_and_one_without_a_deadline_are_left_alone(
-    run: Run, travel: Callable[[float], None]
-) -> None:
+async def test_a_deadline_after_the_body_and_no_deadline_do_nothing(run: Run, travel: Callable[[float], None]) -> None:
     async def body() -> int:
         for deadline in (now() + HOUR_S, None):
             with until(deadline):
@@ -208,10 +206,10 @@ async def test_a_body_that_is_over_in_time_and_one_without_a_deadline_are_left_a
 
 
 @pytest.mark.parametrize("outer_first", [True, False])
-async def test_of_nested_deadlines_the_one_that_passes_is_told(
+async def test_the_earliest_of_nested_deadlines_raises(
     run: Run, travel: Callable[[float], None], outer_first: bool
 ) -> None:
-    told: list[str] = []
+    caught: list[str] = []
 
     async def body() -> None:
         sooner, later = now() + HOUR_S, now() + 10 * HOUR_S
@@ -220,7 +218,7 @@ async def test_of_nested_deadlines_the_one_that_passes_is_told(
                 with until(later if outer_first else sooner, "inner"):
                     await Waiter[None]()
             except DeadlineExceeded as error:
-                told.append(str(error))
+                caught.append(str(error))
 
     task = run(body())
     await turns()
@@ -228,10 +226,10 @@ async def test_of_nested_deadlines_the_one_that_passes_is_told(
     if outer_first:
         with pytest.raises(DeadlineExceeded, match="outer"):
             await task
-        assert told == []
+        assert caught == []
     else:
         await task
-        assert told == ["inner"]
+        assert caught == ["inner"]
 
 
 async def test_a_cancellation_within_a_deadline_is_a_cancellation(travel: Callable[[float], None]) -> None:
@@ -253,7 +251,7 @@ async def test_a_cancellation_within_a_deadline_is_a_cancellation(travel: Callab
     assert eager.done
 
 
-async def test_a_deadline_and_a_hang_up_that_come_together_end_the_body_once(
+async def test_a_deadline_and_an_interrupt_together_end_the_body_once(
     run: Run, travel: Callable[[float], None]
 ) -> None:
     made: list[Interrupt] = []
@@ -275,7 +273,7 @@ async def test_a_deadline_and_a_hang_up_that_come_together_end_the_body_once(
 
 
 async def meet_deadlines() -> None:
-    """Ten of them, a minute off."""
+    """Sets ten deadlines in a minute, and finishes before them."""
     gc.collect()
     for _ in range(10):
         with until(now() + 60):
@@ -283,5 +281,5 @@ async def meet_deadlines() -> None:
     assert gc.collect() == 0
 
 
-def test_a_deadline_that_is_met_leaves_nothing_for_the_garbage_collector() -> None:
+def test_a_deadline_that_is_met_leaves_no_garbage() -> None:
     alone(meet_deadlines)

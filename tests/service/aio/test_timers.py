@@ -13,7 +13,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def test_alarms_ring_in_their_order_and_each_once() -> None:
+async def test_timers_fire_once_and_in_order() -> None:
     rung: list[str] = []
     done = asyncio.Event()
     timers().at(now() + 0.05, done.set)
@@ -23,14 +23,14 @@ async def test_alarms_ring_in_their_order_and_each_once() -> None:
     assert rung == ["first", "second"]
 
 
-async def test_an_alarm_that_fails_keeps_no_other_from_ringing() -> None:
+async def test_a_failing_timer_does_not_stop_the_others() -> None:
     loop, failed = asyncio.get_running_loop(), list[object]()
     loop.set_exception_handler(lambda _, what: failed.append(what["exception"]))
     rung: list[int] = []
     done = asyncio.Event()
 
     def fail() -> None:
-        raise RuntimeError("nobody expected this")
+        raise RuntimeError("a failing timer")
 
     def ring() -> None:
         rung.append(1)
@@ -41,12 +41,12 @@ async def test_an_alarm_that_fails_keeps_no_other_from_ringing() -> None:
     for each in (ring, fail, ring, fail, ring, fail, ring):
         timers().at(when, each)
     await asyncio.wait_for(done.wait(), 120)
-    while len(failed) < 3:  # noqa: ASYNC110  (the failures may be the last to ring)
+    while len(failed) < 3:  # noqa: ASYNC110  (the failing timers may be the last to fire)
         await asyncio.sleep(0)
     assert [type(error) for error in failed] == [RuntimeError] * 3
 
 
-async def test_an_alarm_that_is_taken_back_does_not_ring() -> None:
+async def test_a_cancelled_timer_does_not_fire() -> None:
     rung: list[str] = []
     done = asyncio.Event()
     when = now() + 0.01
@@ -54,11 +54,11 @@ async def test_an_alarm_that_is_taken_back_does_not_ring() -> None:
     timers().at(when + 0.02, done.set)
     timer.cancel()
     await done.wait()
-    timer.cancel()  # once more changes nothing
+    timer.cancel()  # a second cancel does nothing
     assert rung == []
 
 
-async def test_one_alarm_may_take_back_another_of_the_same_time_and_set_a_new_one() -> None:
+async def test_a_timer_may_cancel_another_of_the_same_time_and_set_a_new_one() -> None:
     mine = Timers(asyncio.get_running_loop())
     rung: list[int] = []
     done = asyncio.Event()
@@ -74,7 +74,7 @@ async def test_one_alarm_may_take_back_another_of_the_same_time_and_set_a_new_on
     assert len(rung) == 1
 
 
-async def test_many_alarms_of_one_time_are_one_timer_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_timers_of_one_time_share_a_loop_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
     timers: list[float] = []
     monkeypatch.setattr(loop, "call_at", lambda when, *_: timers.append(when))
@@ -85,7 +85,7 @@ async def test_many_alarms_of_one_time_are_one_timer_of_the_loop(monkeypatch: py
 
 
 @pytest.mark.parametrize("seconds", [30.0, 300.0, 86_400.0])
-async def test_alarms_that_are_far_off_have_few_timers_and_ring_no_later_than_that_allows(
+async def test_long_delays_share_few_loop_timers_within_their_tolerance(
     monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ from tests.service.live_server import TIMEOUT_S, LiveServer
 
 @pytest.fixture(scope="session", params=[False, True], ids=["wane", "uvicorn"])
 def live(request: pytest.FixtureRequest, live_servers: Callable[[bool], LiveServer]) -> LiveServer:
-    """The real server in a process of its own."""
+    """The real server in its own process."""
     return live_servers(request.param)
 
 

@@ -1,4 +1,4 @@
-"""Bad input gets an answer that says what was wrong: which field, which position, which id, which limit."""
+"""The error of invalid input names the field, the position, the id or the limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def session(http: httpx.Client) -> str:
 
 @pytest.fixture(scope="module")
 def card(http: httpx.Client) -> dict[str, Any]:
-    """The default model's."""
+    """The default model's card."""
     card: dict[str, Any] = http.get("/v1/models").json()["data"][0]
     return card
 
@@ -62,7 +62,7 @@ def test_a_body_over_the_limit_is_refused_with_the_limit(http: httpx.Client) -> 
     assert "4194304" in assert_problem(response, 413, "too_large")["detail"]
 
 
-def test_a_body_over_the_limit_that_hides_its_length_is_refused_all_the_same(http: httpx.Client) -> None:
+def test_a_body_over_the_limit_without_a_length_is_refused(http: httpx.Client) -> None:
     response = http.post("/v1/predict", content=(b" " * 2**16 for _ in range(65)))
     assert "4194304" in assert_problem(response, 413, "too_large")["detail"]
 
@@ -78,14 +78,14 @@ def test_a_body_over_the_limit_that_hides_its_length_is_refused_all_the_same(htt
         (b'{"input": "\\ud800"}', "line 1 column 18"),
         (b"[" * 100_000, "recursion limit"),
     ],
-    ids=["nothing", "a form", "cut short", "two documents", "not UTF-8", "half a surrogate pair", "too deep"],
+    ids=["nothing", "a form", "truncated", "two documents", "not UTF-8", "half a surrogate pair", "too deep"],
 )
 def test_a_body_that_is_not_json_is_refused_with_the_place(http: httpx.Client, content: bytes, where: str) -> None:
     assert where in assert_problem(http.post("/v1/predict", content=content), 400, "not_json")["detail"]
 
 
 @pytest.mark.parametrize("content", [b"[]", b"null", b'"text"', b"NaN"])
-def test_json_that_is_no_object_is_refused(http: httpx.Client, content: bytes) -> None:
+def test_json_other_than_an_object_is_refused(http: httpx.Client, content: bytes) -> None:
     document = assert_problem(http.post("/v1/predict", content=content), 422, "invalid_request")
     assert document["detail"] == "the body must be a JSON object"
 
@@ -105,7 +105,7 @@ def test_an_unknown_model_is_refused_by_name(http: httpx.Client, card: dict[str,
     assert "'gpt'" in document["detail"] and card["id"] in document["detail"]
 
 
-def test_an_unknown_model_of_a_card_a_session_or_a_comparison_is_refused_by_name(http: httpx.Client) -> None:
+def test_every_route_refuses_an_unknown_model_by_name(http: httpx.Client) -> None:
     for response in (
         http.get("/v1/models/gpt"),
         http.post("/v1/sessions", json={"model": "gpt"}),
@@ -115,7 +115,7 @@ def test_an_unknown_model_of_a_card_a_session_or_a_comparison_is_refused_by_name
 
 
 @pytest.mark.parametrize("path", ["/v1/predict", "/v1/generate", "/v1/sessions/{session}/tokens"])
-def test_an_unknown_mode_is_refused_with_those_there_are(http: httpx.Client, session: str, path: str) -> None:
+def test_an_unknown_mode_is_refused_with_the_known_modes(http: httpx.Client, session: str, path: str) -> None:
     response = http.post(path.format(session=session), json={"tokens": [1], "mode": "magic"})
     document = assert_problem(response, 422, "invalid_request")
     assert document["field"] == "mode"
@@ -136,7 +136,7 @@ def test_an_unknown_session_is_refused_by_name(http: httpx.Client, method: str, 
     assert "'nobody'" in assert_problem(http.request(method, path, json=body), 404, "unknown_session")["detail"]
 
 
-def test_a_session_id_that_is_taken_is_refused(http: httpx.Client, session: str) -> None:
+def test_a_session_id_in_use_is_refused(http: httpx.Client, session: str) -> None:
     http.post(f"/v1/sessions/{session}/tokens", json={"tokens": [5]}).raise_for_status()
     assert (
         session in assert_problem(http.post("/v1/sessions", json={"session": session}), 409, "session_exists")["detail"]
@@ -161,7 +161,7 @@ def test_a_session_id_that_is_taken_is_refused(http: httpx.Client, session: str)
     ],
     ids=str,
 )
-def test_a_history_that_cannot_be_is_refused(http: httpx.Client, body: object, said: str) -> None:
+def test_an_invalid_history_is_refused(http: httpx.Client, body: object, said: str) -> None:
     assert said in assert_problem(http.post("/v1/sessions", json=body), 422, "invalid_request")["detail"]
 
 
@@ -171,14 +171,14 @@ def test_a_history_over_the_limit_is_too_large(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["", "a b", "a/b", "é", "x" * 129], ids=ascii)
-def test_a_session_id_that_is_none_is_refused(http: httpx.Client, wrong: str) -> None:
+def test_an_invalid_session_id_is_refused(http: httpx.Client, wrong: str) -> None:
     document = assert_problem(http.post("/v1/sessions", json={"session": wrong}), 422, "invalid_request")
     assert document["field"] == "session"
 
 
 @pytest.mark.parametrize("path", ["/v1/predict", "/v1/generate"])
 @pytest.mark.parametrize("window", [0, -1])
-def test_a_window_of_nothing_is_refused(http: httpx.Client, path: str, window: int) -> None:
+def test_an_empty_window_is_refused(http: httpx.Client, path: str, window: int) -> None:
     response = http.post(path, json={"tokens": [1], "mode": "window", "window": window})
     document = assert_problem(response, 422, "invalid_request")
     assert document["field"] == "window"
@@ -186,9 +186,7 @@ def test_a_window_of_nothing_is_refused(http: httpx.Client, path: str, window: i
 
 
 @pytest.mark.parametrize("path", ["/v1/predict", "/v1/generate"])
-def test_a_window_over_the_largest_is_refused_with_the_largest(
-    http: httpx.Client, card: dict[str, Any], path: str
-) -> None:
+def test_a_window_over_the_limit_is_refused_with_the_limit(http: httpx.Client, card: dict[str, Any], path: str) -> None:
     window = card["max_window"] + 1
     response = http.post(path, json={"tokens": [1], "mode": "window", "window": window})
     document = assert_problem(response, 422, "invalid_request")
@@ -261,11 +259,11 @@ def test_a_value_of_the_wrong_type_or_size_is_refused_by_name(
 
 
 @pytest.mark.parametrize("body", [{}, {"input": "a", "tokens": [1]}, {"inputs": ["a"], "session": "s"}], ids=str)
-def test_a_prediction_of_nothing_or_of_two_things_is_refused(http: httpx.Client, body: object) -> None:
+def test_a_prediction_without_one_source_is_refused(http: httpx.Client, body: object) -> None:
     assert "exactly one" in assert_problem(http.post("/v1/predict", json=body), 422, "invalid_request")["detail"]
 
 
-def test_a_session_is_not_truncated_by_a_prediction(http: httpx.Client, session: str) -> None:
+def test_a_session_cannot_be_truncated(http: httpx.Client, session: str) -> None:
     response = http.post("/v1/predict", json={"session": session, "truncated": True})
     assert assert_problem(response, 422, "invalid_request")["field"] == "truncated"
 
@@ -276,7 +274,7 @@ def test_a_batch_over_the_limit_is_refused_with_the_limit(http: httpx.Client) ->
     assert "257" in document["detail"] and "256" in document["detail"]
 
 
-def test_one_bad_input_of_a_batch_does_not_fail_the_others(http: httpx.Client, card: dict[str, Any]) -> None:
+def test_a_bad_input_of_a_batch_does_not_fail_the_others(http: httpx.Client, card: dict[str, Any]) -> None:
     response = http.post("/v1/predict", json={"inputs": ["The", "", [1, -1], [1, 2]]})
     assert response.status_code == 200
     first, empty, negative, last = response.json()["results"]
@@ -286,7 +284,7 @@ def test_one_bad_input_of_a_batch_does_not_fail_the_others(http: httpx.Client, c
     assert "tokens[1]" in negative["error"]["detail"]
 
 
-def test_a_step_elsewhere_is_refused_with_the_session_s_position(http: httpx.Client, session: str) -> None:
+def test_a_step_at_another_position_is_refused_with_the_session_s_position(http: httpx.Client, session: str) -> None:
     path = f"/v1/sessions/{session}/tokens"
     http.post(path, json={"tokens": [5, 6]}).raise_for_status()
     for wrong in (1, 3):
@@ -298,7 +296,7 @@ def test_a_step_elsewhere_is_refused_with_the_session_s_position(http: httpx.Cli
         assert assert_problem(response, 409, "position_conflict")["position"] == 2
 
 
-def test_a_step_that_names_two_positions_is_refused(http: httpx.Client, session: str) -> None:
+def test_a_step_with_two_positions_is_refused(http: httpx.Client, session: str) -> None:
     response = http.post(
         f"/v1/sessions/{session}/tokens", json={"tokens": [7], "expected_position": 0}, headers={"x-wane-position": "1"}
     )
@@ -306,7 +304,7 @@ def test_a_step_that_names_two_positions_is_refused(http: httpx.Client, session:
 
 
 @pytest.mark.parametrize("headers", [{"x-wane-position": "0"}, {"idempotency-key": "once"}], ids=str)
-def test_a_step_sent_again_is_a_replay_and_appends_nothing(
+def test_a_retried_step_is_replayed_and_appends_nothing(
     http: httpx.Client, session: str, headers: dict[str, str]
 ) -> None:
     path = f"/v1/sessions/{session}/tokens"
@@ -318,7 +316,7 @@ def test_a_step_sent_again_is_a_replay_and_appends_nothing(
 
 
 @pytest.mark.parametrize("position", [-1, 3, 10**9])
-def test_a_rewind_out_of_the_tail_is_refused_with_the_range(http: httpx.Client, session: str, position: int) -> None:
+def test_a_rewind_outside_the_tail_is_refused_with_the_range(http: httpx.Client, session: str, position: int) -> None:
     http.post(f"/v1/sessions/{session}/tokens", json={"tokens": [5, 6]}).raise_for_status()
     response = http.post(f"/v1/sessions/{session}/rewind", json={"position": position})
     document = assert_problem(response, 422, "invalid_request")
@@ -351,7 +349,7 @@ LONG = "x" * 60_000
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_refusal_is_short_however_long_what_it_refuses(
+def test_the_refusal_of_a_long_value_is_short(
     http: httpx.Client, live: LiveServer, session: str, method: str, path: str, body: object
 ) -> None:
     response = http.request(method, path.format(session=session), json=body, headers={"x-request-id": session})
@@ -369,6 +367,6 @@ def test_a_refusal_is_short_however_long_what_it_refuses(
         ("POST", "/v1/predict", {"session": "a b"}),
     ],
 )
-def test_what_is_no_session_id_is_not_looked_up(http: httpx.Client, method: str, path: str, body: object) -> None:
+def test_an_invalid_session_id_is_not_looked_up(http: httpx.Client, method: str, path: str, body: object) -> None:
     document = assert_problem(http.request(method, path, json=body), 422, "invalid_request")
     assert document["field"] == "session"

@@ -1,4 +1,4 @@
-"""Reading a body costs no more for being wrong, or for being large."""
+"""Invalid and large bodies are cheap to refuse."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def decoder() -> Decoder:
 
 
 async def refusal(decoder: Decoder, model: type[Body], document: object) -> InvalidRequest:
-    """What a body with this document in it is refused with."""
+    """Returns the error for a body with this document."""
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": to_json(document)}
@@ -83,7 +83,7 @@ async def refusal(decoder: Decoder, model: type[Body], document: object) -> Inva
         "unknown parameters",
     ],
 )
-async def test_a_body_that_is_wrong_a_thousand_times_builds_at_most_two_errors(
+async def test_a_body_with_a_thousand_errors_builds_at_most_two(
     decoder: Decoder, model: type[Body], document: object, field: str
 ) -> None:
     refused = await refusal(decoder, model, document)
@@ -96,7 +96,7 @@ MakeBody = Callable[[], bytes]
 
 
 def filled(before: bytes, item: bytes, after: bytes) -> MakeBody:
-    """Makes a body that holds as many of an item as it may."""
+    """Makes a body of the largest size, filled with copies of an item."""
     return lambda: before + b",".join([item] * ((BODY_BYTES - len(before + after)) // (len(item) + 1))) + after
 
 
@@ -116,16 +116,15 @@ HUGE: list[tuple[str, type[Body], MakeBody, type[WaneError], str | None]] = [
     ("parameters", UnloadBody, filled(b'{"parameters":{', b'"a":1', b"}}"), InvalidRequest, "parameters.a"),
     ("ids", PredictBody, filled(b'{"tokens":[', b"5", b"]}"), TooLarge, None),
     ("ids of inputs", PredictBody, filled(b'{"inputs":[', b"[" + b"1," * 8000 + b"1]", b"]}"), TooLarge, None),
-    ("one field again", PredictBody, filled(b'{"tokens":[1],', b'"top_k":1', b"}"), TooLarge, None),
+    ("a repeated field", PredictBody, filled(b'{"tokens":[1],', b'"top_k":1', b"}"), TooLarge, None),
     ("nested", RewindBody, filled(b'{"position":', b"[" * 150 + b"]" * 150, b"}"), NotJson, None),
-    ("nested without end", PredictBody, lambda: b"[" * BODY_BYTES, NotJson, None),
+    ("nested to the end", PredictBody, lambda: b"[" * BODY_BYTES, NotJson, None),
     ("long numbers", PredictBody, filled(b'{"tokens":[', b"9" * 4000, b"]}"), NotJson, None),
 ]
 
 
 class Watched:
-    """Stands in for the functions that decode and validate: notes on which thread they were called, and what they were
-    given."""
+    """Replaces the functions that decode and validate, and records their threads and arguments."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decoded_bytes: list[int] = []
@@ -151,7 +150,7 @@ class Watched:
 
 
 def values(document: object) -> int:
-    """How many values a document is made of."""
+    """Counts the values in a document."""
     inner = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
     return 1 + sum(map(values, inner))
 
@@ -163,12 +162,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 @pytest.fixture(scope="module")
 def usual() -> Decoder:
-    """With the usual settings."""
+    """A decoder with the default settings."""
     return Decoder(Settings())
 
 
 @pytest.mark.parametrize(("model", "make", "error", "field"), [one[1:] for one in HUGE], ids=[one[0] for one in HUGE])
-async def test_of_a_large_body_no_more_is_decoded_than_a_request_may_hold_and_not_on_the_loop_s_thread(
+async def test_a_large_body_is_decoded_up_to_its_limits_and_on_the_decoder_s_thread(
     usual: Decoder, watched: Watched, model: type[Body], make: MakeBody, error: type[WaneError], field: str | None
 ) -> None:
     with pytest.raises(error) as refused:
@@ -178,13 +177,11 @@ async def test_of_a_large_body_no_more_is_decoded_than_a_request_may_hold_and_no
     most = usual.most
     assert all(count <= most.values + most.containers + 2 for count in watched.values)
     if field is not None and field in model.model_fields and field != "tokens":
-        assert watched.validated == [], "a list that is too long is refused before its items are looked at"
+        assert watched.validated == [], "a list over the limit is refused before its items are validated"
 
 
 @pytest.mark.parametrize(("count", "said"), [(257, "257"), (2000, "2000"), (500_000, "at least [0-9]+")])
-async def test_a_list_that_is_too_long_is_refused_alike_whether_a_little_or_much(
-    usual: Decoder, count: int, said: str
-) -> None:
+async def test_lists_slightly_and_far_over_the_limit_are_refused_alike(usual: Decoder, count: int, said: str) -> None:
     for model, body in (
         (PredictBody, b'{"inputs":[' + b",".join([b'"a"'] * count) + b"]}"),
         (StepsBody, b'{"steps":[' + b",".join([b'{"session":"s"}'] * count) + b"]}"),
@@ -197,7 +194,7 @@ async def test_a_list_that_is_too_long_is_refused_alike_whether_a_little_or_much
 STEP = b'{"tokens": [' + b",".join([b"5"] * 65000) + b'], "session": "a"}'
 
 
-async def test_what_a_body_that_is_too_large_would_have_brought_later_is_not_called_missing(usual: Decoder) -> None:
+async def test_a_field_after_the_decoded_part_is_not_reported_missing(usual: Decoder) -> None:
     said = "more than 266304 comma-separated values: the limit follows from max_input_tokens, max_scored_tokens and "
     for raw in (
         b'{"steps": [' + b",".join([STEP] * 5) + b"]}",
@@ -224,12 +221,12 @@ async def test_the_largest_request_that_the_settings_allow_is_decoded(usual: Dec
     assert all(thread.startswith("decoder") for thread in watched.threads)
 
 
-def test_no_body_has_more_fields_than_are_expected_of_one() -> None:
+def test_no_body_has_more_than_most_fields() -> None:
     bodies = [model for model in Body.__subclasses__() for model in (model, *model.__subclasses__())]
     assert max(len(model.model_fields) for model in bodies) <= MOST_FIELDS
 
 
-async def test_a_large_body_waits_for_its_turn_no_longer_than_its_deadline(
+async def test_a_large_body_waits_for_the_decoder_until_its_deadline(
     usual: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, busy = threading.Event(), threading.Event()
@@ -251,7 +248,7 @@ async def test_a_large_body_waits_for_its_turn_no_longer_than_its_deadline(
     assert (await first).tokens == [1]
 
 
-def test_large_bodies_and_messages_are_refused_and_answered_by_the_server(live: LiveServer) -> None:
+def test_the_server_refuses_and_answers_large_bodies_and_messages(live: LiveServer) -> None:
     with httpx.Client(base_url=live.url, timeout=60) as http:
         for path, body, field in (
             ("/v1/sessions/tokens", HUGE[0][2](), "steps"),

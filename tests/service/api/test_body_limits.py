@@ -1,4 +1,4 @@
-"""What a large body holds is counted as a decoder of JSON would find it."""
+"""The counts of values in a large body agree with a JSON decoder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENTS: st.SearchStrategy[Any] = st.recursive(
 
 
 def parts(document: object) -> Iterator[str]:
-    """One letter for each comma, colon, and opening bracket or brace that the document is written with."""
+    """Yields one word for each comma, colon, and opening bracket or brace in the document's JSON."""
     if isinstance(document, dict | list):
         yield "container"
         yield from ["value"] * (len(document) - 1)
@@ -32,7 +32,7 @@ def parts(document: object) -> Iterator[str]:
 
 
 @given(DOCUMENTS, st.booleans())
-def test_what_stands_in_a_string_does_not_count(document: object, ascii_only: bool) -> None:
+def test_the_contents_of_strings_do_not_count(document: object, ascii_only: bool) -> None:
     raw = json.dumps(document, ensure_ascii=ascii_only).encode(errors="replace")
     found = list(parts(document))
     most = BodyLimits(found.count("value"), found.count("field"), found.count("container"))
@@ -42,7 +42,7 @@ def test_what_stands_in_a_string_does_not_count(document: object, ascii_only: bo
             assert excess(raw, most._replace(**{name: count - 1})) is not None
 
 
-def test_the_place_is_that_of_the_first_thing_that_is_too_much() -> None:
+def test_the_place_is_that_of_the_first_value_over_a_limit() -> None:
     assert excess(b'{"a": [1, 2, 3], "b": 4}', BodyLimits(1, 9, 9)) == (11, "1 comma-separated values")
     assert excess(b'{"a": [1, 2, 3], "b": 4}', BodyLimits(2, 1, 9)) == (15, "2 comma-separated values")
     assert excess(b'{"a": [1, 2, 3], "b": 4}', BodyLimits(9, 1, 9)) == (20, "1 fields")
@@ -50,11 +50,11 @@ def test_the_place_is_that_of_the_first_thing_that_is_too_much() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(b"", b""), (b"[1,", b"]"), (b'{"a":', b""), (b"[0.", b",1]")])
-def test_a_number_of_too_many_digits_is_refused_with_its_place(before: bytes, after: bytes) -> None:
+def test_a_number_with_too_many_digits_is_refused_with_its_place(before: bytes, after: bytes) -> None:
     assert excess(before + b"9" * MOST_DIGITS + after, ANYTHING) is None
     with pytest.raises(NotJson, match=f"a number of {MOST_DIGITS + 1} digits at byte {len(before)};"):
         excess(before + b"9" * (MOST_DIGITS + 1) + after, ANYTHING)
 
 
-def test_digits_of_a_string_are_no_number() -> None:
+def test_digits_in_a_string_are_not_a_number() -> None:
     assert excess(b'["' + b"9" * 2 * MOST_DIGITS + b'"]', ANYTHING) is None

@@ -1,4 +1,4 @@
-"""A client that hangs up stops the work done for it, seen through a real socket and a real uvicorn."""
+"""A disconnection cancels the request, with a real socket and a real uvicorn."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.service.live_server import TIMEOUT_S, LiveServer
 
 
 def request_bytes(path: str, body: object, method: str = "POST") -> bytes:
-    """A request, whole."""
+    """Returns a whole request."""
     content = json.dumps(body).encode()
     return f"{method} {path} HTTP/1.1\r\nhost: wane\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
 
 
 async def send(server: tuple[str, int], path: str, body: object, method: str = "POST") -> asyncio.StreamWriter:
-    """Sends a request, and leaves its answer unread."""
+    """Sends a request without reading its answer."""
     _, writer = await asyncio.open_connection(*server)
     writer.write(request_bytes(path, body, method))
     await writer.drain()
@@ -43,7 +43,7 @@ async def send(server: tuple[str, int], path: str, body: object, method: str = "
     ],
     ids=str,
 )
-async def test_a_client_that_hangs_up_cancels_the_wait_for_the_engine(
+async def test_a_disconnection_cancels_the_wait_for_the_engine(
     server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture, path: str, body: object
 ) -> None:
     engine.wait = asyncio.Event()
@@ -54,7 +54,7 @@ async def test_a_client_that_hangs_up_cancels_the_wait_for_the_engine(
     await engine.cancelled.wait()
 
 
-async def test_a_client_that_hangs_up_cancels_the_end_of_a_session(
+async def test_a_disconnection_cancels_the_deletion_of_a_session(
     server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.wait = asyncio.Event()
@@ -65,7 +65,7 @@ async def test_a_client_that_hangs_up_cancels_the_end_of_a_session(
     await engine.cancelled.wait()
 
 
-async def test_the_access_log_says_499_for_a_client_that_hung_up(
+async def test_the_access_log_has_499_for_a_disconnection(
     server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -75,14 +75,14 @@ async def test_the_access_log_says_499_for_a_client_that_hung_up(
     writer.close()
     await writer.wait_closed()
     await engine.cancelled.wait()
-    server.should_exit = True  # which waits for the requests that are still being served
+    server.should_exit = True  # waits for the requests in flight
     while server.server_state.tasks:
         await asyncio.gather(*server.server_state.tasks)
     (fields,) = [vars(record)["fields"] for record in caplog.records if record.name == "wane.access"]
     assert (fields["status"], fields["error"]) == (499, "abandoned")
 
 
-async def test_a_client_that_stays_gets_its_answer(server: SocketServer, engine: FakeEngine) -> None:
+async def test_a_connected_client_receives_its_answer(server: SocketServer, engine: FakeEngine) -> None:
     engine.wait = asyncio.Event()
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
         asking = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
@@ -92,7 +92,7 @@ async def test_a_client_that_stays_gets_its_answer(server: SocketServer, engine:
     assert not engine.cancelled.is_set()
 
 
-async def test_a_stream_whose_reader_leaves_closes_the_generation(server: SocketServer, engine: FakeEngine) -> None:
+async def test_a_disconnection_closes_a_streamed_generation(server: SocketServer, engine: FakeEngine) -> None:
     engine.wait_after_first_token = asyncio.Event()
     async with (
         httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client,
@@ -103,9 +103,7 @@ async def test_a_stream_whose_reader_leaves_closes_the_generation(server: Socket
     await engine.closed.wait()
 
 
-def test_a_step_whose_client_hung_up_is_appended_once_when_it_is_sent_again(
-    live: LiveServer, http: httpx.Client
-) -> None:
+def test_a_step_retried_after_a_disconnection_is_appended_once(live: LiveServer, http: httpx.Client) -> None:
     session = http.post("/v1/sessions", json={}).json()["session"]
     path = f"/v1/sessions/{session}/tokens"
     step = {"tokens": [5, 6, 7], "expected_position": 0}

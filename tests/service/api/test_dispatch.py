@@ -1,4 +1,4 @@
-"""Requests that come whole are dispatched by the HTTP protocol, and all others by ASGI, to the same answers."""
+"""The HTTP protocol dispatches requests that arrive whole, ASGI handles all others, and the responses are equal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KEY = "alice-0123456789abcdefgh"
 
 
 def hold(server: ServerHarness) -> None:
-    """From now on no run ends."""
+    """Blocks the runs of the engine from now on."""
     server.harness.runner.busy.clear()
     server.harness.runner.gate.clear()
 
@@ -48,7 +48,7 @@ async def position(server: ServerHarness, session: str = "a") -> int:
     return (await server.harness.engine.get_session(session)).position
 
 
-# Which requests are dispatched.
+# Dispatched requests.
 
 
 async def test_every_dispatched_route_is_described(app: Application) -> None:
@@ -70,11 +70,11 @@ async def test_a_dispatched_route_never_reaches_the_framework(
 
 
 @pytest.mark.parametrize("path", [f"{STEP}/", f"{STEP}/x", "/v1/sessions/a/b/tokens", "/v1/predict/"])
-async def test_a_path_that_only_resembles_a_dispatched_route_is_not_found(client: httpx.AsyncClient, path: str) -> None:
+async def test_a_path_like_a_dispatched_route_is_not_found(client: httpx.AsyncClient, path: str) -> None:
     assert_problem(await client.post(path, json={"tokens": [1]}), 404, "not_found")
 
 
-async def test_a_session_s_id_is_read_from_the_path(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_session_id_is_read_from_the_path(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     answer = (await client.post("/v1/sessions/%61~b/tokens", json={"tokens": [1]})).json()
     assert answer["session"] == "a~b"
 
@@ -115,7 +115,7 @@ async def test_a_session_s_id_is_read_from_the_path(client: httpx.AsyncClient, e
     ],
     ids=str,
 )
-async def test_a_request_that_comes_whole_is_answered_as_by_asgi_without_it(
+async def test_a_dispatched_request_is_answered_like_one_by_asgi(
     harness: EngineHarness, path: str, body: Any, headers: list[str], status: int
 ) -> None:
     async with served(harness) as server:
@@ -138,9 +138,7 @@ LONG = [6, 7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["wane", "uvicorn"])
-async def test_every_prediction_searches_for_a_proof_only_where_it_is_asked_to(
-    make_harness: MakeHarness, native: bool
-) -> None:
+async def test_a_prediction_searches_for_a_proof_only_on_request(make_harness: MakeHarness, native: bool) -> None:
     harness = make_harness(certified=True, radius=1.0)
     proof = FakeProof(harness.engine)
     bodies: list[Document] = [
@@ -174,9 +172,7 @@ async def test_every_prediction_searches_for_a_proof_only_where_it_is_asked_to(
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["wane", "uvicorn"])
-async def test_a_deadline_or_a_client_that_leaves_ends_the_wait_for_a_proof(
-    make_harness: MakeHarness, native: bool
-) -> None:
+async def test_a_deadline_or_a_disconnection_ends_the_wait_for_a_proof(make_harness: MakeHarness, native: bool) -> None:
     harness = make_harness(certified=True, radius=1.0)
     proof = FakeProof(harness.engine)
     proof.gate.clear()
@@ -199,7 +195,7 @@ async def test_a_deadline_or_a_client_that_leaves_ends_the_wait_for_a_proof(
 
 
 @pytest.mark.parametrize("path", [STEP, PREDICT])
-async def test_a_body_over_the_limit_is_refused_however_it_comes(harness: EngineHarness, path: str) -> None:
+async def test_a_body_over_the_limit_is_refused_whole_or_in_parts(harness: EngineHarness, path: str) -> None:
     async with served(harness, max_body_bytes=1024) as server:
         padded = post(b'{"tokens": [6]}' + b" " * 2000, path=path)
         for parts in ([padded], in_two(padded)):
@@ -210,14 +206,14 @@ async def test_a_body_over_the_limit_is_refused_however_it_comes(harness: Engine
 # Framing.
 
 
-async def test_a_chunked_step_means_the_same(harness: EngineHarness) -> None:
+async def test_a_chunked_step_is_answered(harness: EngineHarness) -> None:
     chunked = b"POST %s HTTP/1.1\r\nhost: wane\r\ntransfer-encoding: chunked\r\n\r\n" % STEP.encode()
     async with served(harness) as server:
         status, document = await (await Client.of(server)).ask(chunked + b'e\r\n{"tokens": [6]\r\n1\r\n}\r\n0\r\n\r\n')
         assert (status, document["position"]) == (200, 2)
 
 
-async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(harness: EngineHarness) -> None:
+async def test_a_client_that_expects_100_continue_receives_it(harness: EngineHarness) -> None:
     head, body = in_two(post({"tokens": [6]}, "expect: 100-continue"))
     async with served(harness) as server:
         client = await Client.of(server)
@@ -226,7 +222,7 @@ async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(harness: En
         assert (await client.ask(body))[0] == 200
 
 
-async def test_requests_in_one_packet_are_answered_in_their_order(harness: EngineHarness) -> None:
+async def test_requests_in_one_packet_are_answered_in_order(harness: EngineHarness) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         await client.say(post({"tokens": [6]}) + post({"tokens": [7]}) + HEALTH)
@@ -234,7 +230,7 @@ async def test_requests_in_one_packet_are_answered_in_their_order(harness: Engin
         assert (positions, (await client.hear())[0]) == ([2, 3], 200)
 
 
-async def test_a_request_that_comes_while_one_is_answered_waits_for_it(harness: EngineHarness) -> None:
+async def test_a_request_waits_for_the_one_before_it(harness: EngineHarness) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         hold(server)
@@ -248,7 +244,7 @@ async def test_a_request_that_comes_while_one_is_answered_waits_for_it(harness: 
 
 @pytest.mark.parametrize("bad", MALFORMED.values(), ids=MALFORMED)
 @pytest.mark.parametrize("goods", [1, 3])
-async def test_a_malformed_request_is_answered_behind_the_steps_that_came_with_it(
+async def test_a_malformed_request_is_answered_after_earlier_steps_of_its_packet(
     harness: EngineHarness, bad: bytes, goods: int
 ) -> None:
     async with served(harness) as server:
@@ -259,7 +255,7 @@ async def test_a_malformed_request_is_answered_behind_the_steps_that_came_with_i
 
 
 @pytest.mark.parametrize("whole", [True, False])
-async def test_a_malformed_request_is_answered_behind_the_step_that_runs(
+async def test_a_malformed_request_is_answered_after_the_running_step(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture, whole: bool
 ) -> None:
     first = post({"tokens": [6]})
@@ -276,7 +272,7 @@ async def test_a_malformed_request_is_answered_behind_the_step_that_runs(
     assert "asyncio" not in {record.name for record in caplog.records}
 
 
-async def test_a_websocket_begins_behind_the_answer_to_a_step(harness: EngineHarness) -> None:
+async def test_a_websocket_starts_after_the_answer_to_a_step(harness: EngineHarness) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         hold(server)
@@ -295,9 +291,7 @@ async def test_a_websocket_begins_behind_the_answer_to_a_step(harness: EngineHar
     [post({"tokens": [6]}, "connection: close"), post({"tokens": [6]}, version="1.0")],
     ids=["close", "HTTP/1.0"],
 )
-async def test_the_last_request_of_a_connection_is_answered_and_the_connection_closed(
-    harness: EngineHarness, last: bytes
-) -> None:
+async def test_the_connection_is_closed_after_its_last_request(harness: EngineHarness, last: bytes) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         await client.say(last + post({"tokens": [7]}))
@@ -307,7 +301,7 @@ async def test_the_last_request_of_a_connection_is_answered_and_the_connection_c
         assert await position(server) == 2
 
 
-async def test_white_space_around_a_header_is_no_part_of_it(harness: EngineHarness) -> None:
+async def test_white_space_around_a_header_value_is_ignored(harness: EngineHarness) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         padded = post({"tokens": [6]}, "x-wane-position:\t 1\t ", "idempotency-key: k ")
@@ -317,7 +311,7 @@ async def test_white_space_around_a_header_is_no_part_of_it(harness: EngineHarne
         assert (await client.ask(post({"tokens": [6]}, "idempotency-key:k\t")))[1]["replayed"] is True
 
 
-async def test_a_server_that_stops_answers_what_it_has_begun_and_closes(harness: EngineHarness) -> None:
+async def test_a_stopping_server_answers_running_requests_and_closes(harness: EngineHarness) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         hold(server)
@@ -332,9 +326,7 @@ async def test_a_server_that_stops_answers_what_it_has_begun_and_closes(harness:
 
 
 @pytest.mark.parametrize("body", [{"tokens": [6]}, {"tokens": [6], "expected_position": 9}], ids=["200", "409"])
-async def test_a_connection_that_is_over_leaves_nothing_for_the_garbage_collector(
-    harness: EngineHarness, body: dict[str, Any]
-) -> None:
+async def test_a_closed_connection_leaves_no_garbage(harness: EngineHarness, body: dict[str, Any]) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         gc.disable()
@@ -347,10 +339,10 @@ async def test_a_connection_that_is_over_leaves_nothing_for_the_garbage_collecto
             gc.enable()
 
 
-# Predictions: steps are in `tests/service/test_conformance.py`.
+# Predictions: the same tests for steps are in `tests/service/test_conformance.py`.
 
 
-async def test_a_prediction_whose_deadline_passes_is_told(harness: EngineHarness) -> None:
+async def test_a_prediction_after_its_deadline_is_answered_504(harness: EngineHarness) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         hold(server)
@@ -361,7 +353,7 @@ async def test_a_prediction_whose_deadline_passes_is_told(harness: EngineHarness
         assert (await client.ask(post({"tokens": [6]}, path=PREDICT)))[0] == 200
 
 
-async def test_a_client_that_hangs_up_takes_its_prediction_back(harness: EngineHarness) -> None:
+async def test_a_disconnection_cancels_a_queued_prediction(harness: EngineHarness) -> None:
     async with served(harness) as server:
         first, second = await Client.of(server), await Client.of(server)
         hold(server)
@@ -379,7 +371,7 @@ async def test_a_client_that_hangs_up_takes_its_prediction_back(harness: EngineH
         await server.models.epochs.depart()
 
 
-async def test_a_prediction_that_the_server_cancels_is_answered(
+async def test_a_prediction_that_the_server_cancels_is_answered_503(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cancelled(*_: object) -> None:
@@ -392,7 +384,7 @@ async def test_a_prediction_that_the_server_cancels_is_answered(
 
 
 @pytest.mark.parametrize("path", [STEP, PREDICT])
-async def test_an_unexpected_failure_is_told_wherever_it_happens(
+async def test_an_unexpected_failure_is_answered_500(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     def fails(*_: object) -> None:
@@ -413,7 +405,7 @@ async def test_an_unexpected_failure_is_told_wherever_it_happens(
 # Keys and the access log.
 
 
-async def test_a_key_is_checked_and_charged_once_whichever_way_a_step_comes(
+async def test_a_key_is_charged_once_dispatched_or_by_asgi(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charged: list[float] = []
@@ -444,7 +436,7 @@ async def test_a_step_over_the_rate_of_its_key_is_refused(
         assert (status, document["code"]) == (429, "rate_limited")
 
 
-async def test_the_access_log_says_the_same_of_a_step_whichever_way_it_comes(
+async def test_the_access_log_is_the_same_dispatched_or_by_asgi(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "wane.access")
@@ -463,7 +455,7 @@ async def test_the_access_log_says_the_same_of_a_step_whichever_way_it_comes(
     assert refused[0].keys() == refused[1].keys() >= {"model", "error"}
 
 
-async def test_behind_a_proxy_a_step_is_of_the_client_that_the_proxy_names(
+async def test_a_trusted_proxy_names_the_client_of_a_step(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "wane.access")

@@ -1,4 +1,4 @@
-"""How the engine's answers look on the wire, field by field, over an engine whose answers are known."""
+"""The engine's answers as JSON, field by field, over an engine with known answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.service.fake_engine import MANIFEST, FakeEngine, FakeRegistry
 from wane.service.types import GenerateRequest, Mode, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 
-WHO = {"model": "fake", "model_version": "3", "device": "cpu"}
+MODEL = {"model": "fake", "model_version": "3", "device": "cpu"}
 LATENCY = {"queue_ms": 0.25, "compute_ms": 0.5, "total_ms": 1.0}
 PREDICTIONS = [
     {"token_id": 7, "token": " the", "probability": 0.5, "logprob": -0.6931},
@@ -19,11 +19,11 @@ PREDICTIONS = [
 ]
 
 
-async def test_a_prediction_says_who_answered_how_long_it_took_and_how_sure_it_is(client: httpx.AsyncClient) -> None:
+async def test_a_prediction_has_its_model_latency_and_bounds(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/predict", json={"tokens": [1], "mode": "recurrent"})
     assert response.headers["content-type"] == "application/json"
     assert response.json() == {
-        **WHO,
+        **MODEL,
         "mode": "recurrent",
         "window": None,
         "predictions": PREDICTIONS,
@@ -35,7 +35,7 @@ async def test_a_prediction_says_who_answered_how_long_it_took_and_how_sure_it_i
     }
 
 
-async def test_both_modes_stand_beside_each_other_with_their_agreement(client: httpx.AsyncClient) -> None:
+async def test_both_modes_are_answered_with_their_agreement(client: httpx.AsyncClient) -> None:
     answer = (await client.post("/v1/predict", json={"tokens": [1], "mode": "both"})).json()
     assert answer["modes"] == {
         "recurrent": {"predictions": PREDICTIONS, "latency": LATENCY},
@@ -53,7 +53,7 @@ async def test_both_modes_stand_beside_each_other_with_their_agreement(client: h
     }
 
 
-async def test_what_a_prediction_asks_for_reaches_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_the_options_of_a_prediction_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     body = {"input": "ab", "model": "fake", "mode": "auto", "window": 3, "tolerance": 0.5, "top_k": 2}
     await client.post("/v1/predict", json=body)
     (asked,) = engine.asked
@@ -73,7 +73,7 @@ async def test_what_a_prediction_asks_for_reaches_the_engine(client: httpx.Async
     ],
     ids=str,
 )
-async def test_that_tokens_end_a_longer_sequence_reaches_the_engine(
+async def test_truncated_reaches_the_engine(
     client: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, object]
 ) -> None:
     (await client.post(path, json=body)).raise_for_status()
@@ -90,7 +90,7 @@ async def test_a_prediction_from_a_session_sends_no_tokens(client: httpx.AsyncCl
     assert (asked.session, asked.tokens) == ("s", ())
 
 
-async def test_the_texts_of_a_batch_are_encoded_with_a_turn_for_others_between_them(
+async def test_other_work_runs_between_the_texts_of_a_batch(
     client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = 0
@@ -115,13 +115,13 @@ async def test_the_texts_of_a_batch_are_encoded_with_a_turn_for_others_between_t
 
 async def test_a_batch_has_an_answer_for_each_input_in_order(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     answer = (await client.post("/v1/predict", json={"inputs": ["a", " ", [2], []]})).json()
-    assert {name: answer[name] for name in WHO} == WHO
+    assert {name: answer[name] for name in MODEL} == MODEL
     assert [next(iter(result)) for result in answer["results"]] == ["model", "error", "model", "error"]
     assert [request.tokens for request in engine.asked if isinstance(request, PredictRequest)] == [(97,), (2,)]
     assert answer["results"][1]["error"]["code"] == "invalid_request"
 
 
-async def test_an_input_that_meets_a_bug_is_told_as_internal_in_its_place(
+async def test_an_unexpected_error_of_an_input_is_internal_in_its_place(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.failure = ZeroDivisionError("secret")
@@ -141,12 +141,12 @@ async def test_a_step_takes_its_position_and_key_from_headers(client: httpx.Asyn
     assert (answer["session"], answer["position"], answer["replayed"]) == ("s", 2, False)
 
 
-async def test_a_new_session_is_created_at_its_own_address(client: httpx.AsyncClient) -> None:
+async def test_a_new_session_has_a_location(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/sessions", json={"session": "mine", "mode": "window"})
     assert response.status_code == 201
     assert response.headers["location"] == "/v1/sessions/mine"
     assert response.json() == {
-        **WHO,
+        **MODEL,
         "session": "mine",
         "mode": "window",
         "position": 0,
@@ -156,7 +156,7 @@ async def test_a_new_session_is_created_at_its_own_address(client: httpx.AsyncCl
     }
 
 
-async def test_a_session_that_is_deleted_is_answered_with_nothing(client: httpx.AsyncClient) -> None:
+async def test_a_deletion_is_answered_without_a_body(client: httpx.AsyncClient) -> None:
     response = await client.delete("/v1/sessions/s")
     assert (response.status_code, response.content) == (204, b"")
 
@@ -164,7 +164,7 @@ async def test_a_session_that_is_deleted_is_answered_with_nothing(client: httpx.
 async def test_a_score_has_one_log_probability_for_each_token(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     answer = (await client.post("/v1/score", json={"input": "ab", "method": "sequential", "tolerance": 0})).json()
     assert answer == {
-        **WHO,
+        **MODEL,
         "tokens": [97, 98],
         "logprobs": [-1.0, -1.0],
         "perplexity": 2.718281828,
@@ -181,12 +181,12 @@ async def test_a_score_has_one_log_probability_for_each_token(client: httpx.Asyn
     assert (asked.method, asked.tolerance) == (ScoreMethod.SEQUENTIAL, 0)
 
 
-async def test_a_comparison_has_recurrent_and_a_line_for_every_window(client: httpx.AsyncClient) -> None:
+async def test_a_comparison_has_recurrent_mode_and_every_window(client: httpx.AsyncClient) -> None:
     body = {"tokens": [1], "windows": [1, 2], "models": ["fake", "fake"], "repeat": 3}
     answer = (await client.post("/v1/compare", json=body)).json()
     assert answer["device"] == "cpu"
     for model in answer["models"]:
-        assert {name: model[name] for name in (*WHO, "tokens", "repeat")} == {**WHO, "tokens": 1, "repeat": 3}
+        assert {name: model[name] for name in (*MODEL, "tokens", "repeat")} == {**MODEL, "tokens": 1, "repeat": 3}
         assert model["recurrent"]["agreement"] is None
         assert model["recurrent"]["latency"]["compute"] == {"p50_ms": 0.5, "p99_ms": 1.0}
         assert [line["window"] for line in model["windows"]] == [1, 2]
@@ -197,7 +197,7 @@ async def test_a_generation_is_one_answer(client: httpx.AsyncClient, engine: Fak
     body = {"input": "a", "max_tokens": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "seed": 7, "stop": "."}
     answer = (await client.post("/v1/generate", json=body)).json()
     assert answer == {
-        **WHO,
+        **MODEL,
         "text": "é",
         "tokens": [200, 200],
         "finish_reason": "length",
@@ -214,7 +214,7 @@ async def test_a_generation_is_one_answer(client: httpx.AsyncClient, engine: Fak
     assert engine.closed.is_set()
 
 
-async def test_a_streamed_generation_is_an_event_for_each_token_and_one_at_the_end(client: httpx.AsyncClient) -> None:
+async def test_a_streamed_generation_is_an_event_for_each_token_and_a_finish(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/generate", json={"tokens": [1], "max_tokens": 2, "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["cache-control"] == "no-store"
@@ -230,7 +230,7 @@ async def test_a_streamed_generation_is_an_event_for_each_token_and_one_at_the_e
     assert json.loads(data.removeprefix("data: "))["text"] == "é"
 
 
-async def test_models_have_openai_s_shape_and_the_manifest_beside_it(client: httpx.AsyncClient) -> None:
+async def test_models_have_openai_s_fields_and_the_manifest_s(client: httpx.AsyncClient) -> None:
     answer = (await client.get("/v1/models")).json()
     assert answer["object"] == "list"
     (card,) = answer["data"]
@@ -243,7 +243,7 @@ async def test_models_have_openai_s_shape_and_the_manifest_beside_it(client: htt
     assert {**whole, "certificate": None} == {**card, "certificate": None}
 
 
-async def test_a_model_shows_its_certificate_and_the_list_leaves_out_the_curve(client: httpx.AsyncClient) -> None:
+async def test_a_model_has_its_certificate_and_the_list_omits_the_curve(client: httpx.AsyncClient) -> None:
     (card,) = (await client.get("/v1/models")).json()["data"]
     whole = (await client.get("/v1/models/fake")).json()["certificate"]
     assert whole == MANIFEST.certificate.model_dump(mode="json")
@@ -253,16 +253,16 @@ async def test_a_model_shows_its_certificate_and_the_list_leaves_out_the_curve(c
     assert card["certificate"]["reason"] == "the bound is still 0.02"
 
 
-async def test_readiness_lists_the_models_and_says_why_one_is_not_certified(
+async def test_readiness_lists_the_models_with_the_reason_of_an_uncertified_one(
     client: httpx.AsyncClient, registry: FakeRegistry
 ) -> None:
     ready = (await client.get("/readyz")).json()
-    assert ready["models"] == [{**WHO, "certified": False, "reason": "the bound is still 0.02"}]
+    assert ready["models"] == [{**MODEL, "certified": False, "reason": "the bound is still 0.02"}]
     registry.status = "draining"
     assert (await client.get("/readyz")).json()["models"] == []
 
 
-async def test_the_first_page_leads_to_the_documentation(client: httpx.AsyncClient) -> None:
+async def test_the_start_page_links_to_the_documentation(client: httpx.AsyncClient) -> None:
     response = await client.get("/")
     assert response.headers["content-type"].startswith("text/html")
     for link in ("docs", "openapi.json", "v1/models", "v1/report"):
@@ -271,12 +271,12 @@ async def test_the_first_page_leads_to_the_documentation(client: httpx.AsyncClie
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-8"])
-async def test_a_body_is_json_whatever_it_is_called(client: httpx.AsyncClient, kind: str) -> None:
+async def test_a_body_is_read_as_json_with_any_content_type(client: httpx.AsyncClient, kind: str) -> None:
     response = await client.post("/v1/predict", content=b'{"tokens": [1]}', headers={"content-type": kind})
     assert response.status_code == 200
 
 
-async def test_requests_are_answered_side_by_side(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
+async def test_requests_are_answered_concurrently(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
     registry.engine.wait = asyncio.Event()
     first = asyncio.create_task(client.post("/v1/predict", json={"tokens": [1]}))
     await registry.engine.waiting.wait()

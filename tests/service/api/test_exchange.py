@@ -1,4 +1,4 @@
-"""A request that was dispatched, when its answer cannot be written."""
+"""A dispatched request whose response cannot be written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wane.service.app import Application
 
 
 class FailingSink:
-    """Cannot write a response."""
+    """Fails to write a response."""
 
     def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         raise OSError(f"cannot write {status}")
@@ -24,20 +24,18 @@ def dispatch(app: Application) -> None:
     app.dispatcher.dispatch(scope, b'{"tokens": [1]}', FailingSink())
 
 
-async def test_an_answer_that_cannot_be_written_at_once_is_an_error_of_the_connection(
-    app: Application, engine: FakeEngine
-) -> None:
+async def test_a_write_error_at_once_is_raised_to_the_connection(app: Application, engine: FakeEngine) -> None:
     with pytest.raises(OSError, match="cannot write 200"):
         dispatch(app)
 
 
-async def test_an_answer_that_cannot_be_written_later_is_an_error_of_the_event_loop(
+async def test_a_later_write_error_is_raised_to_the_event_loop(
     app: Application, registry: FakeRegistry, engine: FakeEngine
 ) -> None:
     loop = asyncio.get_running_loop()
-    told: asyncio.Future[Exception] = loop.create_future()
-    loop.set_exception_handler(lambda _, context: told.set_result(context["exception"]))
+    raised: asyncio.Future[Exception] = loop.create_future()
+    loop.set_exception_handler(lambda _, context: raised.set_result(context["exception"]))
     engine.wait = asyncio.Event()
     dispatch(app)
     engine.wait.set()
-    assert str(await told) == "cannot write 200"
+    assert str(await raised) == "cannot write 200"

@@ -1,5 +1,4 @@
-"""A Redis with no more room, of the configuration that is shipped: the service refuses what is new, as its mode has it,
-and nothing that is stored is lost."""
+"""A full Redis with the shipped configuration: the service refuses new work, and loses no stored session."""
 
 from __future__ import annotations
 
@@ -26,21 +25,21 @@ TOKENS = list(range(1, 601))
 
 
 class Sessions:
-    """Those of one server, each with the position that was acknowledged last."""
+    """The sessions of one server, each with its last acknowledged position."""
 
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
         self.at: dict[str, int] = {}
 
     def step(self, session: str, tokens: list[int]) -> httpx.Response:
-        """Names no position: what was refused must not have been done."""
+        """Appends tokens without a position, because a refused step must not have been taken."""
         answer = self.http.post(f"/v1/sessions/{session}/tokens", json={"tokens": tokens})
         if answer.status_code == 200:
             self.at[session] = answer.json()["position"]
         return answer
 
     def fill(self) -> httpx.Response:
-        """Begins sessions, with some tokens each, until that is refused: the refusal."""
+        """Starts sessions with some tokens until one is refused. Returns the refusal."""
         for number in range(1000):
             answer = self.http.post("/v1/sessions", json={"session": f"s{number}"})
             if answer.status_code == 201:
@@ -48,16 +47,16 @@ class Sessions:
                 answer = self.step(f"s{number}", TOKENS)
             if answer.status_code not in (200, 201):
                 return answer
-        raise AssertionError("it is never full")
+        raise AssertionError("Redis never becomes full")
 
     def found(self) -> dict[str, int]:
-        """Where the server says that they are."""
+        """Returns the sessions' positions on the server."""
         answers = {session: self.http.get(f"/v1/sessions/{session}") for session in self.at}
         return {session: answer.json()["position"] for session, answer in answers.items() if answer.status_code == 200}
 
 
 def limit(redis: RedisServer, room_bytes: int | None) -> None:
-    """Leaves so much room; None: all there is."""
+    """Leaves `room_bytes` of memory to Redis; None: no limit."""
     with Redis.from_url(redis.url) as client:
         used: Any = client.info("memory")
         client.config_set("maxmemory", 0 if room_bytes is None else used["used_memory"] + room_bytes)
@@ -77,7 +76,7 @@ def is_refusal(answer: httpx.Response) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["reject", "degrade"])
-def test_a_full_redis_refuses_what_is_new_and_loses_nothing(tmp_path: Path, mode: str) -> None:
+def test_a_full_redis_refuses_new_work_and_loses_nothing(tmp_path: Path, mode: str) -> None:
     with (
         redis_server(tmp_path, OPTIONS) as redis,
         live_server(WANE_BUNDLES=BUNDLE, WANE_STORE=redis.url, WANE_STORE_FAILURE_MODE=mode) as server,
@@ -87,7 +86,7 @@ def test_a_full_redis_refuses_what_is_new_and_loses_nothing(tmp_path: Path, mode
         limit(redis, ROOM_BYTES)
         assert is_refusal(sessions.fill())
         assert len(sessions.at) > 20
-        limit(redis, -ROOM_BYTES // 2)  # or it may be the buffers of a connection that there was no room for
+        limit(redis, -ROOM_BYTES // 2)  # a connection's buffers may have caused the refusal above
         assert is_refusal(sessions.step("s0", [7]))
         assert is_refusal(http.post("/v1/sessions", json={}))
         ready = http.get("/readyz")
@@ -95,9 +94,9 @@ def test_a_full_redis_refuses_what_is_new_and_loses_nothing(tmp_path: Path, mode
         assert http.post("/v1/predict", json={"tokens": [5]}).status_code == 200
         assert sessions.found() == sessions.at
 
-        for gone in list(sessions.at)[10:]:  # what is full may be left
-            assert http.delete(f"/v1/sessions/{gone}").status_code == 204
-            del sessions.at[gone]
+        for deleted in list(sessions.at)[10:]:  # a full store permits deletion
+            assert http.delete(f"/v1/sessions/{deleted}").status_code == 204
+            del sessions.at[deleted]
         limit(redis, ROOM_BYTES)
         assert sessions.step("s0", [7]).json()["durable"] is True
 
@@ -109,8 +108,8 @@ def test_a_full_redis_refuses_what_is_new_and_loses_nothing(tmp_path: Path, mode
             assert (away.status_code, away.json()["durable"]) == (200, False)
         redis.options = (*OPTIONS, "--maxmemory", "1")
         redis.start()
-        server.read_until("the session store is reachable")
-        assert is_refusal(sessions.step("s4", [9])), "nobody has gone on with it: Redis is there, and is full"
+        server.read_until("the session store is there")
+        assert is_refusal(sessions.step("s4", [9])), "no fallback took this session over: Redis is available and full"
         back = sessions.step("s0", [9])
         if mode == "reject":
             assert is_refusal(back)
@@ -130,5 +129,5 @@ def test_a_full_redis_refuses_what_is_new_and_loses_nothing(tmp_path: Path, mode
         live_server(WANE_BUNDLES=BUNDLE, WANE_STORE=redis.url) as another,
         httpx.Client(base_url=another.url, timeout=TIMEOUT_S) as http,
     ):
-        told, sessions.http = dict(sessions.at), http
-        assert sessions.found() == told
+        acknowledged, sessions.http = dict(sessions.at), http
+        assert sessions.found() == acknowledged

@@ -1,4 +1,4 @@
-"""What is over leaves nothing for the garbage collector, which comes seldom: each in a process of its own."""
+"""Requests and connections leave no garbage after their end, each in its own process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from wane.service.api.disconnect import until_hangup
 from wane.service.net.http_protocol import BufferedTransport, HttpProtocol
 from wane.service.net.websocket_protocol import WebSocketProtocol
 
-TURNS = 100  # of the event loop, for what there is still to do
+TURNS = 100  # turns of the event loop for cleanup
 
 
 async def watch_a_request() -> None:
-    """One that takes so long that its client is watched."""
+    """Runs a request long enough that the server watches its client."""
 
     async def receive() -> Message:
         watching.set()
@@ -36,7 +36,7 @@ async def watch_a_request() -> None:
 
 
 async def connect_and_leave() -> None:
-    """Three connections, with an answer each."""
+    """Opens and closes three connections, with an answer on each."""
     async with serving() as server:
         for _ in range(3):
             reader, writer = await asyncio.open_connection(*server.address)
@@ -52,7 +52,7 @@ async def connect_and_leave() -> None:
 
 
 async def leave_within_a_message(first: bytes) -> None:
-    """Three WebSockets, each gone before the message is whole that `first` begins."""
+    """Opens three WebSockets, and closes each within the message that `first` starts."""
     async with serving() as server:
         for _ in range(3):
             reader, writer = await asyncio.open_connection(*server.address)
@@ -77,5 +77,5 @@ async def leave_behind_a_fragment() -> None:
 
 
 @pytest.mark.parametrize("what", [watch_a_request, connect_and_leave, leave_within_a_frame, leave_behind_a_fragment])
-def test_what_is_over_leaves_nothing_for_the_garbage_collector(what: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def test_finished_requests_and_connections_leave_no_garbage(what: Callable[[], Coroutine[Any, Any, None]]) -> None:
     alone(what)

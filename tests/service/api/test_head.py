@@ -1,4 +1,4 @@
-"""HEAD is answered wherever GET is: the same head, and no body."""
+"""HEAD is answered like GET: the same head, and no body."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.service.conftest import SocketServer
 from tests.service.live_server import TIMEOUT_S
 from tests.service.table import every_route
 
-SAME_OF_NO_TWO = {"date", "x-request-id"}
+VARIABLE = {"date", "x-request-id"}
 
 
-async def test_every_get_has_its_head_without_a_body(app: FastAPI, server: SocketServer) -> None:
+async def test_head_has_the_headers_of_get(app: FastAPI, server: SocketServer) -> None:
     paths = [path for method, path in every_route(app) if method == "GET"]
     assert {"/v1/models", "/v1/models/fake", "/v1/report", "/v1/sessions/s", "/metrics"} <= set(paths)
     paths += ["/v1/sessions/unknown", "/v1/models/unknown", "/nowhere"]
@@ -25,12 +25,12 @@ async def test_every_get_has_its_head_without_a_body(app: FastAPI, server: Socke
             read, head = await client.get(path), await client.head(path)
             assert (head.status_code, head.content) == (read.status_code, b""), path
             assert head.headers.keys() == read.headers.keys()
-            if path != "/metrics":  # these count what was asked
-                for name in head.headers.keys() - SAME_OF_NO_TWO:
+            if path != "/metrics":  # the metrics count these requests
+                for name in head.headers.keys() - VARIABLE:
                     assert head.headers[name] == read.headers[name], (path, name)
 
 
-async def test_what_follows_a_head_on_its_connection_is_the_next_answer(server: SocketServer) -> None:
+async def test_the_next_answer_follows_a_head_directly(server: SocketServer) -> None:
     reader, writer = await asyncio.open_connection(*server.address)
     for method in ("HEAD", "GET"):
         close = "close" if method == "GET" else "keep-alive"

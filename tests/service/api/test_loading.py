@@ -1,4 +1,4 @@
-"""Requests that come while their model is being loaded wait for it, within their deadline."""
+"""Requests wait for a model that is being loaded, until their deadline."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_request_is_answered_once_the_model_is_loaded(
 
 
 @each_request
-async def test_a_request_whose_deadline_passes_while_it_waits_is_answered_504_and_leaves_no_trace(
+async def test_a_request_that_waits_past_its_deadline_is_answered_504(
     client: httpx.AsyncClient, registry: FakeRegistry, method: str, path: str, body: object
 ) -> None:
     registry.begin_loading()
@@ -64,10 +64,10 @@ async def test_a_request_whose_deadline_passes_while_it_waits_is_answered_504_an
     assert registry.engine.asked == []
 
 
-async def test_of_many_steps_the_one_whose_model_is_not_loaded_in_time_is_answered_504_in_its_place(
+async def test_a_step_that_waits_past_its_deadline_fails_alone(
     client: httpx.AsyncClient, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default model answers, and another one is being loaded."""
+    """The default model is ready, and another one is being loaded."""
     registry.begin_loading()
     monkeypatch.setattr(registry, "is_coming", lambda name=None: False)
     engine_for = registry.engine_for
@@ -84,7 +84,7 @@ async def test_of_many_steps_the_one_whose_model_is_not_loaded_in_time_is_answer
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/predict", {"tokens": [1]}), ("/v1/sessions/s/tokens", {"tokens": [1]})], ids=str
 )
-async def test_a_client_that_hangs_up_while_it_waits_is_not_answered(
+async def test_a_disconnection_cancels_the_wait_for_a_model(
     server: SocketServer, registry: FakeRegistry, caplog: pytest.LogCaptureFixture, path: str, body: object
 ) -> None:
     caplog.set_level("INFO")
@@ -131,7 +131,7 @@ async def test_a_websocket_waits_for_its_model(server: SocketServer, registry: F
         assert json.loads(await socket.recv())["predictions"]
 
 
-async def test_a_websocket_whose_model_is_not_loaded_in_time_is_told_to_come_again() -> None:
+async def test_a_websocket_that_waits_past_its_deadline_is_closed_with_1012() -> None:
     registry = FakeRegistry()
     registry.begin_loading()
     settings = Settings(request_timeout_ms=1)
@@ -148,7 +148,7 @@ async def test_a_websocket_whose_model_is_not_loaded_in_time_is_told_to_come_aga
     await serving
 
 
-async def test_a_websocket_that_is_closed_while_it_waits_fails_nothing(
+async def test_a_websocket_that_is_closed_during_the_wait_logs_no_error(
     server: SocketServer, registry: FakeRegistry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")

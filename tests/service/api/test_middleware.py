@@ -1,4 +1,4 @@
-"""What every request goes through: its id, its deadline, the limit of its body, its line in the log."""
+"""The middleware: request ids, deadlines, limits of bodies, the access log, and metrics."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/", "/v1/models", "/nowhere", "/docs", "/v1/sessions/unknown"])
-async def test_every_answer_carries_the_request_s_own_id(client: httpx.AsyncClient, path: str) -> None:
+async def test_every_response_has_the_client_s_request_id(client: httpx.AsyncClient, path: str) -> None:
     response = await client.get(path, headers={"x-request-id": "mine-1"})
     assert response.headers["x-request-id"] == "mine-1"
 
 
-async def test_a_request_without_an_id_is_given_one_of_its_own(client: httpx.AsyncClient) -> None:
+async def test_a_request_without_an_id_receives_a_new_one(client: httpx.AsyncClient) -> None:
     ids = {(await client.get("/healthz")).headers["x-request-id"] for _ in range(3)}
     assert len(ids) == 3
 
 
 @pytest.mark.parametrize("wrong", ["", "two words", "x" * 129, "é"], ids=ascii)
-async def test_an_id_that_could_not_be_logged_is_replaced(client: httpx.AsyncClient, wrong: str) -> None:
+async def test_an_invalid_request_id_is_replaced(client: httpx.AsyncClient, wrong: str) -> None:
     response = await client.get("/healthz", headers={b"x-request-id": wrong.encode()})
     assert response.headers["x-request-id"] != wrong
 
 
-async def test_a_trace_is_logged_and_names_a_request_that_has_no_id(
+async def test_a_trace_id_is_logged_and_is_the_default_request_id(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -53,7 +53,7 @@ async def test_a_trace_is_logged_and_names_a_request_that_has_no_id(
 @pytest.mark.parametrize(
     "wrong", [f"ff{TRACEPARENT[2:]}", TRACEPARENT.upper(), f"00-{'0' * 32}-b7ad6b7169203331-01", TRACEPARENT[:-3]]
 )
-async def test_a_traceparent_that_is_none_is_passed_over(
+async def test_an_invalid_traceparent_is_ignored(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
     caplog.set_level("INFO")
@@ -62,7 +62,7 @@ async def test_a_traceparent_that_is_none_is_passed_over(
     assert line["trace_id"] is None
 
 
-async def test_each_request_is_one_line_with_what_it_was_and_how_it_was_answered(
+async def test_each_request_is_one_line_in_the_access_log(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -97,7 +97,7 @@ async def test_requests_are_counted_by_route_and_not_by_path(client: httpx.Async
     assert "/v1/sessions/a" not in metrics
 
 
-async def test_a_body_at_the_limit_is_read_and_one_byte_more_is_not(client: httpx.AsyncClient) -> None:
+async def test_a_body_at_the_limit_is_read_and_a_longer_one_is_refused(client: httpx.AsyncClient) -> None:
     body = b'{"tokens": [1]}'
     assert (await client.post("/v1/predict", content=body.ljust(LIMIT))).status_code == 200
     response = await client.post("/v1/predict", content=body.ljust(LIMIT + 1))
@@ -105,7 +105,7 @@ async def test_a_body_at_the_limit_is_read_and_one_byte_more_is_not(client: http
     assert response.headers["connection"] == "close"
 
 
-async def test_a_body_of_unknown_length_is_counted_as_it_comes(client: httpx.AsyncClient) -> None:
+async def test_a_body_of_unknown_length_is_counted_as_it_arrives(client: httpx.AsyncClient) -> None:
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -129,12 +129,12 @@ async def test_a_deadline_may_be_shortened_but_not_lengthened(client: httpx.Asyn
 
 
 @pytest.mark.parametrize("wrong", ["0", "-5", "1.5", "1e3", "soon", "", "9" * 10])
-async def test_a_timeout_that_is_no_whole_number_is_refused(client: httpx.AsyncClient, wrong: str) -> None:
+async def test_an_invalid_timeout_is_refused(client: httpx.AsyncClient, wrong: str) -> None:
     response = await client.get("/healthz", headers={"x-request-timeout-ms": wrong})
     assert_problem(response, 422, "invalid_request")
 
 
-async def test_a_body_that_does_not_come_in_time_is_a_passed_deadline(client: httpx.AsyncClient) -> None:
+async def test_a_body_after_the_deadline_is_answered_504(client: httpx.AsyncClient) -> None:
     never = asyncio.Event()
 
     async def body() -> AsyncIterator[bytes]:
@@ -145,7 +145,7 @@ async def test_a_body_that_does_not_come_in_time_is_a_passed_deadline(client: ht
     assert_problem(response, 504, "deadline_exceeded")
 
 
-async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
+async def test_readiness_follows_the_registry(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
     for status, code in (("loading", 503), ("ready", 200), ("draining", 503)):
         registry.status = status
         response = await client.get("/readyz")
@@ -159,14 +159,14 @@ async def test_readiness_follows_the_catalog(client: httpx.AsyncClient, registry
         assert (await client.get("/healthz")).json() == {"live": True}
 
 
-async def test_health_may_be_asked_for_without_a_body(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
+async def test_probes_answer_head(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
     for status, code in (("loading", 503), ("ready", 200)):
         registry.status = status
         assert (await client.head("/readyz")).status_code == code
         assert (await client.head("/healthz")).status_code == 200
 
 
-async def test_a_websocket_to_a_path_without_one_is_told_so_and_closed(app: FastAPI) -> None:
+async def test_a_websocket_at_another_route_receives_an_error_and_is_closed(app: FastAPI) -> None:
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:

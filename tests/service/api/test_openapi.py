@@ -1,4 +1,4 @@
-"""The OpenAPI page: every example in it runs, and every answer is what it promises."""
+"""The OpenAPI description: its examples run, and the answers match their schemas."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def openapi(http: httpx.Client) -> dict[str, Any]:
 
 
 def examples(openapi: dict[str, Any]) -> Iterator[Example]:
-    """Every request that the page shows, in its order; what reads or ends a session comes after it was started, and
-    what loads a model after it was unloaded."""
+    """Yields every example request in order. Requests that read or delete a session follow its creation, and a load
+    follows an unload."""
     late: list[Example] = []
     for template, operations in openapi["paths"].items():
         for method, operation in operations.items():
@@ -57,13 +57,13 @@ def examples(openapi: dict[str, Any]) -> Iterator[Example]:
     yield from sorted(late, key=lambda example: example[0] == "DELETE")
 
 
-def assert_as_promised(name: str, document: object, openapi: dict[str, Any]) -> None:
-    """The document holds what the page says of it, and nothing else: it survives reading and writing unchanged."""
+def assert_as_described(name: str, document: object, openapi: dict[str, Any]) -> None:
+    """Checks that the document has exactly the described fields: validated and serialized, it is unchanged."""
     adapter: TypeAdapter[object] = TypeAdapter(RESULTS[name])
     read = adapter.validate_python(document)
     written = json.loads(json_bytes(read)) if is_dataclass(read) else adapter.dump_python(read, mode="json")
     assert written == document
-    if name in openapi["components"]["schemas"]:  # which has no event of a stream
+    if name in openapi["components"]["schemas"]:  # which lacks the events of streams
         Draft202012Validator({"$ref": f"#/components/schemas/{name}", **openapi}).validate(document)
 
 
@@ -82,8 +82,8 @@ def names_in(schema: dict[str, Any]) -> list[str]:
     return [one["$ref"].rsplit("/", 1)[-1] for one in schema.get("anyOf", [schema]) if "$ref" in one]
 
 
-def test_every_example_runs_and_is_answered_as_promised(http: httpx.Client, openapi: dict[str, Any]) -> None:
-    promised = 0
+def test_every_example_runs_and_its_answer_matches_its_schema(http: httpx.Client, openapi: dict[str, Any]) -> None:
+    checked = 0
     name = http.get("/v1/models").json()["data"][0]["id"]
     for method, path, body, answer in examples(openapi):
         response = http.request(method, path.replace("{name}", name), json=body)
@@ -96,15 +96,15 @@ def test_every_example_runs_and_is_answered_as_promised(http: httpx.Client, open
             batch = "results" in response.json() and "BatchDocument" in names
             answered = response.json() if schema.get("type") == "array" else [response.json()]
             for document in answered:
-                assert_as_promised("BatchDocument" if batch else names[0], document, openapi)
-            promised += 1
+                assert_as_described("BatchDocument" if batch else names[0], document, openapi)
+            checked += 1
         if kind.startswith("text/event-stream"):
             streamed = events(response.text)
             assert [event for event, _ in streamed].index("finish") == len(streamed) - 1
             for event, document in streamed:
-                assert_as_promised(EVENTS[path][event], document, openapi)
-    assert promised >= 15
-    assert http.get("/v1/sessions/demo").status_code == 404  # the last example ended it
+                assert_as_described(EVENTS[path][event], document, openapi)
+    assert checked >= 15
+    assert http.get("/v1/sessions/demo").status_code == 404  # the last example deleted it
 
 
 def events(text: str) -> list[tuple[str, Any]]:
@@ -119,7 +119,7 @@ def test_every_route_with_a_body_has_an_example(openapi: dict[str, Any]) -> None
     }
 
 
-def test_every_answer_in_json_has_a_schema(app: FastAPI) -> None:
+def test_every_json_answer_has_a_schema(app: FastAPI) -> None:
     for path, operations in app.openapi()["paths"].items():
         for operation in operations.values():
             answer = next(iter(operation["responses"].values()))
@@ -132,12 +132,12 @@ def test_metrics_are_described_as_text(app: FastAPI) -> None:
     assert kind == "text/plain"
 
 
-def test_the_page_describes_the_service_and_not_its_source(app: FastAPI) -> None:
+def test_the_description_is_about_the_service_and_not_its_source(app: FastAPI) -> None:
     description = app.openapi()["info"]["description"]
     assert "recurrent models" in description and "ASGI" not in description
 
 
-def test_the_page_offers_the_score_methods_that_work(http: httpx.Client, openapi: dict[str, Any]) -> None:
+def test_the_description_lists_the_score_methods(http: httpx.Client, openapi: dict[str, Any]) -> None:
     body = openapi["paths"]["/v1/score"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     for method in ScoreMethod:
         response = http.post("/v1/score", json={"tokens": [5, 6], "method": method.value})
@@ -153,7 +153,7 @@ def test_every_failure_is_described_as_a_problem(app: FastAPI) -> None:
             assert "422" not in responses  # the framework's own shape, which is never sent
 
 
-def test_every_reference_of_the_page_leads_somewhere(app: FastAPI) -> None:
+def test_every_reference_of_the_description_is_defined(app: FastAPI) -> None:
     document = app.openapi()
     text = json.dumps(document)
     assert "$defs" not in text
@@ -171,7 +171,7 @@ def test_every_reference_of_the_page_leads_somewhere(app: FastAPI) -> None:
         (StepBody, StepRequest),
     ],
 )
-def test_the_wire_s_defaults_are_the_engine_s(body: type[Body], request_type: Any) -> None:
+def test_the_defaults_of_bodies_are_the_engine_s(body: type[Body], request_type: Any) -> None:
     defaults = {field.name: field.default for field in fields(request_type) if field.default is not MISSING}
     shared = body.model_fields.keys() & defaults.keys() - {"tokens"}
     assert shared

@@ -1,4 +1,4 @@
-"""Every failure of every route has one shape, wherever it comes from."""
+"""Failures of every route and every source have one shape."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from wane.service.errors import (
     truncate_repr,
 )
 
-# A valid request to every route that can fail by itself, and every route there is: `unlisted` finds a new one.
+# A valid request to every route that the engine can fail, and to all routes. A test below finds missing routes.
 ENGINE_ROUTES: list[tuple[str, str, object]] = [
     ("POST", "/v1/predict", {"tokens": [1]}),
     ("POST", "/v1/predict", {"session": "s"}),
@@ -81,7 +81,7 @@ def named(case: tuple[str, str, object]) -> str:
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda case: case[2])
 @pytest.mark.parametrize("route", ENGINE_ROUTES, ids=named)
-async def test_what_the_engine_raises_has_one_shape(
+async def test_errors_of_the_engine_have_one_shape(
     client: httpx.AsyncClient,
     registry: FakeRegistry,
     route: tuple[str, str, object],
@@ -96,7 +96,7 @@ async def test_what_the_engine_raises_has_one_shape(
 
 @pytest.mark.parametrize("failure", [FAILURES[11], FAILURES[15]], ids=lambda case: case[2])
 @pytest.mark.parametrize("route", CATALOG_ROUTES, ids=named)
-async def test_what_the_catalog_raises_has_one_shape(
+async def test_errors_of_the_registry_have_one_shape(
     client: httpx.AsyncClient,
     registry: FakeRegistry,
     route: tuple[str, str, object],
@@ -109,7 +109,7 @@ async def test_what_the_catalog_raises_has_one_shape(
     assert "secret" not in str(document)
 
 
-def test_no_route_is_left_out_of_these_tests(app: FastAPI) -> None:
+def test_these_tests_cover_every_route(app: FastAPI) -> None:
     tested = {(method, path.replace("/s/", "/{session}/")) for method, path, _ in CATALOG_ROUTES}
     tested = {(m, "/v1/sessions/{session}" if p == "/v1/sessions/s" else p) for m, p in tested}
     tested = {(m, "/v1/models/{name}" if p == "/v1/models/fake" else p) for m, p in tested}
@@ -117,30 +117,30 @@ def test_no_route_is_left_out_of_these_tests(app: FastAPI) -> None:
         (method.upper(), path)
         for path, methods in app.openapi()["paths"].items()
         for method in methods
-        if path not in INFALLIBLE and not path.startswith("/v2/")  # another protocol's: see test_repository.py
+        if path not in INFALLIBLE and not path.startswith("/v2/")  # another protocol: see test_repository.py
     }
     assert described == tested
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_body_that_is_not_json_has_the_shape_and_says_where(client: httpx.AsyncClient, path: str) -> None:
+async def test_a_body_that_is_not_json_is_a_problem_with_the_place(client: httpx.AsyncClient, path: str) -> None:
     document = assert_problem(await client.post(path, content=b'{"input": "a",,}'), 400, "not_json")
     assert "line 1 column 15" in document["detail"]
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_an_unknown_field_has_the_shape_and_is_named(client: httpx.AsyncClient, path: str) -> None:
+async def test_an_unknown_field_is_a_problem_with_its_name(client: httpx.AsyncClient, path: str) -> None:
     document = assert_problem(await client.post(path, json={"temprature": 1}), 422, "invalid_request")
     assert document["field"] == "temprature"
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_body_over_the_limit_has_the_shape(client: httpx.AsyncClient, path: str) -> None:
+async def test_a_body_over_the_limit_is_a_problem(client: httpx.AsyncClient, path: str) -> None:
     assert_problem(await client.post(path, content=b" " * 65537), 413, "too_large")
 
 
 @pytest.mark.parametrize("route", CATALOG_ROUTES, ids=named)
-async def test_a_timeout_that_is_none_has_the_shape(client: httpx.AsyncClient, route: tuple[str, str, object]) -> None:
+async def test_an_invalid_timeout_is_a_problem(client: httpx.AsyncClient, route: tuple[str, str, object]) -> None:
     method, path, body = route
     response = await client.request(method, path, json=body, headers={"x-request-timeout-ms": "soon"})
     document = assert_problem(response, 422, "invalid_request")
@@ -149,12 +149,12 @@ async def test_a_timeout_that_is_none_has_the_shape(client: httpx.AsyncClient, r
 
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/predict/", "/v2", "/favicon.ico", "/v1/sessions/s/t/u"])
-async def test_a_path_that_does_not_exist_has_the_shape(client: httpx.AsyncClient, path: str) -> None:
+async def test_an_unknown_path_is_a_problem(client: httpx.AsyncClient, path: str) -> None:
     assert_problem(await client.get(path), 404, "not_found")
 
 
 @pytest.mark.parametrize("path", sorted({path for _, path, _ in CATALOG_ROUTES} | {"/", "/healthz", "/metrics"}))
-async def test_a_method_that_a_path_does_not_take_has_the_shape(client: httpx.AsyncClient, path: str) -> None:
+async def test_an_unsupported_method_is_a_problem(client: httpx.AsyncClient, path: str) -> None:
     response = await client.patch(path)
     assert_problem(response, 405, "method_not_allowed")
     assert response.headers["allow"]
@@ -170,7 +170,7 @@ async def test_a_method_that_a_path_does_not_take_has_the_shape(client: httpx.As
         ("/openapi.json", "GET, HEAD"),
     ],
 )
-async def test_a_method_that_a_path_does_not_take_is_answered_with_all_those_it_takes(
+async def test_an_unsupported_method_is_answered_with_the_supported_ones(
     client: httpx.AsyncClient, path: str, allowed: str
 ) -> None:
     assert (await client.put(path)).headers["allow"] == allowed
@@ -179,19 +179,21 @@ async def test_a_method_that_a_path_does_not_take_is_answered_with_all_those_it_
 @pytest.mark.parametrize(
     "value", ["first", "1.5", "-1", "", "9" * 5000], ids=["word", "fraction", "negative", "empty", "huge"]
 )
-async def test_a_position_header_that_is_no_position_has_the_shape(client: httpx.AsyncClient, value: str) -> None:
+async def test_an_invalid_position_header_is_a_problem(client: httpx.AsyncClient, value: str) -> None:
     response = await client.post("/v1/sessions/s/tokens", json={"tokens": [1]}, headers={"x-wane-position": value})
     assert assert_problem(response, 422, "invalid_request")["field"] == "x-wane-position"
 
 
-def test_what_is_shown_of_what_a_client_sent_is_cut() -> None:
+def test_long_values_in_messages_are_truncated() -> None:
     assert truncate_repr("a b") == "'a b'"
     assert truncate_repr("x" * REPR_MAX_CHARACTERS) == repr("x" * REPR_MAX_CHARACTERS)
     assert truncate_repr("x" * (REPR_MAX_CHARACTERS + 1)) == "'" + "x" * (REPR_MAX_CHARACTERS - 1) + "..."
     assert truncate_repr(10**4000) == "1" + "0" * (REPR_MAX_CHARACTERS - 1) + "..."
 
 
-async def test_extra_members_help_the_client_to_go_on(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
+async def test_a_position_conflict_has_the_session_s_position(
+    client: httpx.AsyncClient, registry: FakeRegistry
+) -> None:
     registry.engine.failure = PositionConflict("elsewhere", 12)
     response = await client.post("/v1/sessions/s/tokens", json={"tokens": [1]})
     assert assert_problem(response, 409, "position_conflict")["position"] == 12
@@ -212,7 +214,7 @@ async def test_a_request_waits_for_its_model_until_its_deadline(
     assert "loading" in assert_problem(response, 504, "deadline_exceeded")["detail"]
 
 
-async def test_while_the_models_are_loaded_the_device_is_not_known(loading: httpx.AsyncClient) -> None:
+async def test_the_device_is_null_while_the_models_load(loading: httpx.AsyncClient) -> None:
     response = await loading.get("/readyz")
     assert (response.status_code, response.json()) == (
         503,
@@ -220,7 +222,7 @@ async def test_while_the_models_are_loaded_the_device_is_not_known(loading: http
     )
 
 
-async def test_an_unexpected_failure_is_logged_with_its_trace_and_the_request_id(
+async def test_an_unexpected_failure_is_logged_with_its_traceback_and_request_id(
     client: httpx.AsyncClient, registry: FakeRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry.engine.failure = RuntimeError("a secret")
@@ -242,7 +244,7 @@ async def test_a_failure_is_described_once(client: httpx.AsyncClient, monkeypatc
     assert len(described) == 1
 
 
-async def test_what_fails_within_a_batch_is_not_logged_as_the_request_s_failure(
+async def test_a_failed_item_is_not_logged_as_the_request_s_failure(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

@@ -1,4 +1,4 @@
-"""Who a request is said to be of: whoever the connection is with, or whom a proxy names that the settings name."""
+"""The client of a request: the peer of the connection, or the one that a trusted proxy names."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SPOOFED = "6.6.6.6"
 
 
 def logged_client(server: LiveServer, forwarded: str, address: str = "127.0.0.1") -> str:
-    """Of a request that comes from this address of this machine with this `x-forwarded-for`."""
+    """Sends a request from this local address with this `x-forwarded-for`. Returns the logged client."""
     headers = {"x-forwarded-for": forwarded, "x-request-id": f"{forwarded}-{address}".replace(" ", "")}
     with httpx.Client(transport=httpx.HTTPTransport(local_address=address)) as client:
         assert client.get(f"{server.url}/v1/models", headers=headers).status_code == 200
     return str(server.read_until("request", request_id=headers["x-request-id"])["client"])
 
 
-def test_nobody_is_believed_whose_a_request_is(live: LiveServer) -> None:
+def test_without_proxies_a_request_s_forwarded_for_is_ignored(live: LiveServer) -> None:
     assert logged_client(live, SPOOFED) == "127.0.0.1"
     assert logged_client(live, f"{SPOOFED}, 127.0.0.1") == "127.0.0.1"
 
 
-def test_nobody_is_believed_whose_a_websocket_is(live: LiveServer) -> None:
+def test_without_proxies_a_websocket_s_forwarded_for_is_ignored(live: LiveServer) -> None:
     stream = f"ws{live.url.removeprefix('http')}/v1/sessions/none/stream"
     with connect(stream, additional_headers={"x-forwarded-for": SPOOFED, "x-request-id": "a-socket"}):
         pass
@@ -36,7 +36,7 @@ def test_nobody_is_believed_whose_a_websocket_is(live: LiveServer) -> None:
 
 @pytest.fixture(scope="module")
 def behind() -> Iterator[LiveServer]:
-    """A server with a proxy on 127.0.0.1, and another before that."""
+    """A server behind a proxy on 127.0.0.1, which is behind another proxy."""
     with live_server(WANE_BUNDLES=BUNDLE, WANE_TRUSTED_PROXIES="127.0.0.1, 10.0.0.0/8") as server:
         yield server
 
@@ -50,17 +50,17 @@ def behind() -> Iterator[LiveServer]:
         ("", "127.0.0.1"),
     ],
 )
-def test_behind_proxies_a_request_is_of_the_latest_in_the_list_who_is_none_of_them(
+def test_the_client_is_the_latest_forwarded_address_that_is_not_a_proxy(
     behind: LiveServer, forwarded: str, client: str
 ) -> None:
     assert logged_client(behind, forwarded) == client
 
 
-def test_whoever_does_not_come_through_a_proxy_is_not_believed_either(behind: LiveServer) -> None:
+def test_the_forwarded_for_of_an_untrusted_peer_is_ignored(behind: LiveServer) -> None:
     assert logged_client(behind, SPOOFED, "127.0.0.2") == "127.0.0.2"
 
 
 @pytest.mark.parametrize("value", ["", "haproxy", "*", "10.0.0.0/8,", "10.0.0.1/8", "127.0.0.1:80"])
-def test_a_proxy_is_named_by_its_address_or_its_network(value: str) -> None:
-    with pytest.raises(SettingsError, match=r"^WANE_TRUSTED_PROXIES is .*must be an address, or a network"):
+def test_a_proxy_must_be_an_address_or_a_network(value: str) -> None:
+    with pytest.raises(SettingsError, match=r"^WANE_TRUSTED_PROXIES is .*an address is wanted, or a network"):
         Settings.read({"WANE_TRUSTED_PROXIES": value})

@@ -1,9 +1,9 @@
-"""What the OpenAPI description allows is not refused for its form, and what it does not allow is.
+"""The service refuses the form of a request if and only if the OpenAPI description does not allow it.
 
-Bodies are made from the description alone: its examples, with fields that are added, left out, or given values at and
-beyond the limits that it tells. So a field that is new is tried without a word here.
+Bodies are generated from the description alone: its examples, with fields added, removed, or set to values at and
+beyond the described limits. So new fields are tested without a change here.
 
-One thing no schema can say: 5.0 is an integer to JSON Schema, and none to Wane.
+One rule is not in any schema: 5.0 is an integer in JSON Schema, but not in Wane.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jsonschema.validators import extend
 
 Schema = dict[str, Any]
 
-SOON = {"x-request-timeout-ms": "40"}  # whatever takes longer was let in
+SOON = {"x-request-timeout-ms": "40"}  # a request that takes longer was accepted
 MODEL = [
     r"but the vocabulary has \d+ tokens",
     r"takes windows of 1 to \d+ tokens",
@@ -33,7 +33,7 @@ MODEL = [
     r"there is no token in the text",
     r"the history has \d+ tokens, but position is \d+: there cannot be more",
 ]
-"""What is said where a request is well-formed, and its model or its session has no use for it."""
+"""Messages about a well-formed request that its model or its session cannot answer."""
 
 JUNK: st.SearchStrategy[Any] = st.sampled_from(
     [None, True, False, 0, -1, 1.5, -0.5, 2**63, -(2**70), 1e300, "", "a b", "x" * 300, [], [[]], {}]
@@ -46,7 +46,7 @@ def is_integer(_: object, value: object) -> bool:
 
 
 def pattern(_: Validator, wanted: str, value: object, __: Schema) -> Iterator[ValidationError]:
-    """As ECMAScript has it, where the end of a text is its end."""
+    """Checks a pattern like ECMAScript, where `$` matches only the end of the text."""
     if isinstance(value, str) and re.search(re.sub(r"\$$", r"\\Z", wanted), value) is None:
         yield ValidationError(f"{value!r} does not match {wanted!r}")
 
@@ -59,12 +59,12 @@ StrictValidator = extend(
 
 
 def copies(item: st.SearchStrategy[Any], size: int) -> st.SearchStrategy[list[Any]]:
-    """One value, `size` times."""
+    """Returns lists of one value, `size` times."""
     return item.map(lambda one: [one] * size)
 
 
 def near(schema: Schema, name: str = "") -> st.SearchStrategy[Any]:
-    """Values that a schema allows, or nearly."""
+    """Returns values that a schema allows or almost allows."""
     if "enum" in schema:
         return st.sampled_from([*schema["enum"], "other"])
     if "anyOf" in schema:
@@ -96,11 +96,11 @@ def near(schema: Schema, name: str = "") -> st.SearchStrategy[Any]:
             return st.one_of(small, *(copies(item, size) for size in (*sizes, 40) if size > 0))
         case "object":
             return objects(schema)
-    raise AssertionError(f"a schema of a kind that is not known here: {schema}")
+    raise AssertionError(f"an unknown kind of schema: {schema}")
 
 
 def objects(schema: Schema, examples: list[Any] | None = None) -> st.SearchStrategy[Any]:
-    """Objects: an example, or the fields that are required, with some fields more, less, or other."""
+    """Returns objects: an example or the required fields, with some fields added, removed or changed."""
     fields = {name: near(one, name) for name, one in schema["properties"].items()}
 
     @st.composite
@@ -127,7 +127,7 @@ def objects(schema: Schema, examples: list[Any] | None = None) -> st.SearchStrat
 
 
 def failures(response: httpx.Response) -> list[dict[str, Any]]:
-    """What was refused: the request, or items of a batch."""
+    """Returns the errors of a request, or of items of a batch."""
     document = response.json() if "json" in response.headers.get("content-type", "") else {}
     if not response.is_success:
         return [document]
@@ -138,7 +138,7 @@ def failures(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def rejected(response: httpx.Response) -> list[dict[str, Any]]:
-    """What was refused for its form."""
+    """Returns the errors about the form of a request."""
     return [
         one
         for one in failures(response)
@@ -175,14 +175,12 @@ BODIES = [
 ]
 
 
-def test_every_body_of_the_description_is_tried(openapi: Schema) -> None:
+def test_every_body_of_the_description_is_tested(openapi: Schema) -> None:
     assert sorted(BODIES) == sorted(path for path, operations in openapi["paths"].items() if "post" in operations)
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_body_is_refused_for_its_form_if_and_only_if_the_description_does_not_allow_it(
-    http: httpx.Client, openapi: Schema, path: str
-) -> None:
+def test_bodies_agree_with_their_description(http: httpx.Client, openapi: Schema, path: str) -> None:
     schema, examples = operation(openapi, path)
     validator = StrictValidator(schema)
     address = path.replace("{session}", "s").replace("{name}", "nobody")
@@ -204,14 +202,12 @@ def test_a_body_is_refused_for_its_form_if_and_only_if_the_description_does_not_
 
 
 @pytest.mark.parametrize("value", [*PATTERNS["session"], "~._-:A0"])
-def test_a_session_s_id_is_refused_for_its_form_if_and_only_if_the_description_does_not_allow_it(
-    http: httpx.Client, openapi: Schema, value: str
-) -> None:
+def test_session_ids_agree_with_their_description(http: httpx.Client, openapi: Schema, value: str) -> None:
     for path in ("/v1/sessions/{session}", "/v1/sessions/{session}/tokens"):
         for method, described in openapi["paths"][path].items():
             (schema,) = [one["schema"] for one in described["parameters"] if one["in"] == "path"]
             if value in ("", "a/b", "a\n", ".", ".."):
-                continue  # clients make another path of it, or there is nothing
+                continue  # clients change the path, or it has no route
             address = path.replace("{session}", quote(value, safe=""))
             response = http.request(method, address, json={"tokens": [5]} if method == "post" else None)
             assert bool(rejected(response)) is not StrictValidator(schema).is_valid(value), (method, response.text)
@@ -226,9 +222,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_header_is_refused_for_its_form_if_and_only_if_the_description_does_not_allow_it(
-    http: httpx.Client, openapi: Schema, name: str
-) -> None:
+def test_headers_agree_with_their_description(http: httpx.Client, openapi: Schema, name: str) -> None:
     path = "/v1/sessions/{session}/tokens"
     (schema,) = [one["schema"] for one in openapi["paths"][path]["post"]["parameters"] if one["name"] == name]
     http.post("/v1/sessions", json={"session": "s"})
@@ -241,13 +235,13 @@ def test_a_header_is_refused_for_its_form_if_and_only_if_the_description_does_no
     assert judged == {True, False}
 
 
-def test_every_operation_tells_of_the_timeout_s_header(openapi: Schema) -> None:
+def test_every_operation_describes_the_timeout_header(openapi: Schema) -> None:
     for operations in openapi["paths"].values():
         for described in operations.values():
             assert "x-request-timeout-ms" in [one["name"] for one in described["parameters"]]
 
 
-def test_limits_that_are_settings_are_told_as_they_are_set(openapi: Schema) -> None:
+def test_limits_from_settings_have_their_values(openapi: Schema) -> None:
     text = json.dumps(openapi)
     assert "x-at-most" not in text
     schema, _ = operation(openapi, "/v1/predict")

@@ -1,4 +1,4 @@
-"""What HTTP tells of where sessions are kept; and sessions that outlive the process that they were begun in."""
+"""The session store over HTTP, and sessions that outlive their process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ async def test_a_server_is_ready_while_its_store_is(client: httpx.AsyncClient, r
     away = await client.get("/readyz")
     assert (away.status_code, away.json()["ready"], away.json()["status"]) == (503, False, "store_unavailable")
     assert away.json()["store"] == {"kind": "redis", "reachable": False, "not_durable": 0}
-    assert len(away.json()["models"]) == 1  # they are there all the same
+    assert len(away.json()["models"]) == 1  # the models are still listed
 
 
-async def test_a_server_that_does_without_its_store_is_ready_and_says_for_how_many_sessions(
+async def test_a_server_in_fallback_is_ready_and_counts_sessions_that_are_not_durable(
     client: httpx.AsyncClient, registry: FakeRegistry
 ) -> None:
     registry.standing = StoreHealth("redis", reachable=False, not_durable=3)
@@ -35,12 +35,12 @@ async def test_a_server_that_does_without_its_store_is_ready_and_says_for_how_ma
     assert ready.json()["store"] == {"kind": "redis", "reachable": False, "not_durable": 3}
 
 
-async def test_before_models_are_loaded_there_is_no_store(loading: httpx.AsyncClient) -> None:
+async def test_the_store_is_null_before_models_are_loaded(loading: httpx.AsyncClient) -> None:
     assert (await loading.get("/readyz")).json()["store"] is None
 
 
 @pytest.mark.slow
-def test_sessions_in_memory_go_on_in_the_next_process(tmp_path: Path) -> None:
+def test_sessions_in_memory_continue_in_the_next_process(tmp_path: Path) -> None:
     file = tmp_path / "sessions"
     settings = {"WANE_BUNDLES": BUNDLE, "WANE_SESSION_FILE": str(file)}
     with live_server(**settings) as server:
@@ -57,7 +57,7 @@ def test_sessions_in_memory_go_on_in_the_next_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_broken_file_of_sessions_ends_the_process_with_a_message(tmp_path: Path) -> None:
+def test_an_invalid_session_file_ends_the_process_with_a_message(tmp_path: Path) -> None:
     file = tmp_path / "sessions"
     file.write_bytes(b"no sessions")
     ended = run("serve", "--port", "0", env=environment(WANE_SESSION_FILE=str(file)))
@@ -69,7 +69,7 @@ def test_a_broken_file_of_sessions_ends_the_process_with_a_message(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.stack
-def test_a_server_without_its_redis_refuses_sessions_and_nothing_else(tmp_path: Path) -> None:
+def test_a_server_without_redis_refuses_only_sessions(tmp_path: Path) -> None:
     with (
         redis_server(tmp_path) as redis,
         live_server(WANE_BUNDLES=BUNDLE, WANE_STORE=redis.url) as server,

@@ -1,4 +1,4 @@
-"""A wrong body is told where it is wrong, and what should be there, in words that need no knowledge of Python."""
+"""The error of an invalid body names the place and the expected value, without Python's terms."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ SAID: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "said"), SAID, ids=lambda value: json.dumps(value)[:60])
-async def test_a_wrong_body_is_told_where_and_what_should_be_there(
+async def test_an_invalid_body_is_refused_with_the_place_and_the_expected_value(
     client: httpx.AsyncClient, path: str, body: object, said: str
 ) -> None:
     response = await client.post(path, content=json.dumps(body))
@@ -74,7 +74,7 @@ async def test_a_wrong_body_is_told_where_and_what_should_be_there(
 
 
 @pytest.mark.parametrize("body", [{}, {"input": "a", "tokens": [1]}], ids=str)
-async def test_what_is_wrong_with_the_whole_body_names_no_field(client: httpx.AsyncClient, body: object) -> None:
+async def test_an_error_of_the_whole_body_names_no_field(client: httpx.AsyncClient, body: object) -> None:
     document = (await client.post(SCORE, json=body)).json()
     assert document["detail"].startswith("give exactly one of `input`, `tokens`; found ")
     assert "field" not in document

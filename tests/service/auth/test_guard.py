@@ -1,4 +1,4 @@
-"""Who may come in: every route that there is, whatever it is asked by; and whose a session is."""
+"""Authentication of every route, permissions, quotas of keys, and ownership of sessions."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def sockets(guarded: FastAPI, models: FakeRegistry) -> Iterator[TestClient]:
         yield client
 
 
-async def test_every_route_but_the_probes_refuses_a_call_without_a_key(
-    guarded: FastAPI, client: httpx.AsyncClient
-) -> None:
+async def test_every_route_but_the_probes_requires_a_key(guarded: FastAPI, client: httpx.AsyncClient) -> None:
     routes = every_route(guarded)
     assert len(routes) >= 22
     assert {("HEAD", "/v1/models"), ("HEAD", "/v1/sessions/s")} <= set(routes)
@@ -84,13 +82,13 @@ async def test_every_route_but_the_probes_refuses_a_call_without_a_key(
 @pytest.mark.parametrize(
     "path", ["/nowhere", "/healthz/", "/HEALTHZ", "/%2fhealthz", "/healthz%2f", "/%2e%2e/healthz", "/readyz;x"]
 )
-async def test_where_there_is_nothing_nobody_is_told_so_without_a_key(client: httpx.AsyncClient, path: str) -> None:
+async def test_an_unknown_path_is_404_only_with_a_key(client: httpx.AsyncClient, path: str) -> None:
     assert (await client.get(path)).status_code == 401
     assert (await client.get(path, headers=bearer(ALICE))).status_code == 404
 
 
 @pytest.mark.parametrize("key", [None, ALICE, SCRAPER, OPS])
-async def test_a_path_with_a_control_character_is_no_route(
+async def test_a_path_with_a_control_character_is_not_found(
     guarded: FastAPI, client: httpx.AsyncClient, key: str | None
 ) -> None:
     headers = {} if key is None else bearer(key)
@@ -101,9 +99,7 @@ async def test_a_path_with_a_control_character_is_no_route(
             assert method == "HEAD" or response.json()["code"] == "not_found"
 
 
-async def test_what_a_key_is_good_for_is_told_behind_the_path_that_the_application_is_mounted_at(
-    guarded: FastAPI, models: FakeRegistry
-) -> None:
+async def test_permissions_ignore_the_path_of_the_mount(guarded: FastAPI, models: FakeRegistry) -> None:
     transport = httpx.ASGITransport(guarded, root_path="/wane")
     async with httpx.AsyncClient(transport=transport, base_url="http://host/wane") as client:
         assert (await client.get("/healthz")).status_code == 200
@@ -113,7 +109,7 @@ async def test_what_a_key_is_good_for_is_told_behind_the_path_that_the_applicati
 
 
 @pytest.mark.parametrize("path", [STREAM + "%0a", "/v1/nowhere", "/v1/models", STREAM + "/"])
-def test_a_websocket_at_a_path_where_there_is_none_is_told_so(sockets: TestClient, path: str) -> None:
+def test_a_websocket_at_an_unknown_path_receives_an_error(sockets: TestClient, path: str) -> None:
     with sockets.websocket_connect(path, ["wane", f"bearer.{ALICE}"]) as socket:
         assert socket.accepted_subprotocol == "wane"
         assert_members(socket.receive_json()["error"], 404, "not_found")
@@ -122,11 +118,11 @@ def test_a_websocket_at_a_path_where_there_is_none_is_told_so(sockets: TestClien
     assert caught.value.code == 1008
 
 
-async def test_a_probe_of_another_method_is_no_probe(client: httpx.AsyncClient) -> None:
+async def test_a_probe_with_another_method_is_refused(client: httpx.AsyncClient) -> None:
     assert (await client.post("/healthz")).status_code == 405
 
 
-async def test_with_a_key_every_route_is_open_to_whoever_it_is_for(guarded: FastAPI, client: httpx.AsyncClient) -> None:
+async def test_every_route_admits_the_keys_with_its_permission(guarded: FastAPI, client: httpx.AsyncClient) -> None:
     for method, path in every_route(guarded):
         statuses = [
             (await client.request(method, path, headers=bearer(key))).status_code for key in (ALICE, OPS, SCRAPER)
@@ -142,13 +138,13 @@ async def test_with_a_key_every_route_is_open_to_whoever_it_is_for(guarded: Fast
             assert may == [True, True, False], (method, path)
 
 
-async def test_whoever_may_not_load_models_is_told_so_in_the_protocol_s_words(client: httpx.AsyncClient) -> None:
+async def test_a_forbidden_load_is_refused_in_the_protocol_s_format(client: httpx.AsyncClient) -> None:
     response = await client.post("/v2/repository/models/fake/load", headers=bearer(ALICE))
     assert response.status_code == 403
     assert response.json()["error"] == "key alice does not have the scope admin"
 
 
-def test_every_websocket_refuses_whoever_has_no_key_and_says_so(guarded: FastAPI, sockets: TestClient) -> None:
+def test_every_websocket_requires_a_key(guarded: FastAPI, sockets: TestClient) -> None:
     paths = every_socket(guarded)
     assert paths == [STREAM]
     for path in [*paths, "/v1/nowhere"]:
@@ -161,7 +157,7 @@ def test_every_websocket_refuses_whoever_has_no_key_and_says_so(guarded: FastAPI
                 assert caught.value.code == 1008
 
 
-def test_a_websocket_may_bring_its_key_in_a_header_or_as_a_browser_does(sockets: TestClient) -> None:
+def test_a_websocket_takes_its_key_from_a_header_or_a_subprotocol(sockets: TestClient) -> None:
     for headers, subprotocols, chosen in ((bearer(ALICE), None, None), ({}, ["wane", f"bearer.{ALICE}"], "wane")):
         with sockets.websocket_connect(STREAM, subprotocols, headers=headers) as socket:
             assert socket.accepted_subprotocol == chosen
@@ -172,15 +168,15 @@ def test_a_websocket_may_bring_its_key_in_a_header_or_as_a_browser_does(sockets:
 @pytest.mark.parametrize(
     "encoded", ["", "!", "QQ==", "Q", "YWxpY2U", b64encode(f"{ALICE}\0".encode()).decode().rstrip("=")]
 )
-def test_an_encoded_key_that_is_none_is_refused(sockets: TestClient, encoded: str) -> None:
+def test_an_invalid_encoded_key_is_refused(sockets: TestClient, encoded: str) -> None:
     offered = ["wane", f"base64url.bearer.authorization.k8s.io.{encoded}"]
     with sockets.websocket_connect(STREAM, offered) as socket:
         error = socket.receive_json()["error"]
         assert_members(error, 401, "unauthorized")
-        assert "not good" in error["detail"]
+        assert "not valid" in error["detail"]
 
 
-async def test_whoever_reads_pages_may_give_the_key_as_a_password_and_change_nothing(client: httpx.AsyncClient) -> None:
+async def test_a_key_as_a_password_may_only_read(client: httpx.AsyncClient) -> None:
     html = {"accept": "text/html,*/*"}
     asked = await client.get("/", headers=html)
     assert asked.status_code == 401 and asked.headers["www-authenticate"].startswith("Basic ")
@@ -194,12 +190,12 @@ async def test_whoever_reads_pages_may_give_the_key_as_a_password_and_change_not
         assert (await client.get("/", headers={"authorization": wrong})).status_code == 401
 
 
-async def test_a_refusal_says_nothing_of_the_key(client: httpx.AsyncClient) -> None:
+async def test_a_refusal_does_not_contain_the_key(client: httpx.AsyncClient) -> None:
     refused = await client.get("/v1/models", headers=bearer("hush-hush"))
     assert "hush" not in refused.text + str(refused.headers)
 
 
-async def test_a_session_is_its_owner_s_and_is_called_what_the_owner_calls_it(
+async def test_a_session_belongs_to_its_owner_and_has_the_owner_s_name(
     client: httpx.AsyncClient, models: FakeRegistry
 ) -> None:
     created = await client.post("/v1/sessions", json={"session": "demo"}, headers=bearer(ALICE))
@@ -221,7 +217,7 @@ async def test_a_session_is_its_owner_s_and_is_called_what_the_owner_calls_it(
     ]  # fmt: skip
 
 
-async def test_a_step_behind_one_that_the_engine_refused_names_the_session_as_its_owner_does(
+async def test_an_earlier_step_failed_error_has_the_owner_s_name(
     client: httpx.AsyncClient, models: FakeRegistry
 ) -> None:
     models.engine.failure = InvalidRequest("no")
@@ -233,7 +229,7 @@ async def test_a_step_behind_one_that_the_engine_refused_names_the_session_as_it
 
 
 @pytest.mark.parametrize("id_", ["alice/demo", "/demo", "../alice/demo", "a b", "", "x" * 129, ".", ".."])
-async def test_an_id_that_would_name_another_s_session_is_none(client: httpx.AsyncClient, id_: str) -> None:
+async def test_an_id_with_another_owner_s_name_is_invalid(client: httpx.AsyncClient, id_: str) -> None:
     for path, body in (
         ("/v1/sessions", {"session": id_}),
         ("/v1/predict", {"session": id_}),
@@ -243,7 +239,7 @@ async def test_an_id_that_would_name_another_s_session_is_none(client: httpx.Asy
     assert many.json()["results"][0]["error"]["code"] == "invalid_request"
 
 
-async def test_what_is_said_of_a_session_that_there_is_not_names_nobody(
+async def test_an_unknown_session_is_answered_alike_for_every_owner(
     client: httpx.AsyncClient, models: FakeRegistry
 ) -> None:
     models.engine.failure = UnknownSession("there is no session 'demo'")
@@ -256,7 +252,7 @@ async def test_what_is_said_of_a_session_that_there_is_not_names_nobody(
 
 
 def limited(burst: float) -> FastAPI:
-    """An application of which alice may ask so much at once, and nothing more for a good while."""
+    """An application that limits alice to `burst` requests, and refills almost nothing."""
     app = create_app(
         Settings.read({"WANE_API_KEYS": KEYS}), cast(ModelRegistry, FakeRegistry()), Metrics(), on_load_failure=never
     )
@@ -266,12 +262,12 @@ def limited(burst: float) -> FastAPI:
 
 
 async def answers(burst: float, *calls: tuple[str, object]) -> list[httpx.Response]:
-    """What alice is answered then."""
+    """Returns the responses to alice's calls."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(limited(burst)), base_url="http://wane") as client:
         return [await client.post(path, json=body, headers=bearer(ALICE)) for path, body in calls]
 
 
-async def test_a_key_that_asks_for_too_much_is_told_when_to_come_again() -> None:
+async def test_a_request_over_the_rate_is_429_with_retry_after() -> None:
     call = ("/v1/predict", STEP)
     one, two, three = await answers(2, call, call, call)
     assert [one.status_code, two.status_code, three.status_code] == [200, 200, 429]
@@ -285,7 +281,7 @@ async def test_a_key_that_asks_for_too_much_is_told_when_to_come_again() -> None
         ("/v1/sessions/tokens", {"steps": [{"session": name, **STEP} for name in "abc"]}),
     ],
 )
-async def test_a_call_of_many_counts_as_many(path: str, body: object) -> None:
+async def test_a_batch_counts_each_of_its_items(path: str, body: object) -> None:
     (first, second) = await answers(3, (path, body), ("/v1/predict", STEP))
     assert [first.status_code, second.status_code] == [200, 429]
 
@@ -298,25 +294,25 @@ async def test_a_call_of_many_counts_as_many(path: str, body: object) -> None:
         ("/v1/sessions/tokens", {"steps": [{"session": name, **STEP} for name in "abcde"]}),
     ],
 )
-async def test_a_call_of_more_than_a_burst_is_answered_when_nothing_was_asked_before(path: str, body: object) -> None:
+async def test_a_batch_over_the_burst_is_answered_on_a_full_bucket(path: str, body: object) -> None:
     large, next_ = await answers(3, (path, body), ("/v1/predict", STEP))
     assert [large.status_code, next_.status_code] == [200, 429]
 
 
-async def test_a_call_that_is_refused_for_what_is_in_it_costs_nothing() -> None:
+async def test_a_refused_batch_is_not_charged() -> None:
     step, large = ("/v1/predict", STEP), ("/v1/predict", {"inputs": [[1]] * 3})
     given = await answers(3, step, large, large, large, step, step, step)
     assert [one.status_code for one in given] == [200, 429, 429, 429, 200, 200, 429]
 
 
-def test_the_messages_of_a_websocket_count_and_one_too_many_leaves_it_open() -> None:
+def test_a_message_over_the_rate_leaves_the_websocket_open() -> None:
     with TestClient(limited(3)) as client, client.websocket_connect(STREAM, headers=bearer(ALICE)) as socket:
         for code in (None, None, "rate_limited", "rate_limited"):
             socket.send_json(STEP)
             assert socket.receive_json().get("error", {}).get("code") == code
 
 
-def test_a_websocket_of_a_key_that_asks_for_too_much_is_to_come_again() -> None:
+def test_a_websocket_over_the_rate_is_closed_with_1013() -> None:
     with TestClient(limited(1)) as client:
         with client.websocket_connect(STREAM, headers=bearer(ALICE)):
             pass
@@ -327,9 +323,7 @@ def test_a_websocket_of_a_key_that_asks_for_too_much_is_to_come_again() -> None:
         assert caught.value.code == 1013
 
 
-def test_a_websocket_whose_key_is_taken_away_is_closed_at_its_next_message(
-    guarded: FastAPI, sockets: TestClient
-) -> None:
+def test_a_websocket_with_a_revoked_key_is_closed_at_its_next_message(guarded: FastAPI, sockets: TestClient) -> None:
     keyring = guarded.state.keys.keyring
     before = [keyring.find(key.encode()).key for key in (ALICE, BOB, OPS, SCRAPER)]
     with sockets.websocket_connect(STREAM, headers=bearer(ALICE)) as socket:
@@ -349,7 +343,7 @@ def test_a_websocket_whose_key_is_taken_away_is_closed_at_its_next_message(
 @pytest.mark.parametrize(
     "change", [{"permissions": frozenset({Permission.METRICS})}, {"name": "zoe"}], ids=["scope", "name"]
 )
-def test_a_websocket_whose_key_is_for_something_else_now_is_closed_at_its_next_message(
+def test_a_websocket_with_a_changed_key_is_closed_at_its_next_message(
     guarded: FastAPI, sockets: TestClient, change: dict[str, Any]
 ) -> None:
     keyring = guarded.state.keys.keyring
@@ -366,7 +360,7 @@ def test_a_websocket_whose_key_is_for_something_else_now_is_closed_at_its_next_m
             keyring.replace(before)
 
 
-async def test_answers_tell_browsers_to_be_careful(client: httpx.AsyncClient) -> None:
+async def test_responses_have_security_headers(client: httpx.AsyncClient) -> None:
     read = await client.get("/v1/models", headers=bearer(ALICE))
     assert read.headers["x-content-type-options"] == "nosniff"
     assert read.headers["cache-control"] == "no-store"
@@ -379,7 +373,7 @@ async def test_answers_tell_browsers_to_be_careful(client: httpx.AsyncClient) ->
     assert "server" not in read.headers
 
 
-async def test_other_sites_may_read_nothing(client: httpx.AsyncClient) -> None:
+async def test_no_response_has_cors_headers(client: httpx.AsyncClient) -> None:
     for method in ("GET", "POST", "OPTIONS"):
         asked = await client.request(
             method, "/v1/predict", headers={**bearer(ALICE), "origin": "https://elsewhere.example"}
@@ -387,7 +381,7 @@ async def test_other_sites_may_read_nothing(client: httpx.AsyncClient) -> None:
         assert not [name for name in asked.headers if name.startswith("access-control-")]
 
 
-async def test_the_log_says_whose_key_it_was_and_not_which(
+async def test_the_log_has_the_key_s_name_and_not_the_key(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
@@ -401,7 +395,7 @@ async def test_the_log_says_whose_key_it_was_and_not_which(
 ODD = ["a/b+c~d.e_f-0123456789==", "////////////////////", "++++++++++++++++++++=", "tokens.of-0123456789_~+"]
 
 
-async def test_every_key_that_is_taken_works_as_a_subprotocol() -> None:
+async def test_every_valid_key_works_as_a_subprotocol() -> None:
     keys = ",".join(f"odd{number}:{key}" for number, key in enumerate(ODD))
     with live_server(WANE_BUNDLES=BUNDLE, WANE_API_KEYS=keys) as server:
         for number, key in enumerate(ODD):

@@ -1,4 +1,4 @@
-"""Keys: how they are written, made, found, limited and changed."""
+"""Keys: files and environment, creation, lookup, rates, and reloads."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def principal(keyring: Keyring, key: str) -> Principal:
     return found
 
 
-def test_a_file_has_a_line_for_each_key_and_what_it_may_do() -> None:
-    text = f"# ours\n\n{line('alice', 'a')}{line('alice', 'b', 'scope=use+metrics  # soon gone')}"
+def test_a_file_has_a_line_for_each_key_with_its_options() -> None:
+    text = f"# ours\n\n{line('alice', 'a')}{line('alice', 'b', 'scope=use+metrics  # temporary')}"
     keys = of_file(text + line("bob", "c", "rate=2.5 burst=10 sessions=7"))
     assert [(key.name, key.digest) for key in keys] == [
         ("alice", digest(b"a")),
@@ -57,7 +57,7 @@ def test_a_file_has_a_line_for_each_key_and_what_it_may_do() -> None:
         (f"alice:sha256:{HEX} rate=nan\n", "alice has a rate that is not a number above 0"),
         (f"alice:sha256:{HEX} rate=1 rate=2\n", "alice has rate twice"),
         (f"alice:sha256:{HEX} burst=2\n", "alice has a burst, but no rate"),
-        (f"alice:sha256:{HEX} sessions=1.5\n", "no whole number"),
+        (f"alice:sha256:{HEX} sessions=1.5\n", "is not a whole number"),
         (f"alice:sha256:{HEX}\nbob:sha256:{HEX}\n", "it lists a key twice"),
         ("# none yet\n", "it contains no keys"),
         (f"alice:sha256:{HEX}\nprom:sha256:{HEX}", "line 2: it does not end in a newline"),
@@ -66,27 +66,27 @@ def test_a_file_has_a_line_for_each_key_and_what_it_may_do() -> None:
         ("", "it contains no keys"),
     ],
 )
-def test_what_is_no_file_of_keys_is_refused_by_its_line(text: str, why: str) -> None:
+def test_an_invalid_key_file_is_refused_with_the_line(text: str, why: str) -> None:
     with pytest.raises(KeysError) as caught:
         of_file(text)
     assert why in str(caught.value)
     assert HEX not in str(caught.value)
 
 
-def test_the_environment_has_names_and_keys_and_may_have_scopes() -> None:
+def test_the_environment_has_names_keys_and_optional_scopes() -> None:
     alice, ops = of_text(f"alice:{ALICE.replace(chr(39), '')}, ops:open+sesame/==:admin+use")
     assert (alice.name, alice.permissions) == ("alice", frozenset({Permission.USE}))
     assert (ops.digest, ops.permissions) == (digest(b"open+sesame/=="), frozenset({Permission.ADMIN, Permission.USE}))
 
 
 @pytest.mark.parametrize("text", ["", ",", "hush-hush", "a:", "a:hush hush", "a:hush-hush:root", "a b:hush"])
-def test_keys_of_the_environment_that_are_none_are_refused_and_not_repeated(text: str) -> None:
+def test_an_error_about_the_environment_contains_no_key(text: str) -> None:
     with pytest.raises(KeysError, match=r"^WANE_API_KEYS: ") as caught:
         KeySource(Settings.read({"WANE_API_KEYS": text}))
     assert "hush" not in str(caught.value)
 
 
-def test_settings_tell_no_secret() -> None:
+def test_settings_show_no_secret() -> None:
     settings = Settings.read({"WANE_API_KEYS": "alice:hush-hush", "WANE_STORE": "redis://u:hush@h/0?password=hush"})
     assert "hush" not in repr(settings) + str(settings)
     with pytest.raises(SettingsError) as caught:
@@ -94,11 +94,11 @@ def test_settings_tell_no_secret() -> None:
     assert "hush" not in str(caught.value)
 
 
-def test_a_short_key_is_told_of_by_its_name() -> None:
+def test_a_short_key_is_listed_by_its_name() -> None:
     assert weak("alice:short,bob:" + "x" * 20) == ["alice"]
 
 
-def test_a_made_key_is_found_by_its_line_and_no_two_are_the_same() -> None:
+def test_made_keys_are_unique_and_found_by_their_lines() -> None:
     made, kept = make_key("alice", ["scope=use+metrics", "rate=2.5", "burst=5", "sessions=3"])
     assert of_file(f"{kept.line()}\n") == [kept]
     assert made not in kept.line()
@@ -107,19 +107,19 @@ def test_a_made_key_is_found_by_its_line_and_no_two_are_the_same() -> None:
     assert len(made) >= 43  # 256 bits
 
 
-def test_a_key_that_is_not_there_is_not_found() -> None:
+def test_an_unknown_key_is_not_found() -> None:
     keyring = Keyring(of_text("alice:one,bob:two"))
     assert principal(keyring, "two").owner.name == "bob"
     for wrong in (b"", b"on", b"onee", b"ONE", b"alice:one", digest(b"one"), digest(b"one").hex().encode()):
         assert keyring.find(wrong) is None
 
 
-def test_the_half_of_a_digest_is_not_enough() -> None:
+def test_half_of_a_digest_is_not_enough() -> None:
     key = Key("alice", digest(b"one")[:16] + bytes(16))
     assert Keyring([key]).find(b"one") is None
 
 
-def test_a_rate_is_kept_and_a_burst_comes_back_with_time() -> None:
+def test_a_rate_limits_requests_and_the_burst_is_refilled() -> None:
     clock = Clock()
     alice = principal(Keyring(of_file(line("alice", "a", "rate=2 burst=4")), clock), "a")
     for _ in range(4):
@@ -133,7 +133,7 @@ def test_a_rate_is_kept_and_a_burst_comes_back_with_time() -> None:
         alice.charge(1)
 
 
-def test_a_call_that_is_more_than_a_burst_is_taken_when_the_bucket_is_full_and_paid_for() -> None:
+def test_a_call_over_the_burst_is_granted_on_a_full_bucket_and_leaves_a_debt() -> None:
     clock = Clock()
     alice = principal(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
     alice.charge(50)
@@ -144,12 +144,12 @@ def test_a_call_that_is_more_than_a_burst_is_taken_when_the_bucket_is_full_and_p
     alice.charge(1)
 
 
-def test_what_is_charged_in_two_parts_is_taken_together_or_not_at_all() -> None:
+def test_a_charge_in_two_parts_is_taken_whole_or_not_at_all() -> None:
     clock = Clock()
     alice = principal(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
     alice.charge(1)
     alice.charge(49, before=1)
-    clock.now_s += 4.5  # and half of the bucket is full
+    clock.now_s += 4.5  # half of the bucket is full
     alice.charge(1)
     with pytest.raises(RateLimited) as caught:
         alice.charge(49, before=1)
@@ -159,7 +159,7 @@ def test_what_is_charged_in_two_parts_is_taken_together_or_not_at_all() -> None:
     alice.charge(49, before=1)
 
 
-def test_a_rate_without_a_burst_holds_a_second_s_worth_and_one_at_least() -> None:
+def test_the_default_burst_is_one_second_and_at_least_one_request() -> None:
     clock = Clock()
     slow = principal(Keyring(of_file(line("alice", "a", "rate=0.5")), clock), "a")
     slow.charge(1)
@@ -167,7 +167,7 @@ def test_a_rate_without_a_burst_holds_a_second_s_worth_and_one_at_least() -> Non
         slow.charge(1)
 
 
-def test_new_keys_take_the_place_of_the_old_ones_and_those_that_stay_keep_what_they_have_spent() -> None:
+def test_keys_that_stay_after_a_replacement_keep_their_buckets() -> None:
     clock = Clock()
     keyring = Keyring(of_file(line("alice", "a", "rate=1 burst=5") + line("bob", "b")), clock)
     alice, bob = principal(keyring, "a"), principal(keyring, "b")
@@ -178,25 +178,25 @@ def test_new_keys_take_the_place_of_the_old_ones_and_those_that_stay_keep_what_t
     assert principal(keyring, "c").owner == alice.owner
     with pytest.raises(RateLimited):
         alice.charge(1)
-    with pytest.raises(Unauthorized):  # of a WebSocket that is still open
+    with pytest.raises(Unauthorized):  # like for an open WebSocket
         bob.charge(1)
 
 
 @pytest.mark.parametrize("change", ["scope=metrics", "to zoe"])
-def test_a_key_that_is_for_less_or_for_somebody_else_has_another_holder_who_has_spent_as_much(change: str) -> None:
+def test_a_reduced_or_renamed_key_has_a_new_holder_with_the_same_bucket(change: str) -> None:
     keyring = Keyring(of_file(line("alice", "a", "rate=1 burst=5 scope=use+metrics")), Clock())
     alice = principal(keyring, "a")
     alice.charge(5)
     name, scope = ("zoe", "use+metrics") if change == "to zoe" else ("alice", "metrics")
     keyring.replace(of_file(line(name, "a", f"rate=1 burst=5 scope={scope}")))
-    with pytest.raises(Unauthorized):  # of a WebSocket that is still open
+    with pytest.raises(Unauthorized):  # like for an open WebSocket
         alice.charge(1)
     assert principal(keyring, "a").owner.name == name
     with pytest.raises(RateLimited):
         principal(keyring, "a").charge(1)
 
 
-def test_a_key_that_is_for_more_has_the_same_holder() -> None:
+def test_a_key_with_more_permissions_keeps_its_holder() -> None:
     keyring = Keyring(of_file(line("alice", "a")))
     alice = principal(keyring, "a")
     for options in ("scope=use+metrics", "scope=admin", "scope=admin sessions=3"):
@@ -215,7 +215,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def replace(path: Path, text: str) -> None:
-    """As those do who want nobody to read the half of it."""
+    """Replaces the file atomically."""
     part = path.with_name("part")
     part.write_text(text)
     part.replace(path)
@@ -231,7 +231,7 @@ def names(keyring: Keyring) -> set[str]:
     return {key for key in "abc" if keyring.find(key.encode()) is not None}
 
 
-def test_a_file_that_has_changed_is_read_once_it_has_settled(path: Path) -> None:
+def test_a_changed_file_is_read_after_it_has_settled(path: Path) -> None:
     source, keyring = opened(path, "ops:c")
     replace(path, line("alice", "b"))
     source.look()
@@ -240,7 +240,7 @@ def test_a_file_that_has_changed_is_read_once_it_has_settled(path: Path) -> None
     assert names(keyring) == {"b", "c"}
 
 
-def test_a_file_that_is_still_being_written_is_left_alone(path: Path) -> None:
+def test_a_file_that_is_being_written_is_not_read(path: Path) -> None:
     source, keyring = opened(path)
     for number in range(3):
         path.write_text(line("alice", "b") + "#" * number)
@@ -249,9 +249,7 @@ def test_a_file_that_is_still_being_written_is_left_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["looked-at", "SIGHUP"])
-def test_a_file_that_was_cut_off_anywhere_in_a_line_lets_nobody_do_more(
-    path: Path, caplog: pytest.LogCaptureFixture, at_once: bool
-) -> None:
+def test_a_truncated_file_changes_no_key(path: Path, caplog: pytest.LogCaptureFixture, at_once: bool) -> None:
     whole = line("alice", "a") + line("bob", "b", "rate=100 sessions=1 scope=metrics")
     path.write_text(whole)
     source, keyring = opened(path)
@@ -268,7 +266,7 @@ def test_a_file_that_was_cut_off_anywhere_in_a_line_lets_nobody_do_more(
 
 
 @pytest.mark.parametrize("broken", ["alice\n", "", "# none\n", f"alice:sha256:{HEX} rate=fast\n"])
-def test_a_broken_file_leaves_the_keys_as_they_are_and_says_so_once(
+def test_an_invalid_file_leaves_the_keys_unchanged_and_is_logged_once(
     path: Path, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
     source, keyring = opened(path)
@@ -284,9 +282,7 @@ def test_a_broken_file_leaves_the_keys_as_they_are_and_says_so_once(
     assert names(keyring) == {"b"}
 
 
-def test_a_file_that_is_gone_leaves_the_keys_as_they_are_until_it_is_back(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_file_leaves_the_keys_unchanged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source, keyring = opened(path)
     text = path.read_text()
     path.unlink()
@@ -301,14 +297,14 @@ def test_a_file_that_is_gone_leaves_the_keys_as_they_are_until_it_is_back(
     assert names(keyring) == {"a"}
 
 
-def test_a_file_is_read_at_once_when_it_is_asked_for(path: Path) -> None:
+def test_a_reload_reads_the_file_at_once(path: Path) -> None:
     source, keyring = opened(path)
     replace(path, line("alice", "b"))
     source.reload()
     assert names(keyring) == {"b"}
 
 
-def test_a_file_that_cannot_be_read_at_start_says_why(tmp_path: Path) -> None:
+def test_an_unreadable_file_at_startup_is_an_error_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(KeysError, match="No such file"):
         opened(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")

@@ -1,4 +1,4 @@
-"""What the real server logs when everything is logged: no key and no password, wherever they turn up."""
+"""The debug log of the real server contains no key and no password."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_no_key_and_no_password_is_logged(tmp_path: Path) -> None:
                     client.get("/v1/models", headers=bearer)
                 client.get("/v1/models", params={"key": key}, headers=bearer)
                 client.get("/", auth=("me", key))
-                client.post("/v1/sessions", json={"session": "demo"}, headers=bearer)  # the store is away
+                client.post("/v1/sessions", json={"session": "demo"}, headers=bearer)  # the store is unreachable
                 client.post("/v1/predict", content=f'{{"{key}": '.encode(), headers=bearer)
         stream = f"ws{server.url.removeprefix('http')}/v1/sessions/demo/stream"
         for key in (KEY, f"{KEY}x"):
@@ -65,13 +65,13 @@ def test_no_key_and_no_password_is_logged(tmp_path: Path) -> None:
         {"WANE_API_KEYS": f"alice:{KEY}", "WANE_PORT": "none"},
     ],
 )
-def test_a_server_that_does_not_start_says_why_and_no_secret(settings: dict[str, str]) -> None:
+def test_a_startup_error_contains_no_secret(settings: dict[str, str]) -> None:
     ended = run("serve", env=environment(**settings))
     assert ended.returncode == 2 and "error: WANE_" in ended.stderr
     assert KEY not in ended.stdout + ended.stderr
 
 
-def test_a_file_of_keys_that_cannot_be_read_is_fatal_at_start(tmp_path: Path) -> None:
+def test_an_invalid_key_file_is_fatal_at_startup(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"alice:{KEY}\n")
     ended = run("serve", "--api-keys-file", str(file))
@@ -79,7 +79,7 @@ def test_a_file_of_keys_that_cannot_be_read_is_fatal_at_start(tmp_path: Path) ->
     assert KEY not in ended.stderr
 
 
-def test_the_command_that_makes_a_key_tells_its_line_and_once_the_key(tmp_path: Path) -> None:
+def test_wane_key_prints_the_line_and_the_key(tmp_path: Path) -> None:
     made = run("key", "alice", "--scope", "use+metrics", "--rate", "5")
     assert made.returncode == 0
     assert made.stdout.startswith("alice:sha256:") and made.stdout.endswith(" scope=metrics+use rate=5\n")
@@ -90,7 +90,7 @@ def test_the_command_that_makes_a_key_tells_its_line_and_once_the_key(tmp_path: 
     file.write_text(made.stdout)
     with live_server(WANE_API_KEYS_FILE=str(file), WANE_BUNDLES=BUNDLE) as server:
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
-        told = run("report", server.url, env=environment(WANE_API_KEY=key))
-        assert told.returncode == 0 and "Latency" in told.stdout
+        report = run("report", server.url, env=environment(WANE_API_KEY=key))
+        assert report.returncode == 0 and "Latency" in report.stdout
         refused = run("report", server.url)
         assert refused.returncode == 2 and "401" in refused.stderr

@@ -1,4 +1,4 @@
-"""What a client may send on one connection: requests and WebSockets, mutated, and sent whole, split or cut off."""
+"""Cases of a client's connection: requests and WebSockets, mutated, and sent whole, split or truncated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOT = (
     "/v1/sessions/unknown/tokens",
     "/v1/sessions/%61/tokens",
 )
-"""Paths that the dispatcher takes."""
+"""Paths that the dispatcher answers."""
 
 OTHERS = (
     "/v1/score",
@@ -79,11 +79,11 @@ Leaves = Literal["waits", "half-closes", "resets"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a client does on one connection.
+    """The actions of a client on one connection.
 
-    It sends the parts of a stage one behind another, `turns` of the event loop apart, and waits for the answers before
-    the next stage. `wait_turns`: what the engine takes for an answer. `handshake`: where in the first stage a
-    WebSocket's handshake begins. `leaves`: what the client does in the end.
+    The client sends the parts of a stage one after another, `turns` of the event loop apart. It waits for the answers
+    before the next stage. `wait_turns`: turns until the engine answers. `handshake`: where a WebSocket's handshake
+    begins in the first stage. `leaves`: the client's last action.
     """
 
     stages: tuple[tuple[bytes, ...], ...]
@@ -103,27 +103,27 @@ class Case:
         return self.sent[0]
 
     def with_data(self, *first: bytes) -> Case:
-        """The same, with other stages in place of the first."""
+        """Returns the case with other stages in place of the first."""
         return replace(self, stages=(*((data,) for data in first), *self.stages[1:]))
 
     def without_upgrade(self) -> Case:
-        """The same, asking for no other protocol than WebSocket, and to connect to nothing."""
+        """Returns the case without CONNECT, and without upgrades to protocols other than WebSocket."""
         data = re.sub(rb"(?i)\n *upgrade:(?! *websocket)[^\n]*(?=\n)", b"", self.data)
         return self.with_data(data.replace(b"CONNECT ", b"TRACE "))
 
     def without_space(self) -> Case:
-        """The same, without white space behind the values of headers."""
+        """Returns the case without white space after header values."""
         return self.with_data(re.sub(rb"(?m)^([\w-]+:[^\r\n]*?)[ \t]+(?=\r?$)", rb"\1", self.data))
 
     def in_turn(self) -> Case:
-        """The same, by a client that waits for the answers before it sends the handshake."""
+        """Returns the case with a client that waits for the answers before it sends the handshake."""
         if not self.handshake:
             return self
         return self.with_data(self.data[: self.handshake], self.data[self.handshake :])
 
 
 def make_case(seed: int, number: int) -> Case:
-    """The case of that number; the same for the same seed."""
+    """Returns the case of a number, always the same for a seed."""
     rng = random.Random(f"{seed}/{number}")
     turns, wait_turns = rng.choice((0, 3, 10)), rng.choice((0, 0, 1, 5))
     if rng.random() < 0.2:
@@ -147,7 +147,7 @@ def make_case(seed: int, number: int) -> Case:
 
 
 def split(rng: random.Random, data: bytes) -> tuple[bytes, ...]:
-    """The data whole, in some parts, or byte by byte."""
+    """Splits the data into one part, several parts, or bytes."""
     if len(data) < 2 or rng.random() < 0.4:
         return (data,)
     if len(data) < 200 and rng.random() < 0.1:
@@ -157,7 +157,7 @@ def split(rng: random.Random, data: bytes) -> tuple[bytes, ...]:
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:
-    """The data with one thing wrong."""
+    """Makes one change to the data."""
     if not data:
         return data
     at = rng.randrange(len(data))
@@ -185,7 +185,7 @@ def mutate(rng: random.Random, data: bytes) -> bytes:
 
 
 def make_request(rng: random.Random) -> bytes:
-    """A request for one of the routes, or for none."""
+    """Returns a request for a route, or for an unknown path."""
     path = rng.choice(HOT if rng.random() < 0.7 else OTHERS)
     method = "POST" if rng.random() < (0.95 if path in HOT else 0.6) else rng.choice(METHODS)
     body = make_body(rng, path) if method not in ("GET", "HEAD") or rng.random() < 0.05 else b""
@@ -205,7 +205,7 @@ def make_request(rng: random.Random) -> bytes:
 
 
 def make_body(rng: random.Random, path: str) -> bytes:
-    """A body for the route at a path; now and then one that no route takes."""
+    """Returns a body for the route at a path; sometimes one that every route refuses."""
     if rng.random() < 0.05:
         return rng.choice(NO_STEPS)
     documents: dict[str, dict[str, object]] = {
@@ -224,7 +224,7 @@ def make_body(rng: random.Random, path: str) -> bytes:
 
 
 def make_step(rng: random.Random) -> dict[str, object]:
-    """A step, whose fields are right for the most part."""
+    """Returns a step, mostly with valid fields."""
     step: dict[str, object] = {"input": "a\u00e9b"}
     if rng.random() < 0.7:
         count = rng.choice((1, 1, 1, 1, 2, 5, 5, 0))
@@ -233,7 +233,7 @@ def make_step(rng: random.Random) -> dict[str, object]:
 
 
 def in_chunks(rng: random.Random, body: bytes) -> bytes:
-    """The body in chunks, with an extension or a trailer now and then."""
+    """Returns the body in chunks, sometimes with an extension or a trailer."""
     parts = []
     while body:
         size = rng.randint(1, len(body))
@@ -245,7 +245,7 @@ def in_chunks(rng: random.Random, body: bytes) -> bytes:
 
 
 def make_frames(rng: random.Random) -> bytes:
-    """Frames of a client: steps, whole or in fragments, pings and pongs, and perhaps a close."""
+    """Returns a client's frames: steps, whole or in fragments, pings, pongs, and sometimes a close."""
     frames = []
     for _ in range(rng.randrange(5)):
         text = make_body(rng, "/v1/sessions/a/tokens")
@@ -266,6 +266,6 @@ def make_frames(rng: random.Random) -> bytes:
 
 
 def frame(mask: bytes, first: int, payload: bytes) -> bytes:
-    """A masked frame with this first byte."""
+    """Returns a masked frame with this first byte."""
     size = bytes([0x80 | len(payload)]) if len(payload) < 126 else b"\xfe" + len(payload).to_bytes(2)
     return bytes([first]) + size + mask + bytes(byte ^ mask[at % 4] for at, byte in enumerate(payload))

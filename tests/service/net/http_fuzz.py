@@ -2,8 +2,8 @@
 
     python -m tests.service.net.http_fuzz --cases 20000
 
-Compares the responses, whether the connection is kept, and what the engine was asked. The differences that are meant
-are `RULES` and `CORRECTIONS`.
+Compares the responses, whether the connection stays open, and the requests to the engine. The intended differences are
+`RULES` and `CORRECTIONS`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.server import protocols
 from wane.service.settings import Settings
 
-LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 4096}  # no body of a case is so long that Wane reads on no more
-QUIET_TURNS = 40  # of the event loop without a byte, after which nothing more is expected
-CLOSED_S = 10.0  # within which everything of a connection is over once its client has gone
+LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 4096}  # bodies of cases are so short that Wane keeps reading
+QUIET_TURNS = 40  # turns of the event loop without a byte before a client stops waiting
+CLOSED_S = 10.0  # limit for the cleanup of a connection after its client has closed it
 
 
 # The servers.
 
 
 class EngineDelay:
-    """Takes the place of the fake engine's event: over after some turns of the event loop."""
+    """Replaces the fake engine's event: its wait ends after some turns of the event loop."""
 
     def __init__(self, turns: int) -> None:
         self._turns = turns
@@ -54,7 +54,7 @@ class EngineDelay:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a client received, whether its connection was closed, and what the engine was asked."""
+    """The bytes that a client received, whether its connection was closed, and the requests to the engine."""
 
     received: bytes
     closed: bool
@@ -62,7 +62,7 @@ class Seen:
 
 
 class Endpoint:
-    """A server over a fake engine, which is given its connections."""
+    """A server over a fake engine. The tests create its connections."""
 
     def __init__(self, *, plain_uvicorn: bool) -> None:
         settings, metrics = Settings.model_validate(LIMITS), Metrics()
@@ -78,7 +78,7 @@ class Endpoint:
         return make(config=self.config, server_state=self.state, app_state={})
 
     async def converse(self, case: Case, quiet_s: float = 0.0) -> Seen:
-        """Plays a case on a connection of its own. What a client that resets would be told is left out."""
+        """Plays a case on its own connection. Ignores the responses to a client that resets."""
         engine = self.registry.engine
         engine.asked.clear()
         engine.wait = cast(asyncio.Event, EngineDelay(case.wait_turns)) if case.wait_turns else None
@@ -101,7 +101,7 @@ class Endpoint:
         return Seen(b"", True, ()) if case.leaves == "resets" else seen
 
     async def is_over(self) -> None:
-        """Waits until nothing is left of the connection."""
+        """Waits until the server has cleaned up the connection."""
         async with asyncio.timeout(CLOSED_S):
             while self.state.connections or self.state.tasks:  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -112,7 +112,7 @@ def without_deadline(asked: object) -> str:
 
 
 class Client:
-    """The other end of a connection. `quiet_s`: for how long it waits for more, besides some turns of the loop."""
+    """The other end of a connection. `quiet_s`: time that it waits for more bytes, besides some turns of the loop."""
 
     def __init__(self, connection: socket.socket, quiet_s: float) -> None:
         self.connection = connection
@@ -121,7 +121,7 @@ class Client:
         self.closed = False
 
     async def send(self, data: bytes, turns: int) -> None:
-        """Sends the data, and reads for so many turns of the event loop."""
+        """Sends the data, and reads for `turns` turns of the event loop."""
         with suppress(ConnectionError):
             self.connection.send(data)
         for _ in range(turns):
@@ -129,7 +129,7 @@ class Client:
             self.read()
 
     def read(self) -> bool:
-        """Reads what there is; whether there was something."""
+        """Reads available bytes. Returns whether there were any."""
         try:
             some = self.connection.recv(1 << 16)
         except BlockingIOError:
@@ -141,7 +141,7 @@ class Client:
         return bool(some)
 
     async def quiet(self) -> None:
-        """Reads until the connection is closed, or nothing has come for a while."""
+        """Reads until the connection is closed, or no byte arrives for a while."""
         loop = asyncio.get_running_loop()
         silent_turns, since_s = 0, loop.time()
         while not self.closed and (silent_turns < QUIET_TURNS or loop.time() - since_s < self.quiet_s):
@@ -151,31 +151,31 @@ class Client:
                 silent_turns, since_s = 0, loop.time()
 
 
-# What they answer.
+# Parsing of responses.
 
 Header = tuple[bytes, bytes]
 CLOSE: Header = (b"connection", b"close")
 SWITCHING = 101
-SHORT_BYTES = 125  # of a frame whose length is in its second byte
-CONTROL = 0x08  # in the first byte of a frame
+SHORT_BYTES = 125  # the longest payload whose length is in the second byte
+CONTROL = 0x08  # the bit of control frames in the first byte
 UNSTEADY = frozenset({b"date", b"server"})
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response without what changes with every request. The body of a handshake's is the frames behind it."""
+    """A response without the fields that change with every request. A handshake's body is its frames."""
 
     status: int
     headers: tuple[Header, ...]
     body: bytes
 
     def without(self, header: Header) -> Response:
-        """The same, without this header."""
+        """Returns the response without this header."""
         return replace(self, headers=tuple(one for one in self.headers if one != header))
 
 
 def responses(received: bytes) -> list[Response]:
-    """The responses, in their order. Fails where the bytes are anything else than one whole response after another."""
+    """Returns the responses in order. Fails unless the bytes are whole responses."""
     received = re.sub(rb"[0-9a-f]{32}", b"I" * 32, received)  # ids
     found = []
     while received:
@@ -186,7 +186,7 @@ def responses(received: bytes) -> list[Response]:
         status, headers = int(first[9:12]), dict(fields)
         if status == SWITCHING:
             body, received = data_first(rest), b""
-        elif rest.startswith(b"HTTP/1.1 ") or status < SWITCHING:  # an answer to HEAD has a length and no body
+        elif rest.startswith(b"HTTP/1.1 ") or status < SWITCHING:  # a response to HEAD has a length and no body
             body, received = b"", rest
         elif headers.get(b"transfer-encoding") == b"chunked":
             body, received = dechunked(rest)
@@ -199,7 +199,7 @@ def responses(received: bytes) -> list[Response]:
 
 
 def dechunked(data: bytes) -> tuple[bytes, bytes]:
-    """A chunked body, and what follows it."""
+    """Returns a chunked body, and the bytes after it."""
     body, size = b"", -1
     while size:
         line, end, data = data.partition(b"\r\n")
@@ -211,7 +211,7 @@ def dechunked(data: bytes) -> tuple[bytes, bytes]:
 
 
 def data_first(frames: bytes) -> bytes:
-    """A WebSocket's frames: those with data, and then the control frames, which may stand anywhere between them."""
+    """Returns a WebSocket's frames sorted: data frames, then control frames, which may be anywhere between them."""
     data, control = b"", b""
     while len(frames) > 1:
         length, begin = frames[1], 2
@@ -227,19 +227,19 @@ def data_first(frames: bytes) -> bytes:
     return data + control + frames
 
 
-# What is compared.
+# Comparison.
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A case as both servers answered it."""
+    """Both servers' results of a case."""
 
     ours: Seen
     theirs: Seen
 
     @property
     def is_same(self) -> bool:
-        """Whether there is no difference."""
+        """Whether the two results are equal."""
         if (self.ours.closed, self.ours.asked) != (self.theirs.closed, self.theirs.asked):
             return False
         return self.ours.received == self.theirs.received or responses(self.ours.received) == responses(
@@ -247,8 +247,8 @@ class Compared:
         )
 
     def starts_alike(self, count: int) -> bool:
-        """Whether our first `count` responses are theirs too, and theirs' requests or ours are the first of the
-        other's."""
+        """Whether the first `count` responses of both are equal, and one server's requests to the engine are the first
+        of the other's."""
         ours, theirs = responses(self.ours.received)[:count], responses(self.theirs.received)[:count]
         return ours == theirs and is_prefix(*sorted((self.ours.asked, self.theirs.asked), key=len))
 
@@ -258,8 +258,8 @@ def is_prefix(short: Sequence[object], long: Sequence[object]) -> bool:
 
 
 def malformed(both: Compared) -> bool:
-    """uvicorn answers a malformed request at once, and drops the requests before it. Wane answers it behind them, and
-    says what is wrong; behind a request that is the last of its connection, it answers nothing."""
+    """uvicorn answers a malformed request at once, and drops the requests before it. Wane answers it after them, with a
+    reason. After a request that closes the connection, Wane answers nothing."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     return (
         bool(ours and theirs)
@@ -273,8 +273,8 @@ def malformed(both: Compared) -> bool:
 
 
 def last_by(status: int | None, body: bytes = b"") -> Callable[[Compared], bool]:
-    """Whether Wane's last response ends the connection, has this status and begins with this body, and the responses
-    before are uvicorn's too."""
+    """Returns a rule: Wane's last response closes the connection, has this status and begins with this body, and the
+    responses before it are uvicorn's too."""
 
     def applies(both: Compared) -> bool:
         ours = responses(both.ours.received)
@@ -291,27 +291,27 @@ def last_by(status: int | None, body: bytes = b"") -> Callable[[Compared], bool]
 
 
 def unread_body(both: Compared) -> bool:
-    """An answer that is given before a chunked body has ended is Wane's last. uvicorn reads on, however much comes."""
+    """Wane closes the connection after it answers before a chunked body has ended. uvicorn reads on without a limit."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     at = len(ours) - 1
     return last_by(None)(both) and len(theirs) > at and ours[at].without(CLOSE) == theirs[at]
 
 
 def not_utf8(both: Compared) -> bool:
-    """Wane says why it closes a WebSocket after a text that is not UTF-8, and waits for the close. uvicorn says
-    nothing where that close came already: it fails."""
+    """Wane gives a reason when it closes a WebSocket after a text that is not UTF-8, and waits for the client's close.
+    uvicorn fails without a reason if that close was received already."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     if not ours or len(ours) != len(theirs) or ours[:-1] != theirs[:-1] or ours[-1].status != SWITCHING:
         return False
     reason = b"a text that is not UTF-8"
-    told, short = b"\x88\x1a\x03\xef" + reason, b"\x88\x02\x03\xef"
+    long, short = b"\x88\x1a\x03\xef" + reason, b"\x88\x02\x03\xef"
     replied = re.fullmatch(re.escape(theirs[-1].body) + rb"\x88\x02..", ours[-1].body, re.DOTALL)
-    return ours[-1].body.replace(told, short) == theirs[-1].body or (replied is not None and both.theirs.closed)
+    return ours[-1].body.replace(long, short) == theirs[-1].body or (replied is not None and both.theirs.closed)
 
 
 def read_ahead(both: Compared) -> bool:
-    """Wane reads the next messages of a WebSocket while one is answered, and uvicorn reads none. So a frame that ends
-    the WebSocket takes effect earlier: before the answers to the messages in front of it."""
+    """Wane reads the next messages of a WebSocket during an answer, and uvicorn reads none. So a frame that ends the
+    WebSocket takes effect earlier in Wane: before the answers to the messages before it."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     if not ours or len(ours) != len(theirs) or ours[:-1] != theirs[:-1] or ours[-1].status != SWITCHING:
         return False
@@ -329,26 +329,27 @@ RULES: dict[str, Callable[[Compared], bool]] = {
     "malformed": malformed,
     "a head over max_header_bytes": last_by(431),
     "CONNECT with a body": last_by(400, b"malformed HTTP request: CONNECT takes no body"),
-    "answered before its chunked body had ended": unread_body,
+    "answered before its chunked body ended": unread_body,
     "text that is not UTF-8": not_utf8,
     "WebSocket ended before all answers": read_ahead,
 }
-"""By which a difference is meant."""
+"""The rules of intended differences."""
 
 CORRECTIONS: dict[str, Callable[[Case], Case]] = {
     "CONNECT, or Upgrade to another protocol": Case.without_upgrade,
-    "handshake behind requests": Case.in_turn,
-    "white space behind a header": Case.without_space,
+    "handshake after requests": Case.in_turn,
+    "white space after a header": Case.without_space,
 }
-"""What uvicorn does wrong, and the case that it does right: Wane must answer the original as uvicorn answers that.
+"""Errors of uvicorn, and the change to the case that avoids them. Wane must answer the original case like uvicorn
+answers the changed one.
 
-uvicorn forgets the body of a request that asks for another protocol than WebSocket, and what follows that or a CONNECT.
-It begins a WebSocket before it has answered the requests in front of the handshake. It takes the white space behind a
-header's value for a part of it (RFC 9110, 5.5)."""
+uvicorn drops the body of a request that asks for another protocol than WebSocket, and the bytes after it or after a
+CONNECT. It starts a WebSocket before it has answered the requests before the handshake. It keeps the white space after
+a header's value as a part of the value (RFC 9110, 5.5)."""
 
 
 def corrections(case: Case) -> Iterator[tuple[str, Case]]:
-    """The case with one or more of the corrections, where they change it."""
+    """Yields the case with one or more of the corrections, if they change it."""
     for count in range(1, len(CORRECTIONS) + 1):
         for names in combinations(CORRECTIONS, count):
             corrected = case
@@ -360,7 +361,7 @@ def corrections(case: Case) -> Iterator[tuple[str, Case]]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A case that was answered in two ways, for no reason that is known."""
+    """A case with an unintended difference."""
 
     number: int
     case: Case
@@ -368,7 +369,7 @@ class Difference:
 
 
 class Fuzz:
-    """Both servers. A case that differs is run again, for `sure_s` without a byte where nothing more is expected."""
+    """Both servers. A case that differs is run again, with a longer wait for bytes: `sure_s`."""
 
     def __init__(self, sure_s: float = 0.3) -> None:
         self.sure_s = sure_s
@@ -376,7 +377,7 @@ class Fuzz:
         self.theirs = Endpoint(plain_uvicorn=True)
 
     async def run(self, seed: int, numbers: Iterable[int]) -> tuple[Counter[str], list[Difference]]:
-        """Plays the cases. How many were the same, or differed by which rule; and all other differences."""
+        """Plays the cases. Returns the counts of equal cases and of each rule, and the unintended differences."""
         counted: Counter[str] = Counter()
         different = []
         for number in numbers:
@@ -389,11 +390,11 @@ class Fuzz:
         return counted, different
 
     async def play(self, case: Case, theirs: Case, quiet_s: float = 0.0) -> Compared:
-        """The case as Wane answers it, and the other as uvicorn does."""
+        """Plays a case on Wane, and another on uvicorn."""
         return Compared(await self.ours.converse(case, quiet_s), await self.theirs.converse(theirs, quiet_s))
 
     async def verdict(self, case: Case, quiet_s: float = 0.0) -> str | None:
-        """`same`, or what a difference is meant by; None where it is not."""
+        """Returns `same`, or the rule of an intended difference; None for an unintended one."""
         compared = await self.play(case, case, quiet_s)
         if compared.is_same:
             return "same"
@@ -407,12 +408,12 @@ class Fuzz:
 
 
 def meant(both: Compared) -> str | None:
-    """The rule by which a difference is meant."""
+    """Returns the rule of an intended difference, if there is one."""
     return next((name for name, applies in RULES.items() if applies(both)), None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the cases, and prints what came of them; 1 if there is a difference that is not meant."""
+    """Runs the cases, and prints the results. Returns 1 if there is an unintended difference."""
     parser = argparse.ArgumentParser(prog="python -m tests.service.net.http_fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
@@ -428,7 +429,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def run(seed: int, cases: int) -> tuple[Counter[str], list[Difference]]:
-    """Plays so many cases on new servers."""
+    """Plays cases on new servers."""
     return await Fuzz().run(seed, range(cases))
 
 

@@ -1,4 +1,4 @@
-"""What hostile clients send in the soak is refused as it is, and for what it is sent for."""
+"""The hostile requests of the soak benchmark are refused with the expected status and reason."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tests.service.live_server import LiveServer
 
 
 @pytest.mark.parametrize("attack", [garbage, paths, malformed, bombs], ids=lambda attack: attack.__name__)
-async def test_an_attack_is_told_what_it_must_be(live: LiveServer, attack: Attack) -> None:
+async def test_an_attack_is_answered_as_expected(live: LiveServer, attack: Attack) -> None:
     target = Target(httpx.URL(live.url).port or 80, None, 2**22, 2048, list)
-    told = [one async for one in attack(target)]
-    assert told and [one for one in told if one.answer not in one.right] == []
+    refused = [one async for one in attack(target)]
+    assert refused and [one for one in refused if one.answer not in one.right] == []
 
 
 @pytest.mark.parametrize("bomb", [*bombs_of(2048)], ids=lambda bomb: bomb.of)
-def test_a_bomb_is_refused_for_what_it_would_cost(http: httpx.Client, bomb: Bomb) -> None:
+def test_a_bomb_is_refused_with_its_reason(http: httpx.Client, bomb: Bomb) -> None:
     refused = http.post(bomb.path, json=bomb.body)
     assert str(refused.status_code) == bomb.right
     assert bomb.of in refused.json()["detail"]

@@ -1,4 +1,4 @@
-"""Clients that are slow, too many or too much: what a connection may cost, on real sockets."""
+"""Limits and timeouts of connections, on real sockets: slow clients, too many connections, too long requests."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from tests.service.slow_client import (
 from wane.service.net.http_protocol import HEAD_END
 
 
-async def test_a_connection_on_which_nothing_comes_is_closed() -> None:
+async def test_a_silent_connection_is_closed() -> None:
     async with serving(header_timeout_s=SOON_S) as server:
         assert await dialogue(server, b"") == b""
 
 
 @pytest.mark.parametrize("first", [b"\r\n", b"\n", GET + b"\r\n"], ids=["crlf", "lf", "second"])
-async def test_empty_lines_are_no_reason_to_wait_for_a_request_for_ever(first: bytes) -> None:
+async def test_a_connection_with_only_empty_lines_is_closed(first: bytes) -> None:
     async with serving(header_timeout_s=ENOUGH_S) as server:
         server.config.timeout_keep_alive = 1
         assert (await dialogue(server, first)).count(b"HTTP/1.1 200") == first.count(b"GET")
 
 
-async def test_an_empty_line_behind_an_answer_is_no_reason_either_and_a_request_may_follow_it() -> None:
+async def test_an_empty_line_between_requests_starts_the_timer() -> None:
     async with serving(header_timeout_s=ENOUGH_S) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         for _ in range(2):
@@ -54,19 +54,19 @@ async def test_an_empty_line_behind_an_answer_is_no_reason_either_and_a_request_
             (length,) = [int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
             await reader.readexactly(length)
             writer.write(b"\r\n")
-        assert b" 200 OK" not in await reader.read()  # it ends, though it would be kept alive for longer
+        assert b" 200 OK" not in await reader.read()  # the timer is shorter than keep-alive
         writer.close()
 
 
 @pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\n", GET + b"GET /hea"], ids=["first", "second"])
-async def test_a_head_that_drips_in_is_timed_out(first: bytes) -> None:
+async def test_a_slow_head_is_timed_out(first: bytes) -> None:
     async with serving(header_timeout_s=ENOUGH_S) as server:
         said = await dialogue(server, first, b"x: y\r\n" if first.endswith(b"\r\n") else b"l")
     assert b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n" in said
     assert said.startswith(b"HTTP/1.1 200 OK") == (first != b"GET / HTTP/1.1\r\n")
 
 
-async def test_a_body_that_drips_in_is_timed_out_with_a_problem_document() -> None:
+async def test_a_slow_body_is_timed_out_with_a_problem_document() -> None:
     async with serving(body_timeout_s=SOON_S) as server:
         head, _, body = (await dialogue(server, POST, b" ")).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ") and b"connection: close" in head
@@ -74,7 +74,7 @@ async def test_a_body_that_drips_in_is_timed_out_with_a_problem_document() -> No
 
 
 @pytest.mark.parametrize("declared", [True, False])
-async def test_whoever_sends_too_much_is_told_so_however_much_it_is(declared: bool) -> None:
+async def test_a_body_over_the_limit_is_answered_413_before_its_end(declared: bool) -> None:
     length = b"content-length: 99999999" if declared else b"transfer-encoding: chunked"
     head = POST.partition(b"content-length")[0] + length + b"\r\n\r\n"
     body = b"%x\r\n%s\r\n" % (2**20, b" " * 2**20)
@@ -87,13 +87,13 @@ async def test_whoever_sends_too_much_is_told_so_however_much_it_is(declared: bo
             writer.transport.abort()
 
 
-async def test_a_body_that_nobody_reads_does_not_drip_in_for_ever() -> None:
+async def test_a_slow_body_without_a_route_is_timed_out() -> None:
     async with serving(header_timeout_s=SOON_S, body_timeout_s=SOON_S) as server:
         said = await dialogue(server, POST.replace(b"/v1/predict", b"/nowhere"), b" ")
     assert said.startswith(b"HTTP/1.1 404 ") and said.count(b"HTTP/1.1 ") == 1
 
 
-async def test_a_deadline_that_is_shorter_than_the_time_for_a_body_is_a_deadline() -> None:
+async def test_a_deadline_before_the_body_timeout_is_answered_504() -> None:
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(POST.replace(b"host", b"x-request-timeout-ms: 100\r\nhost"))
@@ -101,13 +101,13 @@ async def test_a_deadline_that_is_shorter_than_the_time_for_a_body_is_a_deadline
         writer.close()
 
 
-async def test_a_connection_that_is_used_now_and_then_is_left_alone() -> None:
+async def test_a_connection_with_occasional_requests_stays_open() -> None:
     async with serving(header_timeout_s=ENOUGH_S, body_timeout_s=ENOUGH_S) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         for _ in range(2):
             writer.write(GET)
             assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
-            await dialogue(server, b"")  # on this one too, nothing comes: it is closed in the end
+            await dialogue(server, b"")  # another connection, silent until it is closed
         writer.write(GET)
         assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
         writer.close()
@@ -123,7 +123,7 @@ async def test_a_connection_that_is_used_now_and_then_is_left_alone() -> None:
     ],
     ids=["at once", "bit by bit", "in two", "path"],
 )
-async def test_a_head_that_is_too_long_is_refused(chunks: list[bytes]) -> None:
+async def test_a_long_head_is_refused(chunks: list[bytes]) -> None:
     async with serving(max_header_bytes=2048) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         await server.say(writer, *chunks)
@@ -132,7 +132,7 @@ async def test_a_head_that_is_too_long_is_refused(chunks: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("split", range(-5, 2))
-async def test_a_head_that_comes_in_two_may_be_as_long_as_one_that_does_not(split: int) -> None:
+async def test_the_limit_of_a_split_head_is_that_of_a_whole_one(split: int) -> None:
     body = json.dumps({"tokens": [1] * 5000}).encode()
     head = b"POST /v1/predict HTTP/1.1\r\ncontent-length: %d\r\nx: " % len(body)
     head += b"y" * (2040 - len(head)) + HEAD_END
@@ -144,7 +144,7 @@ async def test_a_head_that_comes_in_two_may_be_as_long_as_one_that_does_not(spli
         writer.close()
 
 
-async def test_many_requests_at_once_and_long_bodies_are_no_long_heads() -> None:
+async def test_pipelined_requests_and_long_bodies_are_not_long_heads() -> None:
     body = json.dumps({"tokens": [1] * 5000}).encode()
     post = b"POST /v1/predict HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body
     async with serving(max_header_bytes=2048) as server:
@@ -157,7 +157,7 @@ async def test_many_requests_at_once_and_long_bodies_are_no_long_heads() -> None
         writer.close()
 
 
-async def test_a_connection_too_many_is_told_so_and_the_next_has_its_place() -> None:
+async def test_a_connection_over_the_limit_is_answered_503_until_another_closes() -> None:
     async with serving(max_connections=2) as server:
         kept = [await asyncio.open_connection(*server.address) for _ in range(2)]
         for reader, writer in kept:
@@ -172,7 +172,7 @@ async def test_a_connection_too_many_is_told_so_and_the_next_has_its_place() -> 
         kept[1][1].close()
 
 
-async def test_a_client_that_reads_nothing_is_cut_off() -> None:
+async def test_a_client_that_reads_nothing_is_disconnected() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S) as server:
         with never_reads(server) as connection:
@@ -187,7 +187,7 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
         await until(lambda: not server.server_state.connections)
 
 
-async def test_a_websocket_that_reads_nothing_is_cut_off() -> None:
+async def test_a_websocket_that_reads_nothing_is_disconnected() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S, max_body_bytes=2**20) as server:
         with never_reads(server) as connection:
@@ -204,7 +204,7 @@ async def test_a_websocket_that_reads_nothing_is_cut_off() -> None:
         await until(lambda: not server.server_state.connections)
 
 
-async def test_a_stream_of_events_that_nobody_reads_is_closed_with_its_generation() -> None:
+async def test_an_unread_stream_of_events_is_closed_with_its_generation() -> None:
     body = json.dumps({"tokens": [1], "max_tokens": 4096, "stream": True}).encode()
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S) as server:
@@ -217,13 +217,13 @@ async def test_a_stream_of_events_that_nobody_reads_is_closed_with_its_generatio
             await until(lambda: not server.server_state.connections and not server.server_state.tasks)
 
 
-async def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
+async def test_a_client_that_reads_slowly_stays_connected() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=1) as server:
         with never_reads(server) as connection:
             await loop.sock_connect(connection, server.address)
             asking = asyncio.create_task(loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 100))
-            for _ in range(100):  # so much that the server has the rest of the answers for longer than its timeout
+            for _ in range(100):  # so the server holds the rest of the answers for longer than its timeout
                 assert await loop.sock_recv(connection, 2048)
                 await asyncio.sleep(0.025)
             assert len(server.server_state.connections) == 1
@@ -232,8 +232,8 @@ async def test_a_client_that_reads_slowly_is_not_cut_off() -> None:
 
 
 @pytest.mark.parametrize("kind", ["events", "websocket"])
-def test_a_hundred_clients_that_read_nothing_are_cut_off_by_a_server_of_its_own(kind: str) -> None:
-    """Each is sent some tens of KB, which the kernel has room for."""
+def test_a_hundred_clients_that_read_nothing_are_disconnected_by_a_real_server(kind: str) -> None:
+    """Each is sent some tens of KB, which fit into the kernel's buffers."""
     with live_server(WANE_BUNDLES=BUNDLE, WANE_SEND_TIMEOUT_S="1") as server, ExitStack() as stack:
         url = httpx.URL(server.url)
         body = json.dumps({"input": "The", "max_tokens": 100, "stream": True}).encode()
@@ -256,7 +256,7 @@ def test_a_hundred_clients_that_read_nothing_are_cut_off_by_a_server_of_its_own(
             assert "wane_websockets 0.0" in httpx.get(f"{server.url}/metrics").text
 
 
-async def test_a_message_of_a_websocket_that_is_too_long_closes_it() -> None:
+async def test_a_message_over_the_limit_closes_the_websocket() -> None:
     async with serving(max_body_bytes=2048) as server:
         url = f"ws://{server.address[0]}:{server.address[1]}/v1/sessions/s/stream"
         async with connect(url) as client:
@@ -274,14 +274,14 @@ FIELDS = b"x: y\r\n" * 10_000
     [(b"2\r\n{}\r\n0\r\n", FIELDS), (b"0\r\nx: ", b"y" * 50_000), (b"2;x=", b"y" * 50_000)],
     ids=["trailers", "one trailer", "chunk extension"],
 )
-async def test_what_comes_with_a_body_and_is_not_the_body_is_bounded(first: bytes, more: bytes) -> None:
+async def test_trailers_and_chunk_extensions_are_limited(first: bytes, more: bytes) -> None:
     async with serving() as server:
         said = await flood(server, CHUNKED % b"POST /v1/sessions" + first, more, 2**26)
     assert said.startswith(b"HTTP/1.1 431 ") and said.count(b"HTTP/1.1 ") == 1
 
 
 @pytest.mark.parametrize("line", [b"GET /healthz", b"POST /healthz"])
-async def test_an_answer_that_is_given_before_a_body_has_ended_is_the_last(line: bytes) -> None:
+async def test_an_answer_before_the_end_of_a_body_is_the_last(line: bytes) -> None:
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(CHUNKED % line + b"0\r\n" + FIELDS)
@@ -290,7 +290,7 @@ async def test_an_answer_that_is_given_before_a_body_has_ended_is_the_last(line:
     assert b"connection: close\r\n" in said and said.count(b"HTTP/1.1 ") == 1
 
 
-async def test_a_chunked_body_that_comes_bit_by_bit_leaves_the_connection_open() -> None:
+async def test_a_body_in_many_chunks_leaves_the_connection_open() -> None:
     body = json.dumps({"tokens": [1] * 2000}).encode()
     bits = [b"%x;%s\r\n%s\r\n" % (1, b"x" * 20, body[at : at + 1]) for at in range(len(body))]
     async with serving(max_header_bytes=2048) as server:
@@ -308,7 +308,7 @@ async def test_a_chunked_body_that_comes_bit_by_bit_leaves_the_connection_open()
         writer.close()
 
 
-async def test_a_trailer_is_no_header() -> None:
+async def test_trailers_are_ignored() -> None:
     async with serving() as server:
         server.config.timeout_keep_alive = 1
         trailer = b"2\r\n{}\r\n0\r\nx-request-id: smuggled\r\nconnection: close\r\n\r\n"
@@ -317,13 +317,13 @@ async def test_a_trailer_is_no_header() -> None:
 
 
 @pytest.mark.parametrize("begun", [b"\x81", b"\x81\x8f", frame(0x81, b"{}")[:-1]], ids=["opcode", "head", "text"])
-async def test_a_message_that_is_begun_behind_a_whole_one_does_not_take_for_ever(begun: bytes) -> None:
+async def test_an_incomplete_message_after_a_whole_one_is_timed_out(begun: bytes) -> None:
     async with serving(body_timeout_s=ENOUGH_S) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(HANDSHAKE)
         await reader.readuntil(b"\r\n\r\n")
         writer.write(frame(0x81, b'{"tokens": [1]}') + begun)
-        assert b'"predictions"' in await reader.readuntil(b"a message was not whole")
+        assert b'"predictions"' in await reader.readuntil(b"a message was not complete")
         writer.close()
         await writer.wait_closed()
 
@@ -333,13 +333,13 @@ async def test_a_message_that_is_begun_behind_a_whole_one_does_not_take_for_ever
     [frame(0x01) + frame(0x00) * 5000, frame(0x89) * 5000, frame(0x8A) * 5000],
     ids=["fragments", "pings", "pongs"],
 )
-async def test_a_websocket_of_frames_without_a_message_is_closed(frames: bytes) -> None:
+async def test_a_websocket_with_many_frames_but_no_message_is_closed(frames: bytes) -> None:
     async with serving() as server:
         said = await flood(server, HANDSHAKE, frames, 2**26)
     assert b"too many frames" in said
 
 
-async def test_a_websocket_that_is_closed_listens_no_more() -> None:
+async def test_a_closed_websocket_reads_no_more_messages() -> None:
     async with serving(api_keys="alice:alice-0123456789abcdefgh") as server:
         said = await flood(server, HANDSHAKE, frame(0x81) * 5000, 2**26)
         assert b"unauthorized" in said
@@ -350,7 +350,7 @@ async def test_a_websocket_that_is_closed_listens_no_more() -> None:
     assert caught.value.rcvd is not None and caught.value.rcvd.code == 1008
 
 
-async def test_messages_that_come_all_at_once_are_answered_in_order() -> None:
+async def test_many_messages_at_once_are_answered_in_order() -> None:
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         steps = [frame(0x81, b'{"expected_position": %d, "tokens": [1]}' % at) for at in range(600)]

@@ -1,4 +1,4 @@
-"""Mutated requests are answered alike on both protocol classes; `python -m tests.service.net.http_fuzz` tries more."""
+"""Both protocol classes answer mutated requests alike. `python -m tests.service.net.http_fuzz` tries more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from wane.service.errors import Overloaded
 CASES, SEED = 500, 1
 
 
-async def test_mutated_requests_are_answered_alike_on_both_protocol_classes() -> None:
+async def test_both_protocol_classes_answer_mutated_requests_alike() -> None:
     counted, different = await Fuzz().run(SEED, range(CASES))
     assert different == []
     assert counted.total() == CASES and counted["same"] > CASES / 2
@@ -22,5 +22,5 @@ async def test_a_difference_is_found() -> None:
     assert any(b'"overloaded"' in one.compared.theirs.received for one in different)
 
 
-def test_a_case_is_the_same_for_the_same_seed() -> None:
+def test_a_seed_always_makes_the_same_case() -> None:
     assert make_case(SEED, 7) == make_case(SEED, 7) != make_case(SEED + 1, 7)

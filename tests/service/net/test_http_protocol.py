@@ -1,4 +1,4 @@
-"""Requests of one connection, one behind the other: answered in order, whatever comes behind them."""
+"""Consecutive requests of one connection are answered in order, even before refused ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLOSE = b"connection: close\r\nhost"
 
 
 def post(path: bytes, body: object) -> bytes:
-    """A request, whole."""
+    """Returns a whole request."""
     content = json.dumps(body).encode()
     return b"POST %s HTTP/1.1\r\nhost: wane\r\ncontent-length: %d\r\n\r\n%s" % (path, len(content), content)
 
@@ -47,7 +47,7 @@ def engine_of(server: SlowClient) -> FakeEngine:
 
 @asynccontextmanager
 async def held(server: SlowClient) -> AsyncIterator[tuple[FakeEngine, asyncio.Event]]:
-    """The engine, and what has to be set before it answers: it is set at the end of the block."""
+    """Holds the engine's answers until the event is set, at the latest at the end of the block."""
     engine = engine_of(server)
     engine.wait = wait = asyncio.Event()
     try:
@@ -57,13 +57,13 @@ async def held(server: SlowClient) -> AsyncIterator[tuple[FakeEngine, asyncio.Ev
 
 
 async def deafness(server: SlowClient) -> None:
-    """Waits until no connection of the server takes more requests."""
+    """Waits until every connection of the server drops received bytes."""
     await until(lambda: all(connection.discarding for connection in server.server_state.connections))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("bad", MALFORMED.values(), ids=MALFORMED)
 @pytest.mark.parametrize("goods", [0, 1, 3])
-async def test_a_malformed_request_is_answered_behind_those_that_came_with_it(bad: bytes, goods: int) -> None:
+async def test_a_malformed_request_is_answered_after_earlier_requests_of_its_packet(bad: bytes, goods: int) -> None:
     async with serving() as server:
         assert statuses(await dialogue(server, PREDICT * goods + bad)) == [200] * goods + [400]
         assert len(engine_of(server).asked) == goods
@@ -84,9 +84,7 @@ async def test_a_malformed_request_is_answered_behind_those_that_came_with_it(ba
     ],
     ids=["line", "chunk", "chunk later", "long", "long in two", "extension", "slow head", "slow body"],
 )
-async def test_a_request_that_is_refused_waits_for_the_answer_before(
-    reason: str, status: int, bad: list[bytes]
-) -> None:
+async def test_a_refusal_waits_for_the_answer_before_it(reason: str, status: int, bad: list[bytes]) -> None:
     connection_limits = {"header_timeout_s": SOON_S, "body_timeout_s": SOON_S, "max_header_bytes": 2048}
     async with serving(**connection_limits) as server, held(server) as (engine, wait):
         reader, writer = await asyncio.open_connection(*server.address)
@@ -103,7 +101,7 @@ async def test_a_request_that_is_refused_waits_for_the_answer_before(
         writer.close()
 
 
-async def test_a_malformed_request_behind_a_stream_of_events_is_answered_behind_it() -> None:
+async def test_a_malformed_request_after_a_stream_of_events_is_answered_after_it() -> None:
     async with serving() as server:
         engine = engine_of(server)
         engine.wait_after_first_token = asyncio.Event()
@@ -130,7 +128,7 @@ async def test_a_malformed_request_behind_a_stream_of_events_is_answered_behind_
     ],
     ids=["chunk", "URL", "URL without a path", "HTTP/2"],
 )
-async def test_what_is_malformed_is_named(bad: bytes, said: bytes) -> None:
+async def test_the_response_to_a_malformed_request_has_the_reason(bad: bytes, said: bytes) -> None:
     async with serving() as server:
         assert (await dialogue(server, bad)).endswith(b"\r\n\r\nmalformed HTTP request: " + said)
 
@@ -145,14 +143,14 @@ async def test_what_is_malformed_is_named(bad: bytes, said: bytes) -> None:
     [PREDICT, PREDICT + PREDICT[:-5], MALFORMED["request line"], HANDSHAKE, LONG, GET + CHUNKED % b"POST /v1/predict"],
     ids=["whole", "and a part", "malformed", "upgrade", "long", "chunked"],
 )
-async def test_behind_the_last_request_of_a_connection_nothing_is_answered(first: bytes, more: bytes) -> None:
+async def test_nothing_is_answered_after_the_last_request_of_a_connection(first: bytes, more: bytes) -> None:
     async with serving() as server:
         assert statuses(await dialogue(server, first + more)) == [200]
         await until(lambda: not server.server_state.connections and not server.server_state.tasks)
         assert len(engine_of(server).asked) == 1
 
 
-async def test_a_client_that_hangs_up_cancels_what_runs_though_another_request_waits() -> None:
+async def test_a_disconnection_cancels_the_running_request_while_another_waits() -> None:
     async with serving() as server, held(server) as (engine, _):
         _, writer = await asyncio.open_connection(*server.address)
         writer.write(PREDICT + PREDICT)
@@ -163,7 +161,7 @@ async def test_a_client_that_hangs_up_cancels_what_runs_though_another_request_w
 
 
 async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Reads what accepts the WebSocket, and steps on it."""
+    """Reads the WebSocket's handshake response, and sends a step."""
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 101 ")
     writer.write(frame(0x81, b'{"tokens": [1]}'))
@@ -172,7 +170,7 @@ async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @pytest.mark.parametrize("requests", [[PREDICT + HANDSHAKE], [PREDICT * 3 + HANDSHAKE], [PREDICT, HANDSHAKE]])
-async def test_a_websocket_begins_behind_the_answers_to_the_requests_before(requests: list[bytes]) -> None:
+async def test_a_websocket_starts_after_the_answers_to_earlier_requests(requests: list[bytes]) -> None:
     async with serving() as server, held(server) as (engine, wait):
         reader, writer = await asyncio.open_connection(*server.address)
         for one in requests:
@@ -188,7 +186,7 @@ async def test_a_websocket_begins_behind_the_answers_to_the_requests_before(requ
         writer.close()
 
 
-async def test_a_websocket_begins_behind_a_stream_of_events_and_is_not_closed_as_idle_http_is() -> None:
+async def test_a_websocket_after_a_stream_of_events_has_no_keep_alive_timeout() -> None:
     async with serving() as server:
         server.config.timeout_keep_alive = SOON_S  # type: ignore[assignment]
         reader, writer = await asyncio.open_connection(*server.address)
@@ -201,7 +199,7 @@ async def test_a_websocket_begins_behind_a_stream_of_events_and_is_not_closed_as
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_a_websocket_that_speaks_before_it_may_is_refused_behind_the_answers(at_once: bool) -> None:
+async def test_a_websocket_that_sends_before_its_handshake_is_answered_is_refused(at_once: bool) -> None:
     early = frame(0x81, b'{"tokens": [1]}')
     async with serving() as server, held(server) as (engine, wait):
         reader, writer = await asyncio.open_connection(*server.address)
@@ -216,7 +214,7 @@ async def test_a_websocket_that_speaks_before_it_may_is_refused_behind_the_answe
         writer.close()
 
 
-async def test_a_protocol_that_is_not_spoken_is_ignored_and_requests_follow() -> None:
+async def test_an_upgrade_to_an_unknown_protocol_is_ignored() -> None:
     upgrade = GET.replace(b"host", b"connection: upgrade\r\nupgrade: h2c\r\nhost")
     async with serving() as server:
         assert statuses(await dialogue(server, upgrade * 3 + GET.replace(b"host", CLOSE))) == [200] * 4
@@ -227,12 +225,12 @@ SMUGGLED = b"DELETE /v1/sessions/victim HTTP/1.1\r\nhost: wane\r\n\r\n"
 
 
 def with_upgrade(request: bytes) -> bytes:
-    """The request, which also asks for HTTP/2, as a client does that speaks both."""
+    """Returns the request with an upgrade to HTTP/2, like from a client that speaks both."""
     return request.replace(b"host", H2C + b"host", 1)
 
 
 def in_chunks(request: bytes) -> bytes:
-    """The request with its body in two chunks."""
+    """Returns the request with its body in two chunks."""
     head, _, body = request.partition(b"\r\n\r\n")
     first = head.partition(b"\r\n")[0]
     chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:4], body[4:]))
@@ -240,7 +238,7 @@ def in_chunks(request: bytes) -> bytes:
 
 
 async def in_two(server: SlowClient, request: bytes, at: int) -> bytes:
-    """What the server says to a request that comes in two packets, of which the server reads the first by itself."""
+    """Returns the response to a request in two packets. The second is sent after the server has read the first."""
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(request[:at])
     await until(
@@ -257,7 +255,7 @@ async def in_two(server: SlowClient, request: bytes, at: int) -> bytes:
 
 
 @pytest.mark.parametrize("framed", [bytes, in_chunks], ids=["content-length", "chunked"])
-async def test_a_request_that_asks_for_http_2_is_answered_with_its_body(framed: Callable[[bytes], bytes]) -> None:
+async def test_a_request_with_an_upgrade_to_http_2_keeps_its_body(framed: Callable[[bytes], bytes]) -> None:
     request = with_upgrade(framed(post(b"/v1/predict", {"tokens": [1, 2, 3]})))
     last = request.replace(b"Upgrade,", b"Upgrade, close,")
     async with serving() as server:
@@ -270,9 +268,7 @@ async def test_a_request_that_asks_for_http_2_is_answered_with_its_body(framed: 
 
 @pytest.mark.parametrize("framed", [bytes, in_chunks], ids=["content-length", "chunked"])
 @pytest.mark.parametrize("packets", [1, 2])
-async def test_a_request_in_the_body_of_one_that_asks_for_another_protocol_is_not_run(
-    framed: Callable[[bytes], bytes], packets: int
-) -> None:
+async def test_a_request_in_the_body_of_an_upgrade_is_not_run(framed: Callable[[bytes], bytes], packets: int) -> None:
     outer = b"POST /v1/sessions HTTP/1.1\r\nhost: wane\r\ncontent-length: %d\r\n\r\n" % len(SMUGGLED)
     request = with_upgrade(framed(outer + SMUGGLED)) + GET.replace(b"host", CLOSE)
     async with serving() as server:
@@ -302,9 +298,7 @@ async def test_a_request_in_the_body_of_one_that_asks_for_another_protocol_is_no
     ids=["content-length", "chunked"],
 )
 @pytest.mark.parametrize("packets", [1, 2])
-async def test_a_body_where_none_is_taken_is_refused_and_no_request_in_it_is_run(
-    head: bytes, framed: bytes, packets: int
-) -> None:
+async def test_a_body_of_connect_or_a_handshake_is_refused(head: bytes, framed: bytes, packets: int) -> None:
     request = head + framed
     async with serving() as server:
         if packets == 1:
@@ -315,7 +309,7 @@ async def test_a_body_where_none_is_taken_is_refused_and_no_request_in_it_is_run
         assert len(engine_of(server).asked) == 1
 
 
-async def test_many_requests_to_connect_in_one_packet_are_answered() -> None:
+async def test_many_connect_requests_in_one_packet_are_answered() -> None:
     connect = b"CONNECT / HTTP/1.1\r\n\r\n"
     async with serving() as server:
         answered = statuses(await dialogue(server, connect * 2000 + GET.replace(b"host", CLOSE)))
@@ -323,7 +317,7 @@ async def test_many_requests_to_connect_in_one_packet_are_answered() -> None:
 
 
 @pytest.mark.parametrize("space", [b" ", b"\t", b" \t \t"], ids=["space", "tab", "both"])
-async def test_white_space_around_a_header_is_no_part_of_it(space: bytes) -> None:
+async def test_white_space_around_a_header_value_is_ignored(space: bytes) -> None:
     async with serving(api_keys="alice:alice-0123456789abcdefgh") as server:
         engine = engine_of(server)
         headers = [b"authorization: Bearer alice-0123456789abcdefgh", b"idempotency-key: k", b"x-wane-position: 0"]
@@ -336,7 +330,7 @@ async def test_white_space_around_a_header_is_no_part_of_it(space: bytes) -> Non
         assert (second.expected_position, second.idempotency_key) == (0, "k")  # type: ignore[attr-defined]
 
 
-async def test_white_space_around_the_headers_of_a_handshake_is_no_part_of_them() -> None:
+async def test_white_space_around_a_handshake_s_header_values_is_ignored() -> None:
     handshake = (
         HANDSHAKE.replace(b"\r\n", b" \t\r\n").replace(b"HTTP/1.1 \t", b"HTTP/1.1").replace(b" \t\r\n \t", b" \t\r\n")
     )
@@ -348,7 +342,7 @@ async def test_white_space_around_the_headers_of_a_handshake_is_no_part_of_them(
 
 
 @pytest.mark.parametrize("session", [b".", b"..", b"%2e", b"%2E%2e"])
-async def test_a_session_that_a_path_cannot_name_is_refused_wherever_its_id_is_taken(session: bytes) -> None:
+async def test_a_session_id_of_dots_is_refused_on_every_route(session: bytes) -> None:
     path = b"/v1/sessions/" + session
     requests = [post(path + b"/tokens", {"tokens": [1]}), post(path + b"/rewind", {"position": 0})]
     requests += [b"%s %s HTTP/1.1\r\nhost: wane\r\n\r\n" % (method, path) for method in (b"GET", b"DELETE")]

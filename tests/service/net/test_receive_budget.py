@@ -1,4 +1,4 @@
-"""The budget of what is being received and not yet answered, over all connections."""
+"""The receive budget: unanswered bytes over all connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINE = b"POST /v1/predict"
 
 
 def post(body: bytes, length: int | None = None) -> bytes:
-    """A request whose body is to have this length, and with whose answer the connection ends."""
+    """Returns a request with this declared length, after which the connection is closed."""
     head = LINE + b" HTTP/1.1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
     return head % (len(body) if length is None else length) + body
 
@@ -33,7 +33,7 @@ def chunked(body: bytes) -> bytes:
 
 @asynccontextmanager
 async def connected(server: SlowClient, first: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """A connection on which that much was sent."""
+    """Opens a connection, and sends bytes."""
     reader, writer = await asyncio.open_connection(*server.address)
     if first.startswith(HANDSHAKE):
         writer.write(HANDSHAKE)
@@ -45,7 +45,7 @@ async def connected(server: SlowClient, first: bytes) -> AsyncIterator[asyncio.S
 
 @asynccontextmanager
 async def filled(server: SlowClient) -> AsyncIterator[None]:
-    """Two connections that hold back the end of the largest body there may be."""
+    """Opens two connections that have sent the largest body except its end."""
     almost = post(MOST[:-100], len(MOST))
     async with connected(server, almost), connected(server, almost):
         await until(lambda: server.receive_budget.taken >= 2 * (len(MOST) - 100))
@@ -61,19 +61,19 @@ HELD = [
 
 
 @pytest.mark.parametrize("first", HELD, ids=["declared", "chunked", "frame", "fragment"])
-async def test_what_comes_in_is_counted_until_its_client_has_gone(first: bytes) -> None:
+async def test_received_bytes_are_counted_until_the_client_disconnects(first: bytes) -> None:
     async with serving(**BUDGET) as server:
         async with connected(server, first):
             await until(lambda: server.receive_budget.taken >= len(LARGE) - 1)
         await until(lambda: server.receive_budget.taken == 0)
 
 
-async def test_what_comes_in_is_counted_until_it_is_answered() -> None:
+async def test_received_bytes_are_counted_until_they_are_answered() -> None:
     async with serving(**BUDGET) as server:
         for body in (LARGE, MOST, LARGE):
             async with connected(server, post(body).replace(b"connection: close\r\n", b"")) as reader:
                 assert (await reader.readline()).endswith(b" 200 OK\r\n")
-                await until(lambda: server.receive_budget.taken == 0)  # though the connection is kept alive
+                await until(lambda: server.receive_budget.taken == 0)  # although the connection is kept alive
         async with connected(server, HANDSHAKE + frame(0x81, LARGE) * 10) as reader:
             for _ in range(10):
                 await reader.readuntil(b'"predictions"')
@@ -85,7 +85,7 @@ async def test_what_comes_in_is_counted_until_it_is_answered() -> None:
     [post(MOST), post(LARGE)[:1000], post(LARGE[:30_000]), chunked(LARGE)],
     ids=["all", "head", "one", "chunked"],
 )
-async def test_over_the_budget_a_large_request_is_refused_and_a_small_one_is_not(first: bytes) -> None:
+async def test_only_large_requests_over_the_budget_are_refused(first: bytes) -> None:
     async with serving(**BUDGET) as server, filled(server):
         said = await dialogue(server, first)
         assert status_of(said) == 429 and b"\r\nretry-after: 1\r\n" in said and said.count(b"HTTP/1.1 ") == 1
@@ -93,7 +93,7 @@ async def test_over_the_budget_a_large_request_is_refused_and_a_small_one_is_not
         assert status_of(await dialogue(server, post(SMALL + b" " * 2000))) == 200
 
 
-async def test_over_the_budget_a_large_message_closes_its_websocket_and_a_small_one_does_not() -> None:
+async def test_only_large_messages_over_the_budget_close_their_websocket() -> None:
     async with serving(**BUDGET) as server, filled(server):
         assert closed_with(await conversation(server, frame(0x81, LARGE))) == 1013
         assert counted(server) == {"full": 1}
@@ -101,7 +101,7 @@ async def test_over_the_budget_a_large_message_closes_its_websocket_and_a_small_
             await reader.readuntil(b'"predictions"')
 
 
-async def test_there_is_room_again_for_all_once_those_who_took_it_have_gone() -> None:
+async def test_disconnected_clients_free_their_share_of_the_budget() -> None:
     async with serving(**BUDGET) as server:
         for _ in range(3):
             async with filled(server):
@@ -110,7 +110,7 @@ async def test_there_is_room_again_for_all_once_those_who_took_it_have_gone() ->
             assert status_of(await dialogue(server, post(LARGE))) == 200
 
 
-def test_a_budget_is_one_over_all_shares_and_does_not_count_what_is_small() -> None:
+def test_shares_use_one_budget_and_small_ones_are_not_counted() -> None:
     receive_budget = ReceiveBudget(3 * SMALL_BYTES)
     one, other = ReceiveShare(receive_budget), ReceiveShare(receive_budget)
     assert one.is_now(2 * SMALL_BYTES) and other.is_now(SMALL_BYTES) and receive_budget.taken == 2 * SMALL_BYTES

@@ -1,4 +1,4 @@
-"""The queue of a WebSocket's messages. Its reader, and the body of its `with`, are run by either kind of task."""
+"""The queue of a WebSocket's messages, in both kinds of task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 @pytest.fixture(params=[EagerTask, asyncio.ensure_future], ids=["eager task", "task"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a coroutine, for something to be awaited."""
+    """Starts a coroutine. Returns an awaitable."""
     kind: Run = request.param
     return kind
 
@@ -29,7 +29,7 @@ async def queue() -> ReceiveQueue:
     return ReceiveQueue(asyncio.get_running_loop())
 
 
-async def test_work_for_a_client_that_leaves_is_cancelled(queue: ReceiveQueue, run: Run) -> None:
+async def test_a_disconnection_cancels_the_work(queue: ReceiveQueue, run: Run) -> None:
     async def work() -> None:
         with queue:
             await asyncio.Event().wait()
@@ -41,7 +41,7 @@ async def test_work_for_a_client_that_leaves_is_cancelled(queue: ReceiveQueue, r
         await working
 
 
-async def test_work_for_a_client_that_has_left_already_has_a_grace_period(queue: ReceiveQueue, run: Run) -> None:
+async def test_work_after_a_disconnection_has_a_grace_period(queue: ReceiveQueue, run: Run) -> None:
     async def work() -> object:
         assert await queue.get() is MESSAGE
         with queue:
@@ -55,7 +55,7 @@ async def test_work_for_a_client_that_has_left_already_has_a_grace_period(queue:
     assert await run(work()) is DISCONNECT
 
 
-async def test_a_cancellation_by_others_is_no_hang_up(queue: ReceiveQueue) -> None:
+async def test_another_cancellation_is_not_a_disconnection(queue: ReceiveQueue) -> None:
     async def work() -> None:
         with queue:
             await asyncio.Event().wait()
@@ -67,7 +67,7 @@ async def test_a_cancellation_by_others_is_no_hang_up(queue: ReceiveQueue) -> No
         await working
 
 
-async def test_messages_are_taken_in_their_order(queue: ReceiveQueue, run: Run) -> None:
+async def test_messages_are_read_in_order(queue: ReceiveQueue, run: Run) -> None:
     async def take() -> list[object]:
         return [(await queue.get())["number"] for _ in range(4)]
 
@@ -82,13 +82,13 @@ async def test_messages_are_taken_in_their_order(queue: ReceiveQueue, run: Run) 
     assert queue.empty()
 
 
-async def test_a_reader_goes_on_at_once_where_the_protocol_is_at_rest(queue: ReceiveQueue) -> None:
+async def test_put_now_resumes_the_reader_at_once(queue: ReceiveQueue) -> None:
     reading = EagerTask(queue.get())
     queue.put_now(MESSAGE)
     assert reading.done and reading.result() is MESSAGE
 
 
-async def test_a_reader_goes_on_in_the_next_turn_where_it_is_not(queue: ReceiveQueue) -> None:
+async def test_put_nowait_resumes_the_reader_in_the_next_turn(queue: ReceiveQueue) -> None:
     reading = EagerTask(queue.get())
     queue.put_nowait(MESSAGE)
     assert not reading.done
@@ -96,7 +96,7 @@ async def test_a_reader_goes_on_in_the_next_turn_where_it_is_not(queue: ReceiveQ
     assert reading.done and reading.result() is MESSAGE
 
 
-async def test_a_message_is_kept_for_the_next_reader_where_the_first_gave_up(queue: ReceiveQueue) -> None:
+async def test_a_message_of_an_interrupted_reader_is_kept_for_the_next(queue: ReceiveQueue) -> None:
     reading = EagerTask(queue.get())
     queue.put_nowait(MESSAGE)
     reading.interrupt()

@@ -1,4 +1,4 @@
-"""What is refused before there is a request: counted by its reason, and logged."""
+"""Rejected connections are counted by reason, and logged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Fields = dict[str, object]
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[Fields]]:
-    """What the access log says, line by line."""
+    """The lines of the access log."""
     said: list[Fields] = []
 
     class Listener(logging.Handler):
@@ -50,7 +50,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[Fields]]:
 
 
 def counted(server: SlowClient) -> dict[str, float]:
-    """The reasons for which connections were refused, and how many were."""
+    """Returns the number of rejected connections by reason."""
     (metric,) = server.metrics.connections_rejected.collect()
     samples = [one for one in metric.samples if one.name == "wane_connections_rejected_total"]
     assert {one.labels["reason"] for one in samples} == {reason.value for reason in RejectReason}
@@ -66,7 +66,7 @@ def status_of(said: bytes) -> int:
 
 
 def closed_with(said: bytes) -> int:
-    """The code of the last frame that a WebSocket's server sent."""
+    """Returns the close code of the server's last frame."""
     first, length, *rest = said[said.rindex(b"\x88") :]
     assert first == 0x88 and length == len(rest)
     return int.from_bytes(rest[:2])
@@ -90,7 +90,7 @@ LONG = b"x: " + b"y" * 9000 + b"\r\n\r\n"
     ],
     ids=["slow", "long", "trailers", "malformed", "version", "long line", "many lines", "long path", "body"],
 )
-async def test_what_is_refused_is_told_to_its_client_counted_and_logged(
+async def test_a_rejected_connection_is_answered_counted_and_logged(
     reason: str, first: bytes, status: int, lines: list[Fields]
 ) -> None:
     is_long = reason == "long_trailers"
@@ -104,7 +104,7 @@ async def test_what_is_refused_is_told_to_its_client_counted_and_logged(
     assert [one["status"] for one in lines if one["message"] == "request"] == [HUNG_UP] * is_long
 
 
-async def test_a_connection_too_many_is_counted_and_logged(lines: list[Fields]) -> None:
+async def test_a_connection_over_the_limit_is_counted_and_logged(lines: list[Fields]) -> None:
     async with serving(max_connections=1) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(GET)
@@ -116,7 +116,7 @@ async def test_a_connection_too_many_is_counted_and_logged(lines: list[Fields]) 
     assert [one for one in lines if one["message"] == "refused"] == [line("too_many", 503)] * 2
 
 
-async def test_a_body_behind_its_answer_is_cut_off_without_another(lines: list[Fields]) -> None:
+async def test_a_slow_body_after_its_answer_closes_without_another_answer(lines: list[Fields]) -> None:
     async with serving(header_timeout_s=SOON_S, body_timeout_s=SOON_S) as server:
         said = await dialogue(server, POST.replace(b"/v1/predict", b"/nowhere"), b" ")
         assert status_of(said) == 404 and counted(server) == {"slow_body": 1}
@@ -124,7 +124,7 @@ async def test_a_body_behind_its_answer_is_cut_off_without_another(lines: list[F
     assert lines[1] == line("slow_body", None)
 
 
-async def test_a_body_that_somebody_waits_for_is_a_request_and_no_refusal(lines: list[Fields]) -> None:
+async def test_a_slow_body_that_a_route_reads_is_counted_as_a_request(lines: list[Fields]) -> None:
     async with serving(body_timeout_s=SOON_S) as server:
         assert status_of(await dialogue(server, POST, b" ")) == 408
         assert counted(server) == {}
@@ -142,7 +142,7 @@ async def test_clients_that_read_nothing_are_counted_and_logged(lines: list[Fiel
     assert line("unread", None) in lines
 
 
-async def test_frames_without_a_message_are_counted_and_logged_beside_the_socket(lines: list[Fields]) -> None:
+async def test_frames_without_a_message_are_counted_and_logged(lines: list[Fields]) -> None:
     async with serving() as server:
         await flood(server, HANDSHAKE, frame(0x89) * 5000, 2**26)
         assert counted(server) == {"frames": 1}
@@ -154,7 +154,7 @@ async def test_frames_without_a_message_are_counted_and_logged_beside_the_socket
     [(1002, b"\xf1\x80" + bytes(4)), (1002, frame(0x80)), (1007, frame(0x81, b"\xff\xfe"))],
     ids=["bits", "continuation", "text"],
 )
-async def test_a_websocket_that_says_what_is_none_is_told_so_counted_and_logged_without_a_trace(
+async def test_an_invalid_frame_is_answered_counted_and_logged_without_a_traceback(
     code: int, frames: bytes, lines: list[Fields], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as server:
@@ -167,21 +167,21 @@ async def test_a_websocket_that_says_what_is_none_is_told_so_counted_and_logged_
 @pytest.mark.parametrize(
     "first",
     [frame(0x01, b"{"), frame(0x81, b"{}")[:7], frame(0x89) + b"\x81", frame(0x81, b"{}") + frame(0x81, b"{}")[:7]],
-    ids=["fragment", "frame", "behind a ping", "behind a message"],
+    ids=["fragment", "frame", "after a ping", "after a message"],
 )
-async def test_a_message_that_drips_in_is_timed_out_counted_and_logged(first: bytes, lines: list[Fields]) -> None:
+async def test_a_slow_message_is_timed_out_counted_and_logged(first: bytes, lines: list[Fields]) -> None:
     async with serving(body_timeout_s=SOON_S) as server:
         assert closed_with(await conversation(server, first)) == 1008
         assert counted(server) == {"slow_body": 1}
     assert line("slow_body", None) in lines
 
 
-async def test_pings_give_a_message_no_more_time() -> None:
+async def test_pings_do_not_extend_the_time_of_a_message() -> None:
     async with serving(body_timeout_s=SOON_S) as server:
         assert closed_with(await conversation(server, frame(0x01, b"{"), frame(0x89))) == 1008
 
 
-async def test_good_requests_and_connections_on_which_nothing_comes_are_no_refusals(lines: list[Fields]) -> None:
+async def test_valid_requests_and_silent_connections_are_not_counted(lines: list[Fields]) -> None:
     body = json.dumps({"tokens": [1]}).encode()
     async with serving(header_timeout_s=ENOUGH_S) as server:
         post = b"POST /v1/predict HTTP/1.1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)

@@ -1,4 +1,4 @@
-"""The releases of uvicorn and websockets: which are tested, and what the server does with any other."""
+"""The tested releases of uvicorn and websockets, and the server on other releases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wane.service.net.releases import NOT_IN_FORCE, TESTED, untested_releases
 from wane.service.settings import Settings
 
 
-def test_the_tested_releases_are_installed_and_no_other_is_allowed() -> None:
+def test_only_the_tested_releases_are_installed_and_allowed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for name, release in TESTED.items():
         assert version(name) == release
@@ -24,12 +24,12 @@ def test_the_tested_releases_are_installed_and_no_other_is_allowed() -> None:
     assert untested_releases() == []
 
 
-def test_another_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wane.service.net.releases.version", lambda name: "0.0.1")
     assert untested_releases() == ["uvicorn 0.0.1", "websockets 0.0.1"]
 
 
-def test_the_limits_that_uvicorn_does_not_have_are_documented() -> None:
+def test_the_limits_that_uvicorn_lacks_are_documented() -> None:
     text = (ROOT / "docs" / "security.md").read_text()
     section = text.partition("### Untested releases")[2].partition("\n#")[0]
     for name in (*NOT_IN_FORCE, "body_timeout_s"):
@@ -38,7 +38,7 @@ def test_the_limits_that_uvicorn_does_not_have_are_documented() -> None:
 
 @pytest.fixture(scope="module")
 def untested() -> Iterator[LiveServer]:
-    """The real server, which takes the installed uvicorn for an untested release."""
+    """The real server, with the installed uvicorn treated as an untested release."""
     with live_server(plain_uvicorn=True, WANE_BUNDLES=BUNDLE, WANE_MAX_HEADER_BYTES="1024") as server:
         yield server
 
@@ -56,7 +56,7 @@ def test_one_warning_names_the_release_and_the_limits_not_in_force(untested: Liv
     assert all(name in warning for name in (*NOT_IN_FORCE, "body_timeout_s"))
 
 
-def test_a_limit_that_uvicorn_does_not_have_is_not_in_force(client: httpx.Client) -> None:
+def test_a_limit_that_uvicorn_lacks_is_not_in_force(client: httpx.Client) -> None:
     assert client.get("/healthz", headers={"x-long": "y" * 3000}).status_code == 200
 
 

@@ -1,4 +1,4 @@
-"""The server's own WebSocket protocol: messages however they come in, and texts of every length."""
+"""The server's own WebSocket protocol: messages in every split, and texts of every length."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ FIRST, SECOND, THIRD = (json.dumps({"tokens": [1] * count}).encode() for count i
 
 
 def masked(text: bytes, opcode: Opcode = Opcode.TEXT, *, fin: bool = True) -> bytes:
-    """A frame as clients send it, with a mask of its own."""
+    """Returns a client's frame, with a random mask."""
     return Frame(opcode, text, fin).serialize(mask=True)
 
 
 def fragmented(text: bytes) -> bytes:
-    """A message of two frames, and a ping between them."""
+    """Returns a message of two frames with a ping between them."""
     return masked(text[:5], fin=False) + masked(b"", Opcode.PING) + masked(text[5:], Opcode.CONT)
 
 
 async def positions(pieces: list[bytes], count: int) -> list[int]:
-    """Where the steps end that are sent in these pieces, each in a turn of its own."""
+    """Sends steps in these pieces, one a turn of the event loop. Returns their positions."""
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(HANDSHAKE)
@@ -79,22 +79,22 @@ FRAGMENTS = fragmented(SECOND)
         "one by one",
         "at once",
         "byte by byte",
-        "torn behind the first byte",
-        "torn behind a header",
-        "torn within one",
+        "split after the first byte",
+        "split after a header",
+        "split within a payload",
         "fragments",
-        "torn fragments",
+        "split fragments",
         "bytes",
         "long",
         "pings",
         "a mask of zeros",
     ],
 )
-async def test_messages_are_the_same_however_they_come(pieces: list[bytes]) -> None:
+async def test_messages_are_the_same_in_every_split(pieces: list[bytes]) -> None:
     assert await positions(pieces, 3) == [1, 2, 3]
 
 
-async def test_a_frame_that_looks_like_a_message_within_another_message_is_an_error() -> None:
+async def test_a_whole_message_within_another_message_is_an_error() -> None:
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(HANDSHAKE)
@@ -124,7 +124,7 @@ async def test_a_frame_that_looks_like_a_message_within_another_message_is_an_er
     ],
     ids=["one byte", "a header", "fragment", "bytes", "reserved", "long", "more", "less", "no mask", "no mask, longer"],
 )
-def test_what_is_not_one_short_text_is_left_to_the_library(data: bytes) -> None:
+def test_other_data_than_one_short_text_is_left_to_the_library(data: bytes) -> None:
     assert short_text(data) is None
 
 
@@ -135,7 +135,7 @@ def test_a_short_text_is_read(size: int) -> None:
 
 @asynccontextmanager
 async def saying(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[str]:
-    """A server that sends these texts on every WebSocket. `refused`: it could send none to a client that had left."""
+    """Starts a server that sends these texts on every WebSocket. Sets `refused` after a send that failed as it must."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         channel = scope[CHANNEL]
@@ -147,7 +147,7 @@ async def saying(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[st
             pass
         with pytest.raises(ClientDisconnected):
             await channel.send_text(b"late")
-        await channel.send_close(1000, "late")  # changes nothing
+        await channel.send_close(1000, "late")  # does nothing
         refused.set()
 
     named = protocols(Settings(), Metrics())
@@ -160,7 +160,7 @@ async def saying(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[st
     await task
 
 
-async def test_texts_of_every_length_are_received_as_they_were_sent() -> None:
+async def test_texts_of_every_length_are_received_unchanged() -> None:
     texts = [b"x" * size for size in (0, 1, 125, 126, 65_535, 65_536, 300_000)]
     refused = asyncio.Event()
     async with saying(texts, refused) as url:
@@ -169,11 +169,11 @@ async def test_texts_of_every_length_are_received_as_they_were_sent() -> None:
         await refused.wait()
 
 
-# Where frames begin and end.
+# Frame boundaries.
 
 
 def random_frame(rng: random.Random) -> bytes:
-    """A frame of any kind and length; the length is sometimes written in more bytes than it needs."""
+    """Returns a frame of any kind and length. The length sometimes has more bytes than it needs."""
     payload = rng.randbytes(rng.choice((0, 1, 125, 126, 127, 300, 65_535, 65_536)))
     lengths = [b"\x7f" + len(payload).to_bytes(8)]
     if len(payload) <= 0xFFFF:
@@ -184,7 +184,7 @@ def random_frame(rng: random.Random) -> bytes:
     return rng.randbytes(1) + bytes([length[0] | 0x80]) + length[1:] + rng.randbytes(4) + payload
 
 
-def test_a_boundary_is_known_however_the_bytes_are_split() -> None:
+def test_frame_boundaries_are_found_in_every_split() -> None:
     rng = random.Random(5)
     for _ in range(200):
         frames = [random_frame(rng) for _ in range(rng.randint(1, 6))]

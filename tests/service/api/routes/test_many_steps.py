@@ -15,7 +15,7 @@ from wane.service.types import Mode, StepRequest
 PATH = "/v1/sessions/tokens"
 
 
-async def test_each_step_is_answered_as_it_would_be_alone(client: httpx.AsyncClient) -> None:
+async def test_each_step_is_answered_like_a_single_one(client: httpx.AsyncClient) -> None:
     steps: list[dict[str, Any]] = [{"session": "a", "tokens": [1]}, {"session": "b", "input": "xyz"}]
     results = (await client.post(PATH, json={"steps": steps})).json()["results"]
     for step, result in zip(steps, results, strict=True):
@@ -23,7 +23,7 @@ async def test_each_step_is_answered_as_it_would_be_alone(client: httpx.AsyncCli
         assert result == (await client.post(f"/v1/sessions/{session}/tokens", json=step)).json()
 
 
-async def test_what_a_step_asks_for_reaches_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_the_options_of_a_step_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     step = {"session": "s", "tokens": [1], "top_k": 2, "mode": "both", "expected_position": 4, "idempotency_key": "k"}
     await client.post(PATH, json={"steps": [step]}, headers={"x-request-timeout-ms": "5000"})
     (asked,) = engine.asked
@@ -31,7 +31,7 @@ async def test_what_a_step_asks_for_reaches_the_engine(client: httpx.AsyncClient
     assert asked == StepRequest("s", (1,), Mode.BOTH, 4, "k", 2, asked.deadline)
 
 
-async def test_a_step_that_fails_fails_alone_and_takes_its_session_s_later_ones_with_it(
+async def test_a_failed_step_fails_only_its_session_s_later_steps(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     steps = [
@@ -41,15 +41,15 @@ async def test_a_step_that_fails_fails_alone_and_takes_its_session_s_later_ones_
         {"session": "a", "tokens": [2]},
         {"session": "b", "tokens": [3]},
     ]
-    first, empty, unknown, behind, last = (await client.post(PATH, json={"steps": steps})).json()["results"]
+    first, empty, unknown, later, last = (await client.post(PATH, json={"steps": steps})).json()["results"]
     assert first["session"] == "a" and last["session"] == "b"
     assert_members(empty["error"], 422, "invalid_request")
     assert_members(unknown["error"], 404, "unknown_session")
-    assert_members(behind["error"], 409, "earlier_step_failed")
+    assert_members(later["error"], 409, "earlier_step_failed")
     assert [request.tokens for request in engine.asked if isinstance(request, StepRequest)] == [(1,), (3,)]
 
 
-async def test_a_session_s_steps_come_in_their_order_though_its_model_is_replaced_meanwhile(
+async def test_a_session_s_steps_run_on_one_engine_while_its_model_is_replaced(
     client: httpx.AsyncClient, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = FakeEngine(), FakeEngine()
@@ -64,7 +64,9 @@ async def test_a_session_s_steps_come_in_their_order_though_its_model_is_replace
     assert not new.asked
 
 
-async def test_what_the_engine_raises_stands_in_the_step_s_place(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_an_error_of_the_engine_is_answered_in_the_step_s_place(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
     engine.failure = PositionConflict("elsewhere", 12)
     response = await client.post(PATH, json={"steps": [{"session": "a", "tokens": [1]}]})
     assert response.status_code == 200
@@ -73,7 +75,7 @@ async def test_what_the_engine_raises_stands_in_the_step_s_place(client: httpx.A
     assert result["error"]["position"] == 12
 
 
-async def test_a_server_that_serves_nothing_refuses_the_whole_call(
+async def test_a_server_without_models_refuses_the_whole_call(
     client: httpx.AsyncClient, registry: FakeRegistry
 ) -> None:
     registry.failure = Unavailable("loading")
@@ -91,9 +93,9 @@ async def test_a_server_that_serves_nothing_refuses_the_whole_call(
         ({"steps": [{"session": "a", "tokens": [1, "x"]}]}, "steps[0].tokens[1]"),
         ({"steps": [{"session": "a", "tokens": [1]}] * 257}, "steps"),
     ],
-    ids=["none", "no session", "no tokens", "an unknown field", "no token id", "too many"],
+    ids=["none", "no session", "no tokens", "an unknown field", "not a token id", "too many"],
 )
-async def test_a_call_that_is_wrong_is_refused_whole(
+async def test_an_invalid_call_is_refused_whole(
     client: httpx.AsyncClient, engine: FakeEngine, body: object, field: str
 ) -> None:
     document = assert_problem(await client.post(PATH, json=body), 422, "invalid_request")
@@ -102,17 +104,17 @@ async def test_a_call_that_is_wrong_is_refused_whole(
 
 
 @pytest.mark.parametrize("name", ["x-wane-position", "idempotency-key"])
-async def test_a_header_for_one_step_is_refused_beside_many(client: httpx.AsyncClient, name: str) -> None:
+async def test_a_header_for_one_step_is_refused_with_many(client: httpx.AsyncClient, name: str) -> None:
     response = await client.post(PATH, json={"steps": [{"session": "a", "tokens": [1]}]}, headers={name: "1"})
     assert assert_problem(response, 422, "invalid_request")["field"] == name
 
 
-def test_real_sessions_stepped_together_are_where_they_would_be_alone(http: httpx.Client) -> None:
+def test_real_sessions_stepped_together_answer_like_single_steps(http: httpx.Client) -> None:
     def new() -> str:
         session: str = http.post("/v1/sessions", json={}).json()["session"]
         return session
 
-    def told(document: dict[str, Any]) -> dict[str, Any]:
+    def comparable(document: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in document.items() if name not in ("latency", "session", "predictions")}
 
     together, alone = [new() for _ in range(5)], [new() for _ in range(5)]
@@ -121,7 +123,7 @@ def test_real_sessions_stepped_together_are_where_they_would_be_alone(http: http
     results = http.post(PATH, json=body).json()["results"]
     for (session, token), result in zip(steps, results, strict=True):
         single = http.post(f"/v1/sessions/{alone[session]}/tokens", json={"tokens": [token]}).json()
-        assert told(result) == told(single)
+        assert comparable(result) == comparable(single)
         for one, other in zip(result["predictions"], single["predictions"], strict=True):
             assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
     assert http.get(f"/v1/sessions/{together[0]}").json()["position"] == 3

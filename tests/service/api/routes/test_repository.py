@@ -1,4 +1,4 @@
-"""The model repository over HTTP: what it answers, and the shape of its failures, which is the protocol's own."""
+"""The model repository over HTTP: its answers, and failures in the protocol's own shape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUTES = ("/v2/repository/index", "/v2/repository/models/fake/load", "/v2/reposi
 
 
 def assert_error(response: httpx.Response, status: int, code: str) -> str:
-    """Checks the whole envelope, and returns what it says."""
+    """Checks the whole error document, and returns its message."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     document: dict[str, Any] = response.json()
@@ -34,7 +34,7 @@ def assert_error(response: httpx.Response, status: int, code: str) -> str:
 
 
 @pytest.mark.parametrize("body", [b"", b"{}"], ids=["empty", "object"])
-async def test_the_index_lists_every_version_and_an_empty_body_is_legal(client: httpx.AsyncClient, body: bytes) -> None:
+async def test_the_index_lists_every_version(client: httpx.AsyncClient, body: bytes) -> None:
     answered = await client.post(ROUTES[0], content=body)
     assert answered.json() == [
         {"name": "fake", "version": "3", "state": "READY", "reason": ""},
@@ -43,19 +43,19 @@ async def test_the_index_lists_every_version_and_an_empty_body_is_legal(client: 
     ]
 
 
-async def test_the_index_lists_what_is_ready_if_it_is_asked_for_that(client: httpx.AsyncClient) -> None:
+async def test_the_index_lists_only_ready_models_on_request(client: httpx.AsyncClient) -> None:
     answered = await client.post(ROUTES[0], json={"ready": True})
     assert [entry["state"] for entry in answered.json()] == ["READY"]
 
 
-async def test_a_load_says_what_is_served_and_an_unload_what_is_not(client: httpx.AsyncClient) -> None:
+async def test_a_load_and_an_unload_answer_with_the_model_s_state(client: httpx.AsyncClient) -> None:
     assert (await client.post(ROUTES[1])).json() == {"name": "fake", "version": "3", "state": "READY"}
     unload = await client.post(ROUTES[2], json={"parameters": {"unload_dependents": False}})
     assert unload.json() == {"name": "fake", "state": "UNAVAILABLE"}
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_failures_carry_an_error(client: httpx.AsyncClient, registry: FakeRegistry, path: str) -> None:
+async def test_failures_have_the_protocol_s_shape(client: httpx.AsyncClient, registry: FakeRegistry, path: str) -> None:
     assert "line 1" in assert_error(await client.post(path, content=b"{,"), 400, "not_json")
     assert "there is no such field" in assert_error(await client.post(path, json={"redy": 1}), 422, "invalid_request")
     assert_error(await client.post(path, content=b" " * 65537), 413, "too_large")
@@ -68,19 +68,21 @@ async def test_failures_carry_an_error(client: httpx.AsyncClient, registry: Fake
     assert "secret" not in assert_error(await client.post(path), 500, "internal")
 
 
-async def test_a_load_that_fails_says_why(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
+async def test_a_failed_load_has_the_reason(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
     registry.failure = LoadFailed("fake", "its weights are none")
     error = assert_error(await client.post(ROUTES[1]), 422, "load_failed")
     assert error == "model 'fake' was not loaded: its weights are none"
 
 
-async def test_what_is_not_there_carries_an_error_too(client: httpx.AsyncClient) -> None:
+async def test_unknown_models_and_paths_have_the_protocol_s_shape(client: httpx.AsyncClient) -> None:
     for action in ("load", "unload"):
         assert_error(await client.post(f"/v2/repository/models/nobody/{action}"), 404, "unknown_model")
     assert_error(await client.post("/v2/repository"), 404, "not_found")
 
 
-async def test_the_probe_of_a_model_says_whether_it_answers(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
+async def test_the_probe_of_a_model_answers_whether_it_is_ready(
+    client: httpx.AsyncClient, registry: FakeRegistry
+) -> None:
     answered = await client.get("/v2/models/fake/ready")
     assert (answered.status_code, answered.json()) == (200, {"name": "fake", "ready": True})
     assert (await client.head("/v2/models/fake/ready")).status_code == 200
@@ -98,7 +100,7 @@ async def test_a_load_takes_no_parameters(client: httpx.AsyncClient) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, str, Path]]:
-    """A client of a real server, its address, and its bundles' folder."""
+    """A client of a real server, the server's URL, and its folder of bundles."""
     folder = tmp_path_factory.mktemp("served") / "bundles"
     folder.mkdir()
     put(folder, "1")
@@ -111,7 +113,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cli
     assert os.environ.get("WANE_BUNDLES") == before
 
 
-def test_a_model_is_replaced_under_sessions_and_sockets_and_every_answer_says_its_version(
+def test_sessions_and_sockets_survive_a_load_and_answers_have_the_version(
     served: tuple[httpx.Client, str, Path],
 ) -> None:
     client, url, folder = served
@@ -158,7 +160,7 @@ def test_a_model_is_replaced_under_sessions_and_sockets_and_every_answer_says_it
     assert [(entry["version"], entry["state"]) for entry in index] == [("2", "READY"), ("3", "READY")]
 
 
-def test_a_bundle_that_is_spoilt_is_refused_over_http_and_nothing_changes(
+def test_a_corrupt_bundle_is_refused_without_effect(
     served: tuple[httpx.Client, str, Path],
 ) -> None:
     client, _, folder = served

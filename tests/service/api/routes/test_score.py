@@ -1,4 +1,4 @@
-"""Scores over HTTP: whole, as a stream, refused."""
+"""Scores over HTTP: whole, streamed, and refused."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from wane.service.errors import Unavailable
 
 
 def events(text: str) -> list[tuple[str, Any]]:
-    """Names and documents of server-sent events."""
+    """Returns the names and documents of server-sent events."""
     parts = [event.split("\n") for event in text.strip().split("\n\n")]
     return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in parts]
 
 
-async def test_a_long_score_is_encoded_in_pieces_of_bounded_size_and_other_work_runs_between_them(
+async def test_other_work_runs_between_the_pieces_of_a_long_score(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = (await client.post("/v1/score", json={"input": "abcdefghij"})).content
@@ -65,14 +65,14 @@ async def test_a_long_score_is_encoded_in_pieces_of_bounded_size_and_other_work_
         {"a": "text", "b": [[1, 2], [3]] * 3},
     ],
 )
-async def test_a_document_encoded_in_pieces_has_the_same_bytes(
+async def test_encoding_in_pieces_does_not_change_the_bytes(
     document: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encode, "VALUES_AT_ONCE", 2)
     assert await encode.encode_long(document) == encode.json_bytes(document)
 
 
-async def test_a_streamed_score_tells_tokens_and_progress_and_how_it_was_done(client: httpx.AsyncClient) -> None:
+async def test_a_streamed_score_has_tokens_progress_and_a_finish(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/score", json={"input": "ab", "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     *before, (last, finish) = events(response.text)
@@ -87,7 +87,7 @@ async def test_a_streamed_score_tells_tokens_and_progress_and_how_it_was_done(cl
     assert "logprobs" not in finish
 
 
-async def test_after_the_first_byte_of_a_score_a_failure_is_an_event(
+async def test_a_failure_after_the_first_byte_of_a_score_is_an_event(
     client: httpx.AsyncClient, registry: FakeRegistry
 ) -> None:
     registry.engine.failure_after_first_token = Unavailable("going away")
@@ -98,14 +98,14 @@ async def test_after_the_first_byte_of_a_score_a_failure_is_an_event(
     assert (document["code"], document["status"]) == ("unavailable", 503)
 
 
-async def test_before_the_first_byte_of_a_score_a_failure_is_a_problem(
+async def test_a_failure_before_the_first_byte_of_a_score_is_a_problem(
     client: httpx.AsyncClient, registry: FakeRegistry
 ) -> None:
     registry.engine.failure = Unavailable("going away")
     assert_problem(await client.post("/v1/score", json={"input": "ab", "stream": True}), 503, "unavailable")
 
 
-async def test_a_score_whose_reader_leaves_is_given_up(server: SocketServer, engine: FakeEngine) -> None:
+async def test_a_disconnection_ends_a_streamed_score(server: SocketServer, engine: FakeEngine) -> None:
     engine.wait_after_first_token = asyncio.Event()
     async with (
         httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client,
@@ -131,7 +131,7 @@ async def test_a_score_whose_reader_leaves_is_given_up(server: SocketServer, eng
     ],
     ids=str,
 )
-def test_a_score_that_cannot_be_is_refused_by_name(http: httpx.Client, body: object, field: str) -> None:
+def test_an_invalid_score_is_refused_with_the_field(http: httpx.Client, body: object, field: str) -> None:
     assert assert_problem(http.post("/v1/score", json=body), 422, "invalid_request")["field"] == field
 
 
@@ -154,7 +154,7 @@ def test_a_truncated_score_has_a_bound_for_each_token_streamed_or_whole(http: ht
     assert finish["error_bound"] == whole["error_bound"]
 
 
-def test_one_truncated_token_is_scored_null(http: httpx.Client) -> None:
+def test_one_truncated_token_has_a_null_score(http: httpx.Client) -> None:
     score = http.post("/v1/score", json={"tokens": [5], "truncated": True}).json()
     found = (score["logprobs"], score["error_bounds"], score["perplexity"], score["error_bound"])
     assert found == ([None], [None], None, None)
@@ -162,7 +162,7 @@ def test_one_truncated_token_is_scored_null(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("tolerance", [None, 0, 0.01])
-def test_a_document_scored_side_by_side_is_scored_as_in_order(http: httpx.Client, tolerance: float | None) -> None:
+def test_a_parallel_score_is_close_to_a_sequential_one(http: httpx.Client, tolerance: float | None) -> None:
     model = "rnn-stable"
     size = next(card for card in http.get("/v1/models").json()["data"] if card["id"] == model)["vocabulary"]["size"]
     tokens = [index * index % size for index in range(3000)]

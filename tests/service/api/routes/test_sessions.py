@@ -1,4 +1,4 @@
-"""Sessions over HTTP: created once or again, from nothing or behind their last tokens."""
+"""Sessions over HTTP: creation, repeated creation, and creation with a history."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ async def test_the_history_and_the_position_of_a_new_session_reach_the_engine(
 
 @pytest.fixture
 def session(http: httpx.Client) -> Iterator[str]:
-    """The name of a session, which need not be there."""
+    """The name of a session that may not exist. It is deleted after the test."""
     yield "brought-back"
     http.delete("/v1/sessions/brought-back")
 
 
 @pytest.fixture
 def curve(http: httpx.Client) -> list[float]:
-    """The certificate's bounds, by the number of tokens from 1 on."""
+    """The certificate's bounds, by the number of tokens, from 1."""
     bounds: list[float] = http.get(f"/v1/models/{MODEL}").json()["certificate"]["error_bound"]
     return bounds
 
@@ -48,7 +48,7 @@ def predicted(answer: dict[str, Any]) -> dict[int, object]:
     return {one["token_id"]: pytest.approx(one["logprob"], abs=1e-4) for one in answer["predictions"]}
 
 
-def test_a_session_behind_a_history_goes_on_as_a_truncated_sequence(
+def test_a_session_with_a_history_continues_a_truncated_sequence(
     live: LiveServer, http: httpx.Client, session: str, curve: list[float]
 ) -> None:
     body = {"model": MODEL, "session": session, "history": [5, 6, 7], "position": 20}
@@ -92,7 +92,7 @@ def test_a_history_of_all_tokens_is_the_whole_sequence(http: httpx.Client, sessi
     assert (answer["error_bound"], predicted(answer)) == (0.0, predicted(whole))
 
 
-def test_a_creation_that_asks_for_something_else_is_refused(http: httpx.Client, session: str) -> None:
+def test_a_repeated_creation_with_other_options_is_refused(http: httpx.Client, session: str) -> None:
     body = {"model": MODEL, "session": session, "history": [5, 6, 7], "position": 20}
     http.post("/v1/sessions", json=body).raise_for_status()
     for change in (

@@ -1,4 +1,4 @@
-"""Many steps whose answers are written in columns, against the documents of the same steps."""
+"""Answers to many steps in columns, compared with the documents of the same steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.service.server_harness import Client, Document, ServerHarness, in_two
 
 PATH = "/v1/sessions/tokens"
 KEYS = {"alice": "alice-0123456789abcdefgh", "bob": "bobby-0123456789abcdefgh"}
-OF_TIME = ("latency", "request_id")
+VARIABLE = ("latency", "request_id")
 
 
 @pytest.fixture
@@ -25,13 +25,13 @@ async def server(harness: EngineHarness) -> AsyncIterator[ServerHarness]:
 
 
 def body(*steps: tuple[str, object], form: str = "columns", **fields: Any) -> Document:
-    """Of one token each, with these fields in every step."""
+    """Returns a body of steps with one token each, and with these fields in every step."""
     document: Document = {"steps": [{"session": name, "tokens": [token], **fields} for name, token in steps]}
     return document | {"format": form}
 
 
 def documents(columns: Document) -> list[Document]:
-    """What columns say of each step, in the words of its document."""
+    """Returns the columns' values as a document for each step."""
     names = [name for name in columns if name not in ("token_id", "logprob", "error", "latency")]
     found: list[Document] = []
     for row, error in enumerate(columns["error"]):
@@ -43,8 +43,8 @@ def documents(columns: Document) -> list[Document]:
     return found
 
 
-def told(result: Document, columns: Document) -> Document:
-    """What of a step's document stands in columns."""
+def comparable(result: Document, columns: Document) -> Document:
+    """Returns the values of a step's document that columns have too."""
     if "error" in result:
         return {"error": without_time(result["error"])}
     names = [name for name in columns if name not in ("token_id", "logprob", "error", "latency")]
@@ -53,7 +53,7 @@ def told(result: Document, columns: Document) -> Document:
 
 
 def without_time(document: Document) -> Document:
-    return {name: value for name, value in document.items() if name not in OF_TIME}
+    return {name: value for name, value in document.items() if name not in VARIABLE}
 
 
 async def positions(harness: EngineHarness) -> list[int]:
@@ -61,7 +61,7 @@ async def positions(harness: EngineHarness) -> list[int]:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["at once", "asgi"])
-async def test_columns_say_what_documents_say(make_harness: MakeHarness, whole: bool) -> None:
+async def test_columns_and_documents_are_equal(make_harness: MakeHarness, whole: bool) -> None:
     steps = [("a", 6), ("nowhere", 6), ("b", 300_000), ("c", 8)]
     answers = []
     for form in ("columns", "documents"):
@@ -71,14 +71,14 @@ async def test_columns_say_what_documents_say(make_harness: MakeHarness, whole: 
             assert status == 200
             answers.append(document)
     columns, plain = answers
-    assert documents(columns) == [told(result, columns) for result in plain["results"]]
+    assert documents(columns) == [comparable(result, columns) for result in plain["results"]]
     assert columns["session"] == [name for name, _ in steps]
     assert [error and error["code"] for error in columns["error"]] == [None, "unknown_session", "invalid_request", None]
     assert columns["position"] == [2, None, None, 2]
     assert columns["latency"].keys() == {"queue_ms", "compute_ms", "total_ms"}
 
 
-async def test_conflicts_and_replays_stand_in_their_places(server: ServerHarness) -> None:
+async def test_conflicts_and_replays_keep_their_rows(server: ServerHarness) -> None:
     client = await Client.of(server)
     await client.ask(post(body(("a", 6), ("b", 6)), path=PATH))
     steps = [
@@ -93,7 +93,7 @@ async def test_conflicts_and_replays_stand_in_their_places(server: ServerHarness
     assert (columns["error"][1]["code"], columns["error"][1]["position"]) == ("position_conflict", 2)
 
 
-async def test_steps_that_are_no_columns_are_answered_in_columns(server: ServerHarness) -> None:
+async def test_other_than_plain_steps_are_answered_in_columns(server: ServerHarness) -> None:
     steps = [
         {"session": "a", "tokens": [6, 7], "top_k": 2},
         {"session": "b", "input": "xy"},
@@ -119,9 +119,7 @@ async def test_steps_that_are_no_columns_are_answered_in_columns(server: ServerH
     ],
     ids=json.dumps,
 )
-async def test_a_call_with_a_step_that_is_none_is_refused_alike_and_steps_nothing(
-    server: ServerHarness, wrong: object
-) -> None:
+async def test_an_invalid_step_refuses_the_whole_call(server: ServerHarness, wrong: object) -> None:
     answers = []
     for first in ({"session": "a", "tokens": [6]}, {"session": "a", "tokens": [6], "top_k": 5}):
         for form in ("columns", "documents"):
@@ -145,7 +143,7 @@ async def test_a_call_with_a_step_that_is_none_is_refused_alike_and_steps_nothin
     ],
     ids=json.dumps,
 )
-async def test_a_step_that_is_wrong_fails_alone(server: ServerHarness, wrong: Document, code: str) -> None:
+async def test_a_step_with_invalid_values_fails_alone(server: ServerHarness, wrong: Document, code: str) -> None:
     for end, first in enumerate(({"session": "a", "tokens": [6]}, {"session": "a", "tokens": [6], "top_k": 5}), 2):
         request = post({"steps": [first, wrong], "format": "columns"}, path=PATH)
         status, columns = await (await Client.of(server)).ask(request)
@@ -157,9 +155,9 @@ async def test_a_step_that_is_wrong_fails_alone(server: ServerHarness, wrong: Do
 @pytest.mark.parametrize(
     "request_",
     [b"{", b"[]", {"steps": []}, {"steps": {}}, {"steps": [], "format": "columns"}, body(("a", 6), form="rows")],
-    ids=["no JSON", "a list", "no steps", "an object", "no steps in columns", "an unknown format"],
+    ids=["not JSON", "a list", "no steps", "an object", "no steps in columns", "an unknown format"],
 )
-async def test_a_call_that_is_none_is_refused(server: ServerHarness, request_: object) -> None:
+async def test_an_invalid_call_is_refused(server: ServerHarness, request_: object) -> None:
     status, document = await (await Client.of(server)).ask(post(request_, path=PATH))
     assert (status in (400, 422), document["status"]) == (True, status)
     assert await positions(server.harness) == [1, 1, 1]
@@ -183,7 +181,7 @@ async def test_a_key_steps_its_own_sessions_only(harness: EngineHarness) -> None
     assert await positions(harness) == [1, 1, 1]
 
 
-async def test_columns_are_a_third_as_long(server: ServerHarness, harness: EngineHarness) -> None:
+async def test_columns_are_less_than_0_4_times_as_long(server: ServerHarness, harness: EngineHarness) -> None:
     names = [f"session-{index:04}" for index in range(64)]
     for name in names:
         await harness.engine.create_session(name)
@@ -213,7 +211,7 @@ def test_sessions_of_several_models_are_stepped_in_one_call(http: httpx.Client) 
             assert columns["error_bound"][row] == single["error_bound"]
 
 
-async def test_a_client_that_leaves_takes_back_what_waits(make_harness: MakeHarness) -> None:
+async def test_a_disconnection_cancels_queued_steps(make_harness: MakeHarness) -> None:
     harness = make_harness(max_batch_size=1)
     async with served(harness) as server:
         harness.runner.busy.clear()

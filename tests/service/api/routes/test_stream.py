@@ -1,4 +1,4 @@
-"""A session as a WebSocket, by a real client of a real server: over the fake engine, and over the real models."""
+"""WebSockets of sessions, with a real client and a real server: over the fake engine, and over the real models."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ async def ask(socket: ClientConnection, message: object) -> Any:
 
 
 async def closed(socket: ClientConnection) -> tuple[int | None, str | None]:
-    """The code and the reason that the server closed with."""
+    """Returns the server's close code and reason."""
     with pytest.raises(ConnectionClosed):
         await socket.recv()
     return socket.close_code, socket.close_reason
 
 
-async def test_each_message_is_a_step_and_is_answered_as_one(server: SocketServer, engine: FakeEngine) -> None:
+async def test_each_message_is_answered_like_a_step(server: SocketServer, engine: FakeEngine) -> None:
     async with opened(server) as socket, httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as client:
         answer = await ask(socket, {"tokens": [1, 2]})
         assert answer == (await client.post("/v1/sessions/s/tokens", json={"tokens": [1, 2]})).json()
         assert (await ask(socket, {"input": "abc"}))["position"] == 3
 
 
-async def test_what_a_message_asks_for_reaches_the_engine(server: SocketServer, engine: FakeEngine) -> None:
+async def test_the_options_of_a_message_reach_the_engine(server: SocketServer, engine: FakeEngine) -> None:
     message = {"tokens": [1], "top_k": 2, "mode": "both", "expected_position": 4, "idempotency_key": "k"}
     async with opened(server) as socket:
         await ask(socket, message)
@@ -82,7 +82,9 @@ async def test_what_a_message_asks_for_reaches_the_engine(server: SocketServer, 
     assert asked.deadline is not None
 
 
-async def test_a_rewind_is_answered_by_what_is_predicted_there(server: SocketServer, engine: FakeEngine) -> None:
+async def test_a_rewind_is_answered_with_the_prediction_at_its_position(
+    server: SocketServer, engine: FakeEngine
+) -> None:
     async with opened(server) as socket:
         assert (await ask(socket, {"rewind": 7}))["predictions"]
     rewound, asked = engine.asked
@@ -90,7 +92,7 @@ async def test_a_rewind_is_answered_by_what_is_predicted_there(server: SocketSer
     assert isinstance(asked, PredictRequest) and asked.session == "s"
 
 
-async def test_messages_that_do_not_wait_are_answered_one_by_one_and_in_order(
+async def test_early_messages_are_answered_one_at_a_time_in_order(
     server: SocketServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once: list[int] = []
@@ -113,17 +115,17 @@ async def test_messages_that_do_not_wait_are_answered_one_by_one_and_in_order(
     assert set(at_once) == {1}
 
 
-async def test_messages_that_come_while_one_is_answered_keep_their_order(
+async def test_messages_received_during_an_answer_keep_their_order(
     server: SocketServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wane.service.api.disconnect.DISCONNECT_GRACE_S", 0)
     engine.wait = asyncio.Event()
     async with opened(server) as socket:
         await socket.send(json.dumps({"tokens": [1]}))
-        await engine.waiting.wait()  # else as many as are read may wait, and the ping is not
+        await engine.waiting.wait()  # otherwise the read-ahead may be full, and the ping is not read
         for length in range(2, MOST_EARLY + 1):
             await socket.send(json.dumps({"tokens": [1] * length}))
-        await (await socket.ping())  # so that they have come
+        await (await socket.ping())  # so that the messages were received
         engine.wait.set()
         positions = [json.loads(await socket.recv())["position"] for _ in range(MOST_EARLY)]
     assert positions == list(range(1, MOST_EARLY + 1))
@@ -142,7 +144,7 @@ async def test_messages_that_come_while_one_is_answered_keep_their_order(
         ("[]", 422, "invalid_request"),
     ],
 )
-async def test_a_message_that_is_wrong_is_told_so_and_the_socket_goes_on(
+async def test_an_invalid_message_leaves_the_socket_open(
     server: SocketServer, engine: FakeEngine, message: str, status: int, code: str
 ) -> None:
     async with opened(server, additional_headers={"x-request-id": "mine"}) as socket:
@@ -163,7 +165,7 @@ async def test_a_message_that_is_wrong_is_told_so_and_the_socket_goes_on(
     ],
     ids=lambda case: getattr(case, "code", ""),
 )
-async def test_a_failure_that_leaves_the_session_alone_leaves_the_socket_open(
+async def test_a_failure_without_effect_on_the_session_leaves_the_socket_open(
     server: SocketServer, engine: FakeEngine, failure: Exception, status: int
 ) -> None:
     async with opened(server) as socket:
@@ -183,7 +185,7 @@ async def test_a_failure_that_leaves_the_session_alone_leaves_the_socket_open(
     ],
     ids=lambda case: str(case),
 )
-async def test_a_failure_that_ends_the_stream_is_its_last_message(
+async def test_a_failure_that_closes_the_socket_is_its_last_message(
     server: SocketServer, engine: FakeEngine, failure: Exception, close: int
 ) -> None:
     engine.failure = failure
@@ -197,7 +199,7 @@ async def test_a_failure_that_ends_the_stream_is_its_last_message(
 @pytest.mark.parametrize(
     ("session", "code", "close"), [("unknown", "unknown_session", 4404), ("s", "unavailable", 1012)]
 )
-async def test_a_stream_of_nothing_is_told_why_and_closed(
+async def test_a_socket_without_a_session_receives_the_error_and_is_closed(
     server: SocketServer, registry: FakeRegistry, session: str, code: str, close: int
 ) -> None:
     if code == "unavailable":
@@ -207,7 +209,7 @@ async def test_a_stream_of_nothing_is_told_why_and_closed(
         assert await closed(socket) == (close, code)
 
 
-async def test_a_client_that_hangs_up_cancels_the_wait_for_the_engine(server: SocketServer, engine: FakeEngine) -> None:
+async def test_a_disconnection_cancels_the_wait_for_the_engine(server: SocketServer, engine: FakeEngine) -> None:
     engine.wait = asyncio.Event()
     async with opened(server) as socket:
         await socket.send('{"tokens": [1]}')
@@ -215,7 +217,7 @@ async def test_a_client_that_hangs_up_cancels_the_wait_for_the_engine(server: So
     await engine.cancelled.wait()
 
 
-async def test_a_message_that_is_too_long_closes_with_1009(server: SocketServer, engine: FakeEngine) -> None:
+async def test_a_message_over_the_limit_closes_with_1009(server: SocketServer, engine: FakeEngine) -> None:
     async with opened(server) as socket:
         await socket.send('{"tokens": [1]}'.ljust(LIMIT))
         assert json.loads(await socket.recv())["position"] == 1
@@ -223,7 +225,7 @@ async def test_a_message_that_is_too_long_closes_with_1009(server: SocketServer,
         assert (await closed(socket))[0] == 1009
 
 
-async def test_a_stream_is_closed_when_it_was_idle_since_its_last_message(
+async def test_an_idle_stream_is_closed(
     server: SocketServer, engine: FakeEngine, travel: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "settings", lambda _: Settings(stream_idle_s=8))
@@ -235,7 +237,7 @@ async def test_a_stream_is_closed_when_it_was_idle_since_its_last_message(
         assert await closed(socket) == (1000, "idle for 8 s")
 
 
-async def test_a_server_that_drains_closes_with_1012(
+async def test_a_draining_server_closes_with_1012(
     server: SocketServer, engine: FakeEngine, registry: FakeRegistry
 ) -> None:
     async with opened(server) as socket:
@@ -245,7 +247,7 @@ async def test_a_server_that_drains_closes_with_1012(
     await server.draining_is_over()
 
 
-async def test_streams_and_their_messages_are_counted_and_a_stream_is_one_line_in_the_log(
+async def test_streams_and_messages_are_counted_and_a_stream_is_logged_once(
     server: SocketServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -277,7 +279,7 @@ async def counted(client: httpx.AsyncClient) -> dict[str, float]:
 
 @asynccontextmanager
 async def opened_with_key(harness: EngineHarness) -> AsyncIterator[ClientConnection]:
-    """A WebSocket of a key's owner, to a session of its own."""
+    """Opens a WebSocket with a key, to a session of its owner."""
     async with served(harness, api_keys=f"alice:{KEY}") as server:
         await harness.engine.create_session("mine", owner=Owner("alice"))
         headers = {"authorization": f"Bearer {KEY}"}
@@ -309,7 +311,7 @@ async def test_a_message_over_the_rate_of_its_key_is_refused(
         assert (await ask(socket, {"tokens": [6]}))["position"] == 1
 
 
-# How messages are read.
+# Parsing of messages.
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ async def test_a_message_over_the_rate_of_its_key_is_refused(
         '{"tokens":[18446744073709551615]}',
     ],
 )
-def test_a_message_of_one_token_is_read_as_its_model_would_read_it(message: str) -> None:
+def test_a_message_of_one_token_is_read_like_by_its_model(message: str) -> None:
     token, body = only_token(message), valid(parsed(message), StreamBody)
     assert token is not None and body.tokens == [token]
     plain = StepRequest("a", (token,))
@@ -370,19 +372,19 @@ def session(http: httpx.Client) -> Iterator[str]:
     http.delete(f"/v1/sessions/{session}")
 
 
-def told(document: dict[str, Any]) -> dict[str, Any]:
+def comparable(document: dict[str, Any]) -> dict[str, Any]:
     """An answer without its latency and its session's name."""
     return {name: value for name, value in document.items() if name not in ("latency", "session")}
 
 
-def test_a_stream_answers_as_steps_over_http_do(live: LiveServer, http: httpx.Client, session: str) -> None:
+def test_a_stream_answers_like_steps_over_http(live: LiveServer, http: httpx.Client, session: str) -> None:
     other = http.post("/v1/sessions", json={}).json()["session"]
     with connect_sync(url_of(live, f"/v1/sessions/{session}/stream"), proxy=None) as socket:
         for token in (5, 6, 7):
             socket.send(json.dumps({"tokens": [token]}))
             streamed = json.loads(socket.recv())
             stepped = http.post(f"/v1/sessions/{other}/tokens", json={"tokens": [token]}).json()
-            assert told(streamed) == told(stepped)
+            assert comparable(streamed) == comparable(stepped)
         socket.send('{"rewind": 1}')
         assert json.loads(socket.recv())["position"] == 1
         socket.send(json.dumps({"tokens": [6], "expected_position": 1}))
@@ -390,7 +392,7 @@ def test_a_stream_answers_as_steps_over_http_do(live: LiveServer, http: httpx.Cl
     assert http.get(f"/v1/sessions/{session}").json()["position"] == 2
 
 
-def test_a_server_that_stops_closes_its_streams() -> None:
+def test_a_stopping_server_closes_its_streams() -> None:
     with live_server(WANE_BUNDLES=BUNDLE) as server:
         session = httpx.post(f"{server.url}/v1/sessions", json={}).json()["session"]
         with connect_sync(url_of(server, f"/v1/sessions/{session}/stream"), proxy=None) as socket:
