@@ -160,7 +160,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_no_folder_has_more_files_than_one_can_take_in() -> None:
+def test_no_folder_has_too_many_files() -> None:
     folders = {path.parent for folder in (*PACKAGES, *PROGRAMS, "tests") for path in (ROOT / folder).rglob("*.py")}
     counts = {name_of(folder): len(list(folder.glob("*.py"))) for folder in folders if not mirrors(folder)}
     assert {name: count for name, count in counts.items() if count > MOST_FILES} == {}
@@ -172,7 +172,7 @@ def mirrors(folder: Path) -> bool:
     return top == "tests" and bool(rest) and ROOT.joinpath(*rest).is_dir()
 
 
-def test_nothing_imports_the_folders_but_through_the_package() -> None:
+def test_the_folders_are_imported_only_through_the_package() -> None:
     checked = [path for folder in (*PACKAGES, *PROGRAMS, "tests") for path in (ROOT / folder).rglob("*.py")]
     checked += [ROOT / name for name in ENTRY]
     assert len(checked) > len(sources())
@@ -234,13 +234,13 @@ print(*sys.modules)
     return {name for name in loaded if name.count(".") == name.startswith("wane.")}
 
 
-def test_importing_all_of_the_service_brings_neither_torch_nor_training() -> None:
+def test_importing_the_service_imports_neither_torch_nor_training() -> None:
     loaded = modules_loaded_by(*(name for path in sources() if (name := module_of(path)).startswith("wane.service")))
     assert {"wane.service", "wane.models", "onnxruntime"} <= loaded
     assert not loaded & {"torch", "wane.training", "onnx", "matplotlib"}
 
 
-def test_importing_the_light_part_of_models_brings_neither_torch_nor_onnx_nor_a_framework() -> None:
+def test_importing_the_light_part_of_models_imports_no_torch_onnx_or_framework() -> None:
     light = [name for path in sources() if (name := module_of(path)).startswith(LIGHT_MODELS)]
     assert {"wane.models.reference.cells.lstm", "wane.models.certificate.cells.lstm"} <= set(light)
     loaded = modules_loaded_by(*light)
@@ -248,5 +248,5 @@ def test_importing_the_light_part_of_models_brings_neither_torch_nor_onnx_nor_a_
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_s_init_imports_nothing(package: str) -> None:
+def test_a_packages_init_imports_nothing(package: str) -> None:
     assert imports(ROOT / package / "__init__.py") == []

@@ -112,7 +112,7 @@ def test_the_source_distribution_has_no_tests(source: Path) -> None:
     assert not (source / "tests").exists()
 
 
-def test_the_wheel_puts_nothing_but_wane_at_the_top(site: Path) -> None:
+def test_the_wheel_has_only_wane_at_the_top(site: Path) -> None:
     files = installed(site)
     tops = {name.split("/")[0] for name in files if not name.startswith("..")}
     version = run(site / "bin" / "wane", "--version", cwd=site).stdout.split()[1]
@@ -120,7 +120,7 @@ def test_the_wheel_puts_nothing_but_wane_at_the_top(site: Path) -> None:
     assert "wane/py.typed" in files
 
 
-def test_the_wheel_has_nothing_of_an_earlier_build(site: Path) -> None:
+def test_the_wheel_has_no_files_of_an_earlier_build(site: Path) -> None:
     files = installed(site)
     assert "wane/service/settings.py" in files
     assert DELETED not in files
@@ -138,12 +138,12 @@ def test_the_wheel_serves_every_model_from_an_empty_folder(site: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "export", "audit"])
-def test_without_the_train_extra_a_command_of_training_says_what_to_install(site: Path, name: str) -> None:
+def test_without_the_train_extra_a_training_command_says_what_to_install(site: Path, name: str) -> None:
     ended = run(site / "bin" / "wane", name, "--help", cwd=site, status=2)
     assert ended.stderr == f"wane {name} needs torch: pip install 'wane[train]'\n"
 
 
-def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(site: Path, tmp_path: Path) -> None:
+def test_without_matplotlib_a_plot_is_rejected_before_the_measurement(site: Path, tmp_path: Path) -> None:
     command: list[str | Path] = [
         site / "bin" / "wane",
         "compare",

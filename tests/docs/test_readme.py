@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_the_readme_s_commands_print_what_it_says() -> None:
+def test_the_readmes_commands_print_its_output() -> None:
     commands = parse((ROOT / "README.md").read_text(encoding="utf-8"))
     assert any(command.background for command in commands), "the README starts a server"
     port = str(free_port())

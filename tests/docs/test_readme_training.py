@@ -25,7 +25,7 @@ def test_each_block_is_run_by_a_test() -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_that_train_a_model_of_one_s_own_end_with_its_being_served(tmp_path: Path) -> None:
+def test_the_commands_that_train_a_custom_model_end_with_serving_it(tmp_path: Path) -> None:
     install, *commands, serve = scripts((ROOT / "README.md").read_text(encoding="utf-8"))[0]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert install == ".venv/bin/pip install -e '.[train]'" and "train" in extras

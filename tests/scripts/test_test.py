@@ -44,16 +44,16 @@ def called(checkout: Path, *arguments: str, status: int = 0) -> list[str]:
     return (checkout / "called").read_text().splitlines()
 
 
-def test_without_arguments_all_tests_are_run_in_three_processes(checkout: Path) -> None:
+def test_without_arguments_all_tests_run_in_three_processes(checkout: Path) -> None:
     assert called(checkout) == ALL
 
 
-def test_what_is_asked_for_is_run_as_it_is_asked_for(checkout: Path) -> None:
+def test_arguments_are_passed_to_pytest(checkout: Path) -> None:
     assert called(checkout, "tests/stack", "-k", "a b") == ["-m", "pytest", "tests/stack", "-k", "a b"]
 
 
 @pytest.mark.parametrize("chosen", [[], ["tests/models"]], ids=["all", "some"])
-def test_tests_that_need_torch_can_be_left_out(checkout: Path, chosen: list[str]) -> None:
+def test_tests_that_need_torch_can_be_skipped(checkout: Path, chosen: list[str]) -> None:
     without = ["--ignore=tests/training", "-m", "not train"]
     assert called(checkout, "--no-train", *chosen) == ["-m", "pytest", *without, *(chosen or ALL[2:])]
 

@@ -22,7 +22,7 @@ SHARE = 0.4
 GROWTH = 1.1  # of resident memory in half a minute, in which it may still come to its level
 
 
-async def test_nothing_fails_while_hostile_clients_try_what_they_can(tmp_path: Path, figures: Figures) -> None:
+async def test_nothing_fails_under_attack(tmp_path: Path, figures: Figures) -> None:
     log = tmp_path / "log"
     result = await asyncio.to_thread(run, MINUTES, SHARE, log, hostile=True, measured_s=MEASURED_S)
     memory = result["resident_mib"]

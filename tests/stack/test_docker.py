@@ -164,7 +164,7 @@ def test_the_image_is_small(base: str, image: str, figures: Figures) -> None:
     assert 0 < above <= MOST_ABOVE_BASE_BYTES
 
 
-def test_the_image_serves_bundles_of_ones_own_and_ends_when_it_is_told_to(image: str) -> None:
+def test_the_image_serves_custom_bundles_and_stops_on_sigterm(image: str) -> None:
     confined = ("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges")
     own = (f"--volume={BUNDLE}:/bundles:ro", "--env=WANE_BUNDLES=/bundles")
     container = docker("run", "--detach", "--publish=127.0.0.1::8000", *confined, *own, image)
@@ -181,7 +181,7 @@ def test_the_image_serves_bundles_of_ones_own_and_ends_when_it_is_told_to(image:
         docker("rm", "--force", container)
 
 
-def test_a_client_with_the_key_is_served_all_models_of_the_package(deployment: Deployment) -> None:
+def test_a_client_with_the_key_gets_all_shipped_models(deployment: Deployment) -> None:
     bundles = {manifest.parent.name for manifest in (ROOT / "models" / "bundles").glob("*/manifest.json")}
     with httpx.Client(base_url=URL, timeout=WAIT_S) as client:
         assert client.post("/v1/predict", json={"tokens": [1, 2, 3]}).status_code == 401
@@ -192,7 +192,7 @@ def test_a_client_with_the_key_is_served_all_models_of_the_package(deployment: D
         assert client.get("/readyz").json()["store"]["kind"] == "redis"
 
 
-def test_prometheus_finds_every_replica(deployment: Deployment) -> None:
+def test_prometheus_scrapes_every_replica(deployment: Deployment) -> None:
     with httpx.Client(base_url="http://127.0.0.1:9090", timeout=WAIT_S) as prometheus:
         deadline = time.monotonic() + WAIT_S
         wanted = {f"{name}:8000" for name in replicas()}
@@ -217,9 +217,7 @@ def test_a_container_is_confined(deployment: Deployment, name: str) -> None:
     assert int(limit) == int(LIMITS[name].removesuffix("g")) * GIB
 
 
-async def test_a_replica_that_is_killed_is_started_again_and_no_step_is_lost(
-    deployment: Deployment, figures: Figures
-) -> None:
+async def test_a_killed_replica_restarts_and_no_step_is_lost(deployment: Deployment, figures: Figures) -> None:
     victim, *_ = replicas()
     server = victim.replace("-", "_")
     await until(OPERATIONS, **{server: "UP"})
@@ -243,7 +241,7 @@ async def test_a_replica_that_is_killed_is_started_again_and_no_step_is_lost(
     assert after["State"]["Pid"] != before["State"]["Pid"]
 
 
-def test_all_containers_end_within_their_grace(deployment: Deployment) -> None:
+def test_all_containers_stop_within_their_grace_period(deployment: Deployment) -> None:
     deployment.compose("stop")
     states = {name: deployment.inspect(name)["State"] for name in NAMES}
     ended = {name: (state["Status"], state["ExitCode"], state["OOMKilled"]) for name, state in states.items()}

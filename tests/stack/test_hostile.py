@@ -158,7 +158,7 @@ async def of_another(port: int, session: str, key: str) -> Statuses:
     return statuses
 
 
-async def test_hostile_clients_are_refused_and_the_service_keeps_its_memory_and_its_secrets(
+async def test_attacks_are_rejected_without_using_memory_or_leaking_secrets(
     make_stack: MakeStack, keys: Keys, figures: Figures
 ) -> None:
     alice, ops = keys.make("alice"), keys.make("ops", "scope=admin")

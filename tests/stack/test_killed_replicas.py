@@ -21,9 +21,7 @@ RATE = 1.25
 KILLS = 6
 
 
-async def test_two_hundred_sessions_outlive_replicas_that_are_killed_one_after_another(
-    make_stack: MakeStack, figures: Figures
-) -> None:
+async def test_two_hundred_sessions_outlive_replicas_killed_in_turn(make_stack: MakeStack, figures: Figures) -> None:
     stack = make_stack()
     await asyncio.to_thread(stack.start)
     # A tenth of the sessions is longer than what is kept of one: their states can only be rebuilt within a bound.

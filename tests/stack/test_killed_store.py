@@ -31,7 +31,7 @@ RATE = 1.0
 UP, DOWN = {f"wane_{number}": "UP" for number in (1, 2, 3)}, {f"wane_{number}": "DOWN" for number in (1, 2, 3)}
 
 
-async def test_rejecting_replicas_refuse_steps_until_redis_is_back_and_nothing_is_lost(
+async def test_in_mode_reject_steps_fail_until_redis_is_back_and_nothing_is_lost(
     make_stack: MakeStack, figures: Figures
 ) -> None:
     stack = make_stack({"WANE_STORE_FAILURE_MODE": "reject"})
@@ -63,7 +63,7 @@ async def test_rejecting_replicas_refuse_steps_until_redis_is_back_and_nothing_i
         assert await histories(clients, stack.store, SESSION_HISTORY_TOKENS) == []
 
 
-async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
+async def test_in_mode_degrade_sessions_continue_and_redis_wins_once_back(
     make_stack: MakeStack, figures: Figures
 ) -> None:
     stack = make_stack({"WANE_STORE_FAILURE_MODE": "degrade"})

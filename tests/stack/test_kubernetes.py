@@ -48,7 +48,7 @@ def haproxy_file(folder: Path, dns: Names) -> Path:
     return file
 
 
-async def test_no_request_fails_while_replicas_come_and_go_and_no_client_asks_twice(
+async def test_no_request_fails_or_is_retried_while_replicas_come_and_go(
     tmp_path: Path, pods: ExitStack, figures: Figures
 ) -> None:
     secrets.make(tmp_path / "secrets")

@@ -131,7 +131,7 @@ def now() -> str:
     return str(time.time() + 1)
 
 
-def test_prometheus_without_its_key_is_refused_and_says_so(make_stack: MakeStack) -> None:
+def test_prometheus_without_its_key_is_rejected_and_says_so(make_stack: MakeStack) -> None:
     program("prometheus")
     stack = make_stack(whole=True)
     (stack.secrets / METRICS_KEY).write_text("another")

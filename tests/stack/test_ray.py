@@ -71,7 +71,7 @@ async def asks_for_a_key(client: SessionClient) -> None:
         assert socket.close_code == code
 
 
-async def test_a_hundred_sessions_go_on_when_a_replica_is_killed_and_when_replicas_come_and_go(
+async def test_a_hundred_sessions_continue_when_replicas_are_killed_added_and_removed(
     command: RayCommand, figures: Figures
 ) -> None:
     store = await asyncio.to_thread(command.until_store)

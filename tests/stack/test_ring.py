@@ -18,7 +18,7 @@ def owners(*servers: int) -> dict[str, int]:
     return {session: int(owner) - 1 for session, owner in zip(SESSIONS, found, strict=True)}
 
 
-async def test_every_session_is_where_the_ring_says_and_goes_where_it_says() -> None:
+async def test_every_session_is_and_moves_where_the_ring_says() -> None:
     async with three_replicas() as replicas, haproxy(replicas) as balanced:
         assert await balanced.homes() == owners(1, 2, 3)
         replicas[1].stop()

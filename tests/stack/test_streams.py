@@ -85,7 +85,7 @@ class Streaming:
             await self.socket.close()
 
 
-async def test_streams_are_cut_off_by_a_killed_replica_and_go_on_at_another(make_stack: MakeStack) -> None:
+async def test_streams_cut_off_by_a_killed_replica_continue_at_another(make_stack: MakeStack) -> None:
     stack = make_stack()
     await asyncio.to_thread(stack.start)
     async with open_clients(stack.port, [40] * SESSIONS) as clients:

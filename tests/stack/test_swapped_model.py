@@ -32,7 +32,7 @@ def next_version(folder: Path) -> Path:
     return path
 
 
-async def test_no_request_fails_while_each_replica_takes_a_new_version(
+async def test_no_request_fails_while_each_replica_loads_a_new_version(
     make_stack: MakeStack, figures: Figures, tmp_path: Path
 ) -> None:
     served = shutil.copytree(BUNDLE, tmp_path / "bundles" / MODEL)
