@@ -1,5 +1,5 @@
-"""The container files agree with the settings and the tree, where containers that run do not show it: what the limits
-are made of, and the services that tests/stack/test_docker.py cannot run, Grafana and the server on a GPU."""
+"""The container files agree with the settings and the tree. These tests cover what running containers do not show: the
+parts of the limits, and the services that tests/stack/test_docker.py cannot run (Grafana and the server on a GPU)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def services() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def published(service: dict[str, Any]) -> list[str]:
-    """The ports of a service that can be reached from outside, each as host:port:container's port."""
+    """Returns the published ports of a service, each as host:port:container's port."""
     ports: list[str] = service.get("ports", [])
     return ports
 
@@ -41,7 +41,7 @@ each_service = pytest.mark.parametrize("service", [pytest.param(body, id=name) f
 
 
 def as_settings(environment: dict[str, str]) -> Settings:
-    """Reads WANE_... variables as the server does: an unknown or impossible one is an error."""
+    """Reads WANE_... variables like the server: an unknown or invalid one is an error."""
     return Settings.read({name: str(value) for name, value in environment.items()})
 
 
@@ -102,7 +102,7 @@ def test_a_service_writes_only_to_its_volumes_and_has_no_capabilities(service: d
 
 @each_service
 def test_a_service_has_a_health_check_or_reports_itself(service: dict[str, Any]) -> None:
-    own = service["image"].startswith(("wane", "haproxy"))  # the image's own; and nobody waits for the entrance
+    own = service["image"].startswith(("wane", "haproxy"))  # the image has its own; and no service waits for HAProxy
     assert ("healthcheck" in service) != own
 
 
@@ -125,7 +125,7 @@ UNITS = {"m": 2**20, "g": GIB, "mb": 2**20, "gb": GIB}
 
 
 def in_bytes(text: str) -> int:
-    """Of a size as compose and Redis write it."""
+    """Returns the bytes of a size in the notation of compose and Redis."""
     number, unit = re.fullmatch(r"(\d+)([a-z]+)", text).groups()  # type: ignore[union-attr]
     return int(number) * UNITS[unit]
 

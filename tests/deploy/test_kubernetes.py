@@ -1,6 +1,6 @@
-"""The manifests: valid by Kubernetes's own schemas, and at one with the server, the image and the compose file.
+"""The manifests match Kubernetes's own schemas, and agree with the server, the image and the compose file.
 
-What `kubectl kustomize` makes of them is made here by hand, as far as these kustomizations go: their resources, the
+This module does what `kubectl kustomize` would do, as far as these kustomizations need it: their resources, the
 namespace, the images' tags, ConfigMaps from files, and the patch of one overlay.
 """
 
@@ -32,10 +32,10 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 COMPOSE: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
 DOCKERFILE = (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8")
 OLDEST, LATEST = "1.30", "1.37"
-"""The versions whose schemas they are held to: `lifecycle.preStop.sleep` is on by default from the first."""
+"""The versions of the schemas. The first is the one from which `lifecycle.preStop.sleep` is on by default."""
 
 QUEUED = "wane_queue_wait_seconds_total"
-"""What the HPA's metric is the rate of."""
+"""The counter whose rate is the HPA's metric."""
 
 Resource = dict[str, Any]
 
@@ -45,7 +45,7 @@ def load(file: Path) -> list[Any]:
 
 
 def built(folder: Path) -> list[Resource]:
-    """The resources of a kustomization, those of the folders that it names among them."""
+    """Returns the resources of a kustomization, including those of the folders that it names."""
     (kustomization,) = load(folder / "kustomization.yaml")
     found: list[Resource] = []
     for name in kustomization.get("resources", ()):
@@ -72,7 +72,8 @@ def built(folder: Path) -> list[Resource]:
 
 
 def merge(into: Resource, patch: Resource) -> None:
-    """A strategic merge, as far as it is used: lists of things with names are merged by these, others are replaced."""
+    """Applies a strategic merge, as far as it is used: merges lists of named items by name, and replaces other
+    lists."""
     for key, value in patch.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             merge(into[key], value)
@@ -88,7 +89,7 @@ def merge(into: Resource, patch: Resource) -> None:
 
 
 def pod_of(resource: Resource) -> Resource | None:
-    """The pod that a resource makes, if it makes any."""
+    """Returns the pod template of a resource, if it has one."""
     if resource["kind"] not in ("Deployment", "StatefulSet"):
         return None
     pod: Resource = resource["spec"]["template"]["spec"]
@@ -187,7 +188,7 @@ UNITS = {"Mi": 2**20, "Gi": GIB}
 
 
 def asked_bytes(name: str, among: list[Resource] = BASE) -> int:
-    """The memory that a pod of this name asks its node for."""
+    """Returns the memory request of the pod of this name."""
     asked = container(name, among)["resources"]["requests"]["memory"]
     return int(asked[:-2]) * UNITS[asked[-2:]]
 
@@ -290,7 +291,7 @@ def test_the_hpa_uses_a_metric_that_the_adapter_derives_from_the_servers() -> No
 
 
 def queued_s(harness: EngineHarness) -> float:
-    """What the adapter's rule sums up over one replica."""
+    """Returns the sum of the adapter's rule over one replica."""
     found = [one for metric in harness.metrics.registry.collect() for one in metric.samples if one.name == QUEUED]
     assert {one.labels["model"] for one in found} == {harness.engine.name}, "it is there before anything has waited"
     return sum(one.value for one in found)

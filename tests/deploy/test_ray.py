@@ -1,4 +1,4 @@
-"""What Wane adds to Ray Serve, without Ray: what stands in its proxies, and what its configuration says."""
+"""Wane's additions to Ray Serve, tested without Ray: the middleware in its proxies, and its configuration."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ DEFAULTS = Settings()
 
 
 async def tell(request: Request) -> Response:
-    """The headers that a request has, as Ray's router would see them."""
+    """Returns the headers of a request that Ray's router would get."""
     answer = JSONResponse(request.headers.getlist("x-session-id"))
     answer.raw_headers += [(b"x-request-id", b"a"), (b"X-Request-ID", b"a")]
     return answer
 
 
 async def greet(socket: WebSocket) -> None:
-    """Answers once, and is gone without a word where it is told so."""
+    """Answers once, or ends without an answer, as configured."""
     await socket.accept()
     if await socket.receive_text() == "end":
         await socket.close(1000)
 
 
 async def be_killed(scope: Scope, receive: Receive, send: Send) -> None:
-    """What Ray's proxy does where a replica has ended: nothing."""
+    """Does nothing, like Ray's proxy after a replica has ended."""
 
 
 def through_the_front(app: ASGIApp) -> TestClient:

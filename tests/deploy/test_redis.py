@@ -1,4 +1,4 @@
-"""Redis as it is shipped: what it promises to keep, and what its user may do, which is what Wane does."""
+"""The shipped configuration of Redis: its durability, and the permissions of Wane's user."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_wane_has_the_documented_permissions_that_it_uses_in_redis() -> None:
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """The port of a Redis with the users that are shipped, and the folder of their passwords."""
+    """The port of a Redis with the shipped users, and the folder of their passwords."""
     folder = tmp_path_factory.mktemp("redis")
     secrets.make(folder / "secrets")
     with redis_server(folder, ("--aclfile", str(folder / "secrets" / secrets.REDIS_ACL))) as server:

@@ -1,4 +1,4 @@
-"""What scripts/stack runs is what docker-compose.yml says: the same services, programs, configuration and variables."""
+"""scripts/stack runs the services, programs, configuration and variables of docker-compose.yml."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ each = pytest.mark.parametrize("name", RUN)
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Stack:
-    """Nothing of it is started."""
+    """A stack that is not started."""
     return Stack(tmp_path, whole=True)
 
 
 def in_the_container(stack: Stack, name: str, text: str) -> str:
-    """A text of this machine, with the container's addresses and secrets in it again."""
+    """Returns a text in which this machine's addresses and paths of secrets are replaced by the container's."""
     for (service, port), here in stack.addresses.items():
         text = text.replace(f"127.0.0.1:{here}", f"{service}:{port}")
     return re.sub(rf"{re.escape(str(stack.secrets))}/\w+", SECRETS, text)
@@ -59,7 +59,7 @@ def test_a_process_runs_what_its_container_runs(stack: Stack, tmp_path: Path, na
     for here, there in zip(command.arguments[1:], arguments, strict=False):
         file = here.rpartition("=")[2]
         if Path(file).is_absolute() and not there.endswith(in_the_container(stack, name, file)):
-            assert Path(file).name == Path(there).name  # where it lies is what the next tests are about
+            assert Path(file).name == Path(there).name  # the next tests check its path
         else:
             own = in_the_container(stack, name, here)
             assert own in (there, there.replace("0.0.0.0:", f"{name}:").replace("*:", f"{name}:"))

@@ -1,4 +1,4 @@
-"""Documents show the figures of the bundles that ship with them."""
+"""Documents show the figures of the shipped bundles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages show what their benchmarks have kept."""
+"""Pages show the figures of their benchmarks."""
 
 from __future__ import annotations
 

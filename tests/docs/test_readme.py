@@ -1,4 +1,4 @@
-"""The README's commands print what it says."""
+"""The README's commands print the output that it shows."""
 
 from __future__ import annotations
 

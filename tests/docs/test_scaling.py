@@ -1,4 +1,4 @@
-"""The page on fleets shows what was measured and simulated."""
+"""The page on scaling shows the measured and simulated figures."""
 
 from __future__ import annotations
 

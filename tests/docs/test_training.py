@@ -1,4 +1,4 @@
-"""The page on training: its commands print what it says, and its table is of the figures that were kept."""
+"""The page on training: its commands print the output that it shows, and its table has the stored figures."""
 
 from __future__ import annotations
 

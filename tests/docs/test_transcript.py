@@ -1,4 +1,4 @@
-"""The machinery that runs documentation: it passes what is so, and fails what is not."""
+"""The code that runs documentation passes correct output, and fails wrong output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/environment: makes .venv once, installs once, and says what is missing. No network: pip is a stand-in."""
+"""scripts/environment: makes .venv once, installs once, and says what is missing. Without a network: pip is a fake."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
-# Stands in for python3: makes a .venv whose python writes down how pip was called.
+# A fake python3: makes a .venv whose python records the calls of pip.
 PYTHON = f"""#!/usr/bin/env bash
 echo "$*" >>made
 if [ "$1 $2" = "-m venv" ]; then
@@ -42,7 +42,7 @@ exec {sys.executable} "$@"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with the script and a stand-in for python3 in it."""
+    """A checkout with the script and a fake python3."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(SCRIPTS / "environment", tmp_path / "scripts")
     (tmp_path / "pyproject.toml").write_text("[project]\n")
@@ -58,7 +58,7 @@ def put(path: Path, program: str) -> None:
 
 
 def environment(checkout: Path, *extras: str, python: str = "python3") -> subprocess.CompletedProcess[str]:
-    """What scripts/serve does first, with these extras."""
+    """Runs the first part of scripts/serve, with these extras."""
     program = f"set -euo pipefail; source scripts/environment; environment {' '.join(extras)}; echo done"
     path = os.pathsep.join([str(checkout / "bin"), os.environ["PATH"]])
     return subprocess.run(
@@ -72,7 +72,7 @@ def environment(checkout: Path, *extras: str, python: str = "python3") -> subpro
 
 
 def installed(checkout: Path) -> list[str]:
-    """What pip was asked for, call by call."""
+    """Returns the arguments of every call of pip."""
     path = checkout / "installed"
     return [line.split()[-1] for line in path.read_text().splitlines()] if path.exists() else []
 
