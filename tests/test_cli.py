@@ -1,4 +1,4 @@
-"""The command `wane`: what it lists, what it imports, and what it says of a command that cannot run."""
+"""The command `wane`: its help, its imports, and its messages for a subcommand that cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom: downward only. A floor that is not tested is not there.
+"""Imports between the packages: only downward.
 
 service:  cli > server > app > api > registry > engine > chunked > batching > sessions > state > runners
           > auth > net > aio > observability > types > settings > errors
@@ -44,7 +44,7 @@ ROOMS = (
     "settings",
     "errors",
 )
-"""The folders and modules of `service/`, the topmost first: each imports only from itself and from those below."""
+"""The folders and modules of `service/`, top first: each imports only from itself and from those below."""
 
 LIGHT_MODELS = (
     "wane.models.cell_registry",
@@ -85,7 +85,7 @@ ONLY_IN = {
     "wane.service.server": ("service/cli/serve",),
     "wane.service.app": ("service/server",),
 }
-"""Where a package or module may be imported, by path prefix."""
+"""The path prefixes at which a package or module may be imported."""
 
 
 def sources() -> list[Path]:
@@ -93,18 +93,19 @@ def sources() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """`service/routes/predict` for that file, whatever its suffix and wherever the checkout."""
+    """Returns the path of a file relative to the checkout, without its suffix: `service/routes/predict`."""
     return path.relative_to(ROOT).with_suffix("").as_posix()
 
 
 def module_of(path: Path) -> str:
-    """`wane.service.api.body` for that file, `wane.service.api` for its package's."""
+    """Returns the dotted name of a file: `wane.service.api.body`, or `wane.service.api` for the package's own file."""
     return f"wane.{name_of(path)}".replace("/", ".").removesuffix(".__init__")
 
 
 @cache
 def imports(path: Path) -> list[str]:
-    """Every module that a file imports, at its top or inside a function; those for the type checker too."""
+    """Returns every module that a file imports, at its top or inside a function, including those for the type
+    checker."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -129,7 +130,7 @@ def test_a_package_is_imported_only_where_it_belongs(package: str) -> None:
 
 
 def room(module: str) -> str | None:
-    """The folder or module of `service/` that a dotted name or a path lies in."""
+    """Returns the folder or module of `service/` that contains a dotted name or a path."""
     parts = module.replace("/", ".").removeprefix("wane.").split(".")
     return parts[1] if parts[0] == "service" and len(parts) > 1 else None
 
@@ -167,7 +168,7 @@ def test_no_folder_has_too_many_files() -> None:
 
 
 def mirrors(folder: Path) -> bool:
-    """Whether it holds the tests of one folder: it may have several files for each file there."""
+    """Returns whether a folder has the tests of one folder; it may have several files for each file there."""
     top, *rest = folder.relative_to(ROOT).parts
     return top == "tests" and bool(rest) and ROOT.joinpath(*rest).is_dir()
 
@@ -222,7 +223,8 @@ def test_the_command_imports_nothing_but_the_standard_library_at_its_top() -> No
 
 
 def modules_loaded_by(*names: str) -> set[str]:
-    """The packages that are loaded once these modules are imported, in a process of its own; ours as `wane.service`."""
+    """Returns the packages that are loaded after these modules are imported in a new process; Wane's as
+    `wane.service`."""
     program = f"""
 import importlib, sys
 for name in {names!r}:

@@ -1,4 +1,4 @@
-"""The source distribution, and its wheel: built, installed in a fresh environment, and served from an empty folder."""
+"""Builds the source distribution and its wheel, installs it in a fresh environment, and serves from an empty folder."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ SOURCES = (
     "training",
 )
 DELETED = "wane/service/deleted.py"
-"""A module that an earlier build left behind."""
+"""A leftover module of an earlier build."""
 MODELS = {path.parent.name for path in (ROOT / "models" / "bundles").glob("*/manifest.json")}
 
 pytestmark = pytest.mark.slow
 
 
 def run(*command: str | Path, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """A command, run to its end, which must have this exit status."""
+    """Runs a command to its end, and checks its exit status."""
     ended = subprocess.run(command, cwd=cwd, env=own_environment(), capture_output=True, text=True, check=False)
     assert ended.returncode == status, ended.stdout + ended.stderr
     return ended
 
 
 def own_environment() -> dict[str, str]:
-    """This process's environment, without what would lead to the checkout."""
+    """Returns this process's environment without variables that refer to the checkout."""
     return {name: value for name, value in environment().items() if name != "PYTHONPATH"}
 
 
@@ -69,7 +69,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh virtual environment with the wheel, and nothing that the wheel does not ask for."""
+    """A fresh virtual environment with only the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
     left = source / "build" / "lib" / DELETED
     left.parent.mkdir(parents=True)
@@ -91,7 +91,7 @@ def installed(site: Path) -> list[str]:
 
 @contextmanager
 def served(site: Path, folder: Path) -> Iterator[LiveServer]:
-    """`wane serve` of the wheel, in `folder`, ready for requests."""
+    """Runs the wheel's `wane serve` in `folder`, ready for requests."""
     process = subprocess.Popen(
         [site / "bin" / "wane", "serve", "--port", "0"],
         cwd=folder,

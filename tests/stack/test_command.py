@@ -1,4 +1,4 @@
-"""scripts/stack: one command starts everything, one signal stops it, and what ends in between is started again."""
+"""scripts/stack: one command starts everything, one signal stops it, and services that end in between are restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One replica that Redis is out of reach of, while the others go on."""
+"""One replica cannot reach Redis, while the others can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real HAProxy with its real configuration, before stand-ins for replicas: who is asked, who is asked again."""
+"""The real HAProxy with its real configuration, in front of fake replicas: routing and retries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SESSIONS = [f"session-{number}" for number in range(60)]
 
 
 class Balanced:
-    """HAProxy, and what is behind it."""
+    """HAProxy and the replicas behind it."""
 
     def __init__(self, replicas: list[Replica], port: int, operations: int) -> None:
         self.replicas = replicas
@@ -33,7 +33,7 @@ class Balanced:
         self.operations = operations
 
     async def ask(self, path: str, **headers: str) -> Reply:
-        """Over a connection of its own."""
+        """Sends a request over its own connection."""
         connection = Connection(self.port)
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -47,11 +47,11 @@ class Balanced:
         return int(reply.document["replica"])
 
     async def homes(self) -> dict[str, int]:
-        """The replica of each session."""
+        """Returns the replica of each session."""
         return {session: await self.replica_of(f"/v1/sessions/{session}/tokens") for session in SESSIONS}
 
     def asked(self) -> int:
-        """How many requests have reached replicas."""
+        """Returns how many requests have reached replicas."""
         return sum(len(replica.asked) for replica in self.replicas)
 
 

@@ -11,12 +11,12 @@ ACKNOWLEDGED, NOT_DURABLE, UNKNOWN, REFUSED = Outcome
 
 
 def steps(*tokens: int, outcome: Outcome = ACKNOWLEDGED) -> list[Append]:
-    """One append after another, each of one token and where the one before ended."""
+    """Returns successive appends of one token, each at the end of the one before."""
     return [append(token, place, outcome, 2 * place) for place, token in enumerate(tokens)]
 
 
 def append(token: int, start: int | None, outcome: Outcome = ACKNOWLEDGED, invoked_s: float = 0) -> Append:
-    """Of one token, answered a second later unless nobody knows."""
+    """Returns an append of one token, answered a second later unless its outcome is unknown."""
     return Append((token,), outcome, start, invoked_s, math.inf if outcome is UNKNOWN else invoked_s + 1)
 
 

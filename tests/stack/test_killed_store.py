@@ -1,5 +1,5 @@
-"""Redis killed and started again, with its append-only file: what was acknowledged as durable is there, whatever
-replicas do while it is away."""
+"""Redis is killed and restarted with its append-only file: tokens acknowledged as durable survive, in both failure
+modes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_in_mode_degrade_sessions_continue_and_redis_wins_once_back(
             await stepped(clients)
             await asyncio.to_thread(redis.kill)
             await until_each(clients, has_undurable)
-            # What it alone has is lost with it: histories differ.
+            # Tokens that only this replica has are lost with it: histories differ.
             await asyncio.to_thread(victim.kill)
             victim.start()
             before = {client.session: (len(client.history), client.repeated) for client in clients}
@@ -84,7 +84,7 @@ async def test_in_mode_degrade_sessions_continue_and_redis_wins_once_back(
             await asyncio.to_thread(victim.wait_ready)
             await until(stack.operations, **UP)
             await stepped(clients, 2)
-        for client in clients:  # every session ends with a durable step, or would be looked at too early
+        for client in clients:  # every session must end with a durable step before it is checked
             await client.step((Random(client.session).randrange(1, client.vocabulary),))
             if client.history[-1].outcome is Outcome.UNKNOWN:
                 await client.step((Random(client.session).randrange(1, client.vocabulary),))
@@ -103,12 +103,12 @@ async def test_in_mode_degrade_sessions_continue_and_redis_wins_once_back(
 
 
 def has_undurable(client: SessionClient) -> bool:
-    """Whether a step was answered that is not durable."""
+    """Returns whether an answered step is not durable."""
     return any(append.outcome is Outcome.NOT_DURABLE for append in client.history)
 
 
 def went_on(client: SessionClient, before: tuple[int, int]) -> bool:
-    """Whether a step has ended, or had to be sent again, since the numbers of both were `before`."""
+    """Returns whether a step has ended or was retried since both counts were `before`."""
     return len(client.history) > before[0] or client.repeated > before[1]
 
 

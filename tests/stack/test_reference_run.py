@@ -19,7 +19,7 @@ def reference_run() -> ReferenceRun:
 
 
 def answer(position: int, **fields: Any) -> dict[str, Any]:
-    """What a service says after so many tokens, if it is right."""
+    """Returns the correct answer after this number of tokens."""
     bundle = Bundle.open(BUNDLE)
     reference = Reference(bundle.manifest.architecture, bundle.weights())
     state = reference.zero_state(1)
@@ -34,7 +34,7 @@ def answer(position: int, **fields: Any) -> dict[str, Any]:
 
 
 def shifted(document: dict[str, Any], by: float) -> dict[str, Any]:
-    """As if the first token were so much more probable, at the cost of those that are not listed."""
+    """Returns the answer with a more probable first token, at the cost of the tokens that are not listed."""
     first, *rest = document["predictions"]
     return {**document, "predictions": [{**first, "probability": first["probability"] + by}, *rest]}
 

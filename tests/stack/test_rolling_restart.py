@@ -1,4 +1,4 @@
-"""Replicas that are stopped and started one after another, as for a new version: no request fails."""
+"""Replicas are restarted one after another, as for a new version: no request fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without a replica of its own for each session everything is as correct as with one."""
+"""Without session affinity, answers are as correct as with it."""
 
 from __future__ import annotations
 

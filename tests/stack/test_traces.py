@@ -1,4 +1,4 @@
-"""Traces of the real server, exported to a real receiver of OTLP, and read from what that one understood."""
+"""Traces of the real server, exported to a real OTLP receiver, and read from its log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parent(number: int, flags: str = "01") -> dict[str, str]:
 
 
 def ended(server: LiveServer, collector: Receiver) -> list[Received]:
-    """Every span of a server: its last ones are exported when it stops."""
+    """Returns every span of a server; it exports the last ones when it stops."""
     assert server.stop() == 0
     return collector.spans()
 
@@ -68,7 +68,7 @@ def test_a_request_is_traced_from_its_client_to_the_run() -> None:
 
 
 async def joined(client: httpx.AsyncClient) -> float:
-    """How many items were not the first of their batch, by the metrics."""
+    """Returns from the metrics how many items were not the first of their batch."""
     lines = (await client.get("/metrics")).text.splitlines()
 
     def total(name: str) -> float:
@@ -79,7 +79,7 @@ async def joined(client: httpx.AsyncClient) -> float:
 
 def test_a_batch_links_to_the_requests_of_all_its_clients() -> None:
     async def ask(url: str) -> None:
-        """Asks eight at once, and again until some had a batch together."""
+        """Sends eight requests at once, and repeats that until some shared a batch."""
         async with (
             asyncio.timeout(TIMEOUT_S),
             httpx.AsyncClient(base_url=url, headers=parent(0, "00"), timeout=TIMEOUT_S) as client,
