@@ -100,7 +100,7 @@ class Gate:
     def _held(self, bundle: Bundle, settings: Settings) -> loader.LoadedBundle:
         self.names.append(bundle.manifest.name)
         self._begun.release()
-        assert self.opened.wait(TIMEOUT_S), "nobody opened the gate"
+        assert self.opened.wait(TIMEOUT_S), "the gate was not opened"
         return self._open_graphs(bundle, settings)
 
     async def reached(self) -> None:

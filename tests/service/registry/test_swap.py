@@ -33,7 +33,7 @@ TOKENS = (5, 6, 7, 8)
 FLOAT32 = 1e-5
 SWAPS = 14
 KEPT_BYTES = 1e6  # by a swap; one graph that stays is 4 MB, an engine 13
-WITHHELD_BYTES = 30e6  # after them all; 144 MB if nobody asks
+WITHHELD_BYTES = 30e6  # after them all; 144 MB without the collection and the trim
 
 
 @pytest.fixture
