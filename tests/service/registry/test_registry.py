@@ -347,9 +347,9 @@ async def test_two_different_bundles_of_one_version_are_rejected(tmp_path: Path)
 
 
 async def test_a_folder_without_a_bundle_and_a_path_that_is_not_a_folder_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(RegistryError, match="holds no bundle"):
+    with pytest.raises(RegistryError, match="contains no bundle"):
         await make(tmp_path).load()
-    with pytest.raises(RegistryError, match="is no folder"):
+    with pytest.raises(RegistryError, match="is not a folder"):
         await make(tmp_path / "nowhere").load()
 
 
