@@ -1,8 +1,8 @@
-"""Leaves out, and says so, the tests that need the train extra where it is not installed.
+"""Skips the tests that need the train extra if it is not installed, and reports that.
 
-Here and in every process that the tests start, arithmetic has one thread, unless the caller's OMP_NUM_THREADS says
-otherwise: the matrices are small, and the threads of numpy's library wait for one another by going round in circles,
-which takes several times as long, and most of the machine from whatever runs beside it.
+In the tests and in every process that they start, BLAS uses one thread, unless OMP_NUM_THREADS is set: the matrices are
+small, and the threads of numpy's library busy-wait for one another, which takes several times as long and most of the
+machine's CPU time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # is read when numpy, and torch, are imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when numpy and torch are imported
 
 HERE = Path(__file__).parent
 TRAIN_FILES = [
@@ -45,7 +45,7 @@ collect_ignore = [str(file) for file in TRAIN_FILES] if MISSING else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what needs the extra `train`. Files with slow tests come first, so that none is left for the end."""
+    """Marks tests that need the extra `train`. Puts files with slow tests first, so that none is left for the end."""
     for item in items:
         if item.path in TRAIN_FILES:
             item.add_marker(pytest.mark.train)
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Names the files that were left out."""
+    """Names the skipped files."""
     if MISSING:
         files = ", ".join(str(file.relative_to(HERE)) for file in TRAIN_FILES)
         terminalreporter.write_line(f"left out without {' and '.join(MISSING)} (extra `train`): {files}")

@@ -1,4 +1,4 @@
-"""The command `wane`: what it lists, what it imports, and what it says of a command that cannot run."""
+"""The command `wane`: its help, its imports, and its messages for a subcommand that cannot run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_without_a_command_the_help_goes_to_standard_error_and_the_status_is_2(
     assert capsys.readouterr().err.startswith("usage: wane COMMAND")
 
 
-def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"wane {metadata.version('wane')}\n"
 
@@ -40,7 +40,7 @@ def test_an_unknown_command_names_the_nearest_one(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == f"error: there is no command {typed!r}; did you mean `wane {nearest}`?\n"
 
 
-def test_an_unknown_command_like_no_other_names_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_without_a_similar_one_names_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["xyzzy"]) == 2
     assert "`wane --help` lists the commands" in capsys.readouterr().err
 

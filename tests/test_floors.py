@@ -1,4 +1,4 @@
-"""Who may import whom: downward only. A floor that is not tested is not there.
+"""Imports between the packages: only downward.
 
 service:  cli > server > app > api > registry > engine > chunked > batching > sessions > state > runners
           > auth > net > aio > observability > types > settings > errors
@@ -44,7 +44,7 @@ ROOMS = (
     "settings",
     "errors",
 )
-"""The folders and modules of `service/`, the topmost first: each imports only from itself and from those below."""
+"""The folders and modules of `service/`, top first: each imports only from itself and from those below."""
 
 LIGHT_MODELS = (
     "wane.models.cell_registry",
@@ -85,7 +85,7 @@ ONLY_IN = {
     "wane.service.server": ("service/cli/serve",),
     "wane.service.app": ("service/server",),
 }
-"""Where a package or module may be imported, by path prefix."""
+"""The path prefixes at which a package or module may be imported."""
 
 
 def sources() -> list[Path]:
@@ -93,18 +93,19 @@ def sources() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """`service/routes/predict` for that file, whatever its suffix and wherever the checkout."""
+    """Returns the path of a file relative to the checkout, without its suffix: `service/routes/predict`."""
     return path.relative_to(ROOT).with_suffix("").as_posix()
 
 
 def module_of(path: Path) -> str:
-    """`wane.service.api.body` for that file, `wane.service.api` for its package's."""
+    """Returns the dotted name of a file: `wane.service.api.body`, or `wane.service.api` for the package's own file."""
     return f"wane.{name_of(path)}".replace("/", ".").removesuffix(".__init__")
 
 
 @cache
 def imports(path: Path) -> list[str]:
-    """Every module that a file imports, at its top or inside a function; those for the type checker too."""
+    """Returns every module that a file imports, at its top or inside a function, including those for the type
+    checker."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -129,7 +130,7 @@ def test_a_package_is_imported_only_where_it_belongs(package: str) -> None:
 
 
 def room(module: str) -> str | None:
-    """The folder or module of `service/` that a dotted name or a path lies in."""
+    """Returns the folder or module of `service/` that contains a dotted name or a path."""
     parts = module.replace("/", ".").removeprefix("wane.").split(".")
     return parts[1] if parts[0] == "service" and len(parts) > 1 else None
 
@@ -160,19 +161,19 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_no_folder_has_more_files_than_one_can_take_in() -> None:
+def test_no_folder_has_too_many_files() -> None:
     folders = {path.parent for folder in (*PACKAGES, *PROGRAMS, "tests") for path in (ROOT / folder).rglob("*.py")}
     counts = {name_of(folder): len(list(folder.glob("*.py"))) for folder in folders if not mirrors(folder)}
     assert {name: count for name, count in counts.items() if count > MOST_FILES} == {}
 
 
 def mirrors(folder: Path) -> bool:
-    """Whether it holds the tests of one folder: it may have several files for each file there."""
+    """Returns whether a folder has the tests of one folder; it may have several files for each file there."""
     top, *rest = folder.relative_to(ROOT).parts
     return top == "tests" and bool(rest) and ROOT.joinpath(*rest).is_dir()
 
 
-def test_nothing_imports_the_folders_but_through_the_package() -> None:
+def test_the_folders_are_imported_only_through_the_package() -> None:
     checked = [path for folder in (*PACKAGES, *PROGRAMS, "tests") for path in (ROOT / folder).rglob("*.py")]
     checked += [ROOT / name for name in ENTRY]
     assert len(checked) > len(sources())
@@ -222,7 +223,8 @@ def test_the_command_imports_nothing_but_the_standard_library_at_its_top() -> No
 
 
 def modules_loaded_by(*names: str) -> set[str]:
-    """The packages that are loaded once these modules are imported, in a process of its own; ours as `wane.service`."""
+    """Returns the packages that are loaded after these modules are imported in a new process; Wane's as
+    `wane.service`."""
     program = f"""
 import importlib, sys
 for name in {names!r}:
@@ -234,13 +236,13 @@ print(*sys.modules)
     return {name for name in loaded if name.count(".") == name.startswith("wane.")}
 
 
-def test_importing_all_of_the_service_brings_neither_torch_nor_training() -> None:
+def test_importing_the_service_imports_neither_torch_nor_training() -> None:
     loaded = modules_loaded_by(*(name for path in sources() if (name := module_of(path)).startswith("wane.service")))
     assert {"wane.service", "wane.models", "onnxruntime"} <= loaded
     assert not loaded & {"torch", "wane.training", "onnx", "matplotlib"}
 
 
-def test_importing_the_light_part_of_models_brings_neither_torch_nor_onnx_nor_a_framework() -> None:
+def test_importing_the_light_part_of_models_imports_no_torch_onnx_or_framework() -> None:
     light = [name for path in sources() if (name := module_of(path)).startswith(LIGHT_MODELS)]
     assert {"wane.models.reference.cells.lstm", "wane.models.certificate.cells.lstm"} <= set(light)
     loaded = modules_loaded_by(*light)
@@ -248,5 +250,5 @@ def test_importing_the_light_part_of_models_brings_neither_torch_nor_onnx_nor_a_
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_s_init_imports_nothing(package: str) -> None:
+def test_a_packages_init_imports_nothing(package: str) -> None:
     assert imports(ROOT / package / "__init__.py") == []

@@ -1,4 +1,4 @@
-"""The source distribution, and its wheel: built, installed in a fresh environment, and served from an empty folder."""
+"""Builds the source distribution and its wheel, installs it in a fresh environment, and serves from an empty folder."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ SOURCES = (
     "training",
 )
 DELETED = "wane/service/deleted.py"
-"""A module that an earlier build left behind."""
+"""A leftover module of an earlier build."""
 MODELS = {path.parent.name for path in (ROOT / "models" / "bundles").glob("*/manifest.json")}
 
 pytestmark = pytest.mark.slow
 
 
 def run(*command: str | Path, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """A command, run to its end, which must have this exit status."""
+    """Runs a command to its end, and checks its exit status."""
     ended = subprocess.run(command, cwd=cwd, env=own_environment(), capture_output=True, text=True, check=False)
     assert ended.returncode == status, ended.stdout + ended.stderr
     return ended
 
 
 def own_environment() -> dict[str, str]:
-    """This process's environment, without what would lead to the checkout."""
+    """Returns this process's environment without variables that refer to the checkout."""
     return {name: value for name, value in environment().items() if name != "PYTHONPATH"}
 
 
@@ -69,7 +69,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh virtual environment with the wheel, and nothing that the wheel does not ask for."""
+    """A fresh virtual environment with only the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
     left = source / "build" / "lib" / DELETED
     left.parent.mkdir(parents=True)
@@ -91,7 +91,7 @@ def installed(site: Path) -> list[str]:
 
 @contextmanager
 def served(site: Path, folder: Path) -> Iterator[LiveServer]:
-    """`wane serve` of the wheel, in `folder`, ready for requests."""
+    """Runs the wheel's `wane serve` in `folder`, ready for requests."""
     process = subprocess.Popen(
         [site / "bin" / "wane", "serve", "--port", "0"],
         cwd=folder,
@@ -112,7 +112,7 @@ def test_the_source_distribution_has_no_tests(source: Path) -> None:
     assert not (source / "tests").exists()
 
 
-def test_the_wheel_puts_nothing_but_wane_at_the_top(site: Path) -> None:
+def test_the_wheel_has_only_wane_at_the_top(site: Path) -> None:
     files = installed(site)
     tops = {name.split("/")[0] for name in files if not name.startswith("..")}
     version = run(site / "bin" / "wane", "--version", cwd=site).stdout.split()[1]
@@ -120,7 +120,7 @@ def test_the_wheel_puts_nothing_but_wane_at_the_top(site: Path) -> None:
     assert "wane/py.typed" in files
 
 
-def test_the_wheel_has_nothing_of_an_earlier_build(site: Path) -> None:
+def test_the_wheel_has_no_files_of_an_earlier_build(site: Path) -> None:
     files = installed(site)
     assert "wane/service/settings.py" in files
     assert DELETED not in files
@@ -138,12 +138,12 @@ def test_the_wheel_serves_every_model_from_an_empty_folder(site: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "export", "audit"])
-def test_without_the_train_extra_a_command_of_training_says_what_to_install(site: Path, name: str) -> None:
+def test_without_the_train_extra_a_training_command_says_what_to_install(site: Path, name: str) -> None:
     ended = run(site / "bin" / "wane", name, "--help", cwd=site, status=2)
     assert ended.stderr == f"wane {name} needs torch: pip install 'wane[train]'\n"
 
 
-def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(site: Path, tmp_path: Path) -> None:
+def test_without_matplotlib_a_plot_is_rejected_before_the_measurement(site: Path, tmp_path: Path) -> None:
     command: list[str | Path] = [
         site / "bin" / "wane",
         "compare",

@@ -140,7 +140,7 @@ class ModelRegistry:
                 self._watching = asyncio.create_task(poller.run(self._settings.model_poll_interval_s))
 
     def _check_loaded(self, name: str, task: asyncio.Task[Engine]) -> None:
-        """Raises the error of a load at start if the server cannot go on without the model."""
+        """Raises the error of a load at start if the server needs the model."""
         error = None if task.cancelled() else task.exception()
         if error is None or isinstance(error, Unavailable):  # the registry was closed meanwhile
             return

@@ -1,5 +1,5 @@
-"""The container files agree with the settings and the tree, where containers that run do not show it: what the limits
-are made of, and the services that tests/stack/test_docker.py cannot run, Grafana and the server on a GPU."""
+"""The container files agree with the settings and the tree. These tests cover what running containers do not show: the
+parts of the limits, and the services that tests/stack/test_docker.py cannot run (Grafana and the server on a GPU)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def services() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def published(service: dict[str, Any]) -> list[str]:
-    """The ports of a service that can be reached from outside, each as host:port:container's port."""
+    """Returns the published ports of a service, each as host:port:container's port."""
     ports: list[str] = service.get("ports", [])
     return ports
 
@@ -41,11 +41,11 @@ each_service = pytest.mark.parametrize("service", [pytest.param(body, id=name) f
 
 
 def as_settings(environment: dict[str, str]) -> Settings:
-    """Reads WANE_... variables as the server does: an unknown or impossible one is an error."""
+    """Reads WANE_... variables like the server: an unknown or invalid one is an error."""
     return Settings.read({name: str(value) for name, value in environment.items()})
 
 
-def test_the_cuda_variant_takes_the_same_onnxruntime_as_the_extra() -> None:
+def test_the_cuda_variant_has_the_onnxruntime_of_the_extra() -> None:
     gpu = re.compile(r"""["'](onnxruntime-gpu\[[^"']+)["']""")
     files = ("pyproject.toml", "service/Dockerfile")
     (extra,), (installed,) = (gpu.findall((ROOT / file).read_text()) for file in files)
@@ -59,7 +59,7 @@ def test_a_server_s_variables_are_settings(service: dict[str, Any]) -> None:
 
 
 @each_server
-def test_a_server_is_built_from_this_tree_for_the_device_that_it_names(service: dict[str, Any]) -> None:
+def test_a_server_is_built_from_this_tree_for_its_device(service: dict[str, Any]) -> None:
     build = service["build"]
     assert (ROOT / build["context"] / build["dockerfile"]).samefile(ROOT / "service" / "Dockerfile")
     cuda = build.get("args", {}).get("DEVICE") == "cuda"
@@ -71,20 +71,20 @@ def test_a_server_is_built_from_this_tree_for_the_device_that_it_names(service: 
 
 
 @each_server
-def test_a_server_is_reached_at_the_port_that_it_listens_on(service: dict[str, Any]) -> None:
+def test_a_server_is_reached_at_its_port(service: dict[str, Any]) -> None:
     port = as_settings(service["environment"]).port
     assert [*service.get("expose", ()), *(entry.rsplit(":", 1)[1] for entry in published(service))] == [str(port)]
 
 
 @each_server
-def test_a_server_is_given_the_time_that_draining_takes(service: dict[str, Any]) -> None:
+def test_a_server_has_the_time_that_draining_takes(service: dict[str, Any]) -> None:
     settings = as_settings(service["environment"])
     seconds = int(service["stop_grace_period"].removesuffix("s"))
     assert seconds * 1000 > settings.shutdown_delay_ms + settings.drain_timeout_ms + CLOSE_S * 1000
 
 
 @each_service
-def test_what_a_service_publishes_is_for_this_machine_alone(service: dict[str, Any]) -> None:
+def test_published_ports_are_local_to_this_machine(service: dict[str, Any]) -> None:
     assert all(entry.startswith("127.0.0.1:") for entry in published(service))
 
 
@@ -94,22 +94,20 @@ def test_published_ports_differ() -> None:
 
 
 @each_service
-def test_a_service_writes_to_nothing_but_its_volumes_and_may_do_next_to_nothing(service: dict[str, Any]) -> None:
+def test_a_service_writes_only_to_its_volumes_and_has_no_capabilities(service: dict[str, Any]) -> None:
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
 
 
 @each_service
-def test_a_service_is_asked_for_its_health_or_says_itself_how_it_is(service: dict[str, Any]) -> None:
-    own = service["image"].startswith(("wane", "haproxy"))  # the image's own; and nobody waits for the entrance
+def test_a_service_has_a_health_check_or_reports_itself(service: dict[str, Any]) -> None:
+    own = service["image"].startswith(("wane", "haproxy"))  # the image has its own; and no service waits for HAProxy
     assert ("healthcheck" in service) != own
 
 
 @each_service
-def test_what_a_service_keeps_secret_is_a_folder_of_its_own_and_no_file_which_would_stay_what_it_was(
-    service: dict[str, Any], tmp_path: Path
-) -> None:
+def test_secrets_are_mounted_as_folders_and_not_as_files(service: dict[str, Any], tmp_path: Path) -> None:
     assert "secrets" not in service
     named = set(re.findall(r"/run/secrets/(\w+)", json.dumps(service)))
     mounts = [one for one in service.get("volumes", ()) if isinstance(one, dict)]
@@ -127,18 +125,18 @@ UNITS = {"m": 2**20, "g": GIB, "mb": 2**20, "gb": GIB}
 
 
 def in_bytes(text: str) -> int:
-    """Of a size as compose and Redis write it."""
+    """Returns the bytes of a size in the notation of compose and Redis."""
     number, unit = re.fullmatch(r"(\d+)([a-z]+)", text).groups()  # type: ignore[union-attr]
     return int(number) * UNITS[unit]
 
 
 @each_service
-def test_no_service_may_take_all_memory(service: dict[str, Any]) -> None:
+def test_every_service_has_a_memory_limit(service: dict[str, Any]) -> None:
     assert 0 < in_bytes(service["mem_limit"]) <= 8 * GIB
 
 
 @pytest.mark.slow
-def test_a_replica_that_is_full_takes_no_more_memory_than_it_may() -> None:
+def test_a_full_replica_stays_within_its_memory_limit() -> None:
     (limit,) = {in_bytes(body["mem_limit"]) for name, body in services() if re.fullmatch(r"wane-\d", name)}
     with live_server() as server:
         status = Path(f"/proc/{server.process.pid}/status").read_text()
@@ -148,7 +146,7 @@ def test_a_replica_that_is_full_takes_no_more_memory_than_it_may() -> None:
     assert full + GIB <= limit, "a GiB for work that is under way, and a model's next version"
 
 
-def test_redis_fits_in_its_memory_twice_and_evicts_nobody() -> None:
+def test_redis_fits_twice_into_its_memory_and_evicts_nothing() -> None:
     text = (ROOT / "deploy/redis/redis.conf").read_text()
     settings = dict(re.findall(r"^([a-z-]+) (.*)$", text, re.MULTILINE))
     (limit,) = [in_bytes(body["mem_limit"]) for name, body in services() if name == "redis"]
@@ -156,7 +154,7 @@ def test_redis_fits_in_its_memory_twice_and_evicts_nobody() -> None:
     assert 2 * in_bytes(settings["maxmemory"]) <= limit
 
 
-def test_haproxy_has_memory_for_the_connections_that_it_may_have() -> None:
+def test_haproxy_has_memory_for_its_maximum_of_connections() -> None:
     text = (ROOT / "deploy/haproxy/haproxy.cfg").read_text()
     (descriptors,) = re.findall(r"^ +fd-hard-limit (\d+)", text, re.MULTILINE)
     (limit,) = [in_bytes(body["mem_limit"]) for name, body in services() if name == "haproxy"]
@@ -171,7 +169,7 @@ def test_the_image_is_linted() -> None:
     assert (linted.returncode, linted.stdout) == (0, "")
 
 
-def test_the_compose_file_is_valid_by_its_specification_s_schema() -> None:
+def test_the_compose_file_matches_its_schema() -> None:
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml"]
     checked = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout

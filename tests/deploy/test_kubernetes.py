@@ -1,6 +1,6 @@
-"""The manifests: valid by Kubernetes's own schemas, and at one with the server, the image and the compose file.
+"""The manifests match Kubernetes's own schemas, and agree with the server, the image and the compose file.
 
-What `kubectl kustomize` makes of them is made here by hand, as far as these kustomizations go: their resources, the
+This module does what `kubectl kustomize` would do, as far as these kustomizations need it: their resources, the
 namespace, the images' tags, ConfigMaps from files, and the patch of one overlay.
 """
 
@@ -32,10 +32,10 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 COMPOSE: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
 DOCKERFILE = (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8")
 OLDEST, LATEST = "1.30", "1.37"
-"""The versions whose schemas they are held to: `lifecycle.preStop.sleep` is on by default from the first."""
+"""The versions of the schemas. The first is the one from which `lifecycle.preStop.sleep` is on by default."""
 
 QUEUED = "wane_queue_wait_seconds_total"
-"""What the HPA's metric is the rate of."""
+"""The counter whose rate is the HPA's metric."""
 
 Resource = dict[str, Any]
 
@@ -45,7 +45,7 @@ def load(file: Path) -> list[Any]:
 
 
 def built(folder: Path) -> list[Resource]:
-    """The resources of a kustomization, those of the folders that it names among them."""
+    """Returns the resources of a kustomization, including those of the folders that it names."""
     (kustomization,) = load(folder / "kustomization.yaml")
     found: list[Resource] = []
     for name in kustomization.get("resources", ()):
@@ -72,7 +72,8 @@ def built(folder: Path) -> list[Resource]:
 
 
 def merge(into: Resource, patch: Resource) -> None:
-    """A strategic merge, as far as it is used: lists of things with names are merged by these, others are replaced."""
+    """Applies a strategic merge, as far as it is used: merges lists of named items by name, and replaces other
+    lists."""
     for key, value in patch.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             merge(into[key], value)
@@ -88,7 +89,7 @@ def merge(into: Resource, patch: Resource) -> None:
 
 
 def pod_of(resource: Resource) -> Resource | None:
-    """The pod that a resource makes, if it makes any."""
+    """Returns the pod template of a resource, if it has one."""
     if resource["kind"] not in ("Deployment", "StatefulSet"):
         return None
     pod: Resource = resource["spec"]["template"]["spec"]
@@ -135,7 +136,7 @@ HEAD = (FOLDER / "base" / "kustomization.yaml").read_text(encoding="utf-8")
 @pytest.mark.parametrize(
     "resource", [pytest.param(one, id=f"{one['kind']}-{one['metadata']['name']}") for one in [*BASE, *GPU]]
 )
-def test_every_resource_is_valid_by_the_schemas_of_kubernetes(resource: Resource, version: str) -> None:
+def test_every_resource_matches_the_schemas_of_kubernetes(resource: Resource, version: str) -> None:
     assert kubernetes_validate.validate(resource, version, strict=True) == version
 
 
@@ -153,13 +154,13 @@ def test_every_file_is_in_a_kustomization() -> None:
         assert files == {name for name in kustomization["resources"] if name.endswith(".yaml")}
 
 
-def test_the_replicas_variables_are_settings_those_of_the_compose_file_among_them() -> None:
+def test_the_replicas_variables_are_settings_and_include_the_compose_files() -> None:
     assert SETTINGS.store == COMPOSE["wane-1"]["environment"]["WANE_STORE"]
     assert SETTINGS.shutdown_delay_ms == COMPOSE["wane-1"]["environment"]["WANE_SHUTDOWN_DELAY_MS"]
     assert Settings.read(environment(GPU)).device == "cuda"
 
 
-def test_kubernetes_adds_no_variables_that_would_be_taken_for_settings() -> None:
+def test_kubernetes_adds_no_variables_with_the_prefix_of_settings() -> None:
     for pod in PODS.values():
         assert pod["enableServiceLinks"] is False
 
@@ -175,7 +176,7 @@ def test_images_and_users_are_those_of_the_dockerfile_and_of_the_compose_file() 
 
 
 @pytest.mark.parametrize("name", ["haproxy", "redis", "wane"])
-def test_a_pod_may_take_as_much_memory_as_the_compose_file_s_container(name: str) -> None:
+def test_a_pod_has_the_memory_limit_of_its_container(name: str) -> None:
     limit = container(name)["resources"]["limits"]["memory"]
     assert limit.removesuffix("i").lower() == COMPOSE[COMPOSED.get(name, name)]["mem_limit"]
     on_gpus = container(name, GPU)["resources"]["limits"]["memory"]
@@ -187,12 +188,12 @@ UNITS = {"Mi": 2**20, "Gi": GIB}
 
 
 def asked_bytes(name: str, among: list[Resource] = BASE) -> int:
-    """The memory that a pod of this name asks its node for."""
+    """Returns the memory request of the pod of this name."""
     asked = container(name, among)["resources"]["requests"]["memory"]
     return int(asked[:-2]) * UNITS[asked[-2:]]
 
 
-def test_a_pod_asks_for_the_memory_that_it_was_measured_to_take() -> None:
+def test_a_pod_requests_its_measured_memory() -> None:
     page = (ROOT / "docs" / "stack.md").read_text(encoding="utf-8")
     (models,) = re.findall(r"six models take ([\d.]+) GiB", page)
     assert len(list((ROOT / SETTINGS.bundles).glob("*/manifest.json"))) == 6
@@ -202,7 +203,7 @@ def test_a_pod_asks_for_the_memory_that_it_was_measured_to_take() -> None:
 
 
 @pytest.mark.parametrize("name", ["haproxy", "redis"])
-def test_haproxy_and_redis_run_the_command_of_the_compose_file_with_the_same_file(name: str) -> None:
+def test_haproxy_and_redis_run_the_compose_files_command_and_configuration(name: str) -> None:
     assert container(name)["command"] == COMPOSE[name]["command"]
     source, target, _ = next(one for one in COMPOSE[name]["volumes"] if one.startswith("./")).split(":")
     mounts = {mount["name"]: mount["mountPath"] for mount in container(name)["volumeMounts"]}
@@ -212,7 +213,7 @@ def test_haproxy_and_redis_run_the_command_of_the_compose_file_with_the_same_fil
     assert volumes["configuration"]["configMap"] == {"name": name}
 
 
-def test_haproxy_s_variables_are_those_that_its_file_names() -> None:
+def test_haproxys_variables_are_those_in_its_configuration() -> None:
     text = (ROOT / "deploy/haproxy/haproxy.cfg").read_text(encoding="utf-8")
     variables = {one["name"]: one["value"] for one in container("haproxy")["env"]}
     for name in variables:
@@ -226,7 +227,7 @@ def test_haproxy_s_variables_are_those_that_its_file_names() -> None:
     assert headless["spec"]["publishNotReadyAddresses"] is True
 
 
-def test_haproxy_has_a_place_for_every_replica_and_for_those_that_come_and_go_in_an_update() -> None:
+def test_haproxy_has_slots_for_all_replicas_during_an_update() -> None:
     places = re.findall(
         r'server-template wane- (\d+) "\$\{REPLICAS\}"', get("ConfigMap", "haproxy")["data"]["haproxy.cfg"]
     )
@@ -238,19 +239,19 @@ def test_haproxy_has_a_place_for_every_replica_and_for_those_that_come_and_go_in
 @pytest.mark.parametrize(
     "service", [one for one in BASE if one["kind"] == "Service"], ids=lambda one: one["metadata"]["name"]
 )
-def test_every_service_finds_pods_and_a_port_of_theirs(service: Resource) -> None:
+def test_every_service_matches_pods_and_a_port(service: Resource) -> None:
     (name,) = service["spec"]["selector"].values()
     for port in service["spec"]["ports"]:
         assert ports(name)[port["targetPort"]] == port["port"]
 
 
-def test_the_replicas_listen_where_they_are_asked() -> None:
+def test_the_replicas_listen_on_the_probed_port() -> None:
     assert ports("wane") == {"http": SETTINGS.port}
     assert ports("redis") == {"redis": 6379}
     assert SETTINGS.store.startswith("redis://redis:6379/")
 
 
-def test_probes_ask_paths_that_there_are_and_need_no_key() -> None:
+def test_probes_use_existing_paths_without_a_key() -> None:
     paths = {getattr(route, "path", None) for route in ROUTES}
     asked = {kind: probe["httpGet"] for kind, probe in probes("wane")}
     assert {kind: get["path"] for kind, get in asked.items()} == {
@@ -264,19 +265,19 @@ def test_probes_ask_paths_that_there_are_and_need_no_key() -> None:
             assert "exec" in probe or probe["httpGet"]["port"] in ports(name)
 
 
-def test_a_replica_that_is_to_go_has_time_for_all_that_it_does_then() -> None:
+def test_a_stopping_replica_has_time_for_its_shutdown() -> None:
     sleep_s = container("wane")["lifecycle"]["preStop"]["sleep"]["seconds"]
     takes_s = sleep_s + SETTINGS.shutdown_delay_ms / 1000 + SETTINGS.drain_timeout_ms / 1000 + CLOSE_S
     assert takes_s < PODS["wane"]["terminationGracePeriodSeconds"]
 
 
-def test_haproxy_outlives_the_requests_that_it_has_when_it_is_to_go() -> None:
+def test_a_stopping_haproxy_outlives_its_requests_in_flight() -> None:
     sleep_s = container("haproxy")["lifecycle"]["preStop"]["sleep"]["seconds"]
     grace_s = PODS["haproxy"]["terminationGracePeriodSeconds"]
     assert sleep_s + SETTINGS.request_timeout_ms / 1000 < grace_s
 
 
-def test_the_hpa_scales_the_replicas_by_a_metric_that_the_adapter_makes_of_one_of_the_server_s() -> None:
+def test_the_hpa_uses_a_metric_that_the_adapter_derives_from_the_servers() -> None:
     scaler = get("HorizontalPodAutoscaler", "wane")["spec"]
     target = get(scaler["scaleTargetRef"]["kind"], scaler["scaleTargetRef"]["name"])
     assert scaler["scaleTargetRef"]["apiVersion"] == target["apiVersion"]
@@ -290,16 +291,14 @@ def test_the_hpa_scales_the_replicas_by_a_metric_that_the_adapter_makes_of_one_o
 
 
 def queued_s(harness: EngineHarness) -> float:
-    """What the adapter's rule sums up over one replica."""
+    """Returns the sum of the adapter's rule over one replica."""
     found = [one for metric in harness.metrics.registry.collect() for one in metric.samples if one.name == QUEUED]
     assert {one.labels["model"] for one in found} == {harness.engine.name}, "it is there before anything has waited"
     return sum(one.value for one in found)
 
 
 @pytest.mark.parametrize("asked", ["predict", "step", "score", "generate"])
-async def test_whatever_waits_in_the_queue_is_seen_by_the_hpa_for_as_long_as_it_has_waited(
-    monkeypatch: pytest.MonkeyPatch, asked: str
-) -> None:
+async def test_the_hpa_sees_every_wait_in_the_queue_in_full(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     harness = EngineHarness()
@@ -333,7 +332,7 @@ async def test_whatever_waits_in_the_queue_is_seen_by_the_hpa_for_as_long_as_it_
     assert queued_s(harness) == 3 * 10
 
 
-def test_what_scales_it_down_and_what_empties_nodes_takes_one_replica_at_a_time() -> None:
+def test_scaling_down_and_draining_nodes_remove_one_replica_at_a_time() -> None:
     assert get("HorizontalPodAutoscaler", "wane")["spec"]["minReplicas"] > 1
     for name in ("wane", "haproxy"):
         budget = get("PodDisruptionBudget", name)["spec"]
@@ -344,7 +343,7 @@ def test_what_scales_it_down_and_what_empties_nodes_takes_one_replica_at_a_time(
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_every_pod_keeps_to_the_restricted_standard_on_a_root_that_is_only_read(name: str) -> None:
+def test_every_pod_meets_the_restricted_standard_with_a_read_only_root(name: str) -> None:
     pod, own = PODS[name], container(name)
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] > 0
@@ -358,7 +357,7 @@ def test_every_pod_keeps_to_the_restricted_standard_on_a_root_that_is_only_read(
     assert get("Namespace", "wane")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
 
 
-def test_every_mount_is_of_a_volume_that_there_is() -> None:
+def test_every_mount_has_its_volume() -> None:
     for resource in BASE:
         pod = pod_of(resource)
         if pod is not None:
@@ -367,7 +366,7 @@ def test_every_mount_is_of_a_volume_that_there_is() -> None:
             assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
 
 
-def test_keys_come_from_a_secret_that_is_mounted_as_a_folder_and_is_in_no_file(tmp_path: Path) -> None:
+def test_keys_come_from_a_secret_mounted_as_a_folder(tmp_path: Path) -> None:
     made = tmp_path / "secrets"
     secrets.make(made)
     for name in ("wane", "redis"):
@@ -387,7 +386,7 @@ def test_keys_come_from_a_secret_that_is_mounted_as_a_folder_and_is_in_no_file(t
     assert not [one for one in [*BASE, *GPU, *MONITORING] if one["kind"] == "Secret"]
 
 
-def test_each_pod_is_reached_by_those_who_need_it_and_by_nobody_else() -> None:
+def test_each_pod_is_reached_only_by_the_pods_that_need_it() -> None:
     policies = [one["spec"] for one in BASE if one["kind"] == "NetworkPolicy"]
     assert {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]} in policies
     reached: set[tuple[str, int, str]] = set()
@@ -410,7 +409,7 @@ def test_each_pod_is_reached_by_those_who_need_it_and_by_nobody_else() -> None:
     assert reaching == {("haproxy", 8000, "wane"), ("wane", 6379, "redis"), ("all", 53, "kube-system")}
 
 
-def test_prometheus_scrapes_each_pod_where_its_metrics_are_and_the_replicas_with_a_key() -> None:
+def test_prometheus_scrapes_each_pods_metrics_and_the_replicas_with_a_key() -> None:
     for name, path in (("wane", "/metrics"), ("haproxy", "/metrics")):
         monitor = get("PodMonitor", name, MONITORING)
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
@@ -422,7 +421,7 @@ def test_prometheus_scrapes_each_pod_where_its_metrics_are_and_the_replicas_with
     assert endpoint["authorization"]["type"] == "Bearer"
 
 
-def test_redis_keeps_what_it_writes_on_a_volume_of_its_own() -> None:
+def test_redis_writes_to_its_own_volume() -> None:
     claim = get("StatefulSet", "redis")["spec"]["volumeClaimTemplates"][0]["metadata"]["name"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container("redis")["volumeMounts"]}
     assert mounts[claim] == container("redis")["workingDir"] == "/data"

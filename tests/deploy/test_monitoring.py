@@ -1,4 +1,4 @@
-"""Prometheus's and Grafana's files, by their own tools; and what they name is there."""
+"""The files of Prometheus and Grafana are valid by their own tools, and name existing metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMETHEUS = ROOT / "deploy" / "prometheus"
 RULES: list[dict[str, Any]] = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"][0]["rules"]
 SERVICES: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())["services"]
 UNTYPED = {"titleFormat", "textFormat", "definition"}
-"""Of annotations and variables of Prometheus: the types of the dashboard leave these to the data source."""
+"""Fields of Prometheus's annotations and variables, which the types of the dashboard leave to the data source."""
 
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["config", "rules", "alerts"],
 )
-def test_prometheus_s_own_tool_finds_nothing_wrong(arguments: tuple[str, ...]) -> None:
+def test_promtool_accepts_the_configuration(arguments: tuple[str, ...]) -> None:
     checked = promtool(*arguments)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -62,7 +62,7 @@ def test_every_replica_is_scraped_under_its_own_name() -> None:
 
 
 def lost(given: Any, back: Any, path: str = "") -> list[str]:
-    """Where what was read back differs from what was given, or lacks it."""
+    """Returns the paths at which the value read back differs from the given one."""
     if isinstance(given, dict) and isinstance(back, dict):
         return [where for key, value in given.items() for where in lost(value, back.get(key), f"{path}.{key}")]
     if isinstance(given, list) and isinstance(back, list) and len(given) == len(back):
@@ -70,7 +70,7 @@ def lost(given: Any, back: Any, path: str = "") -> list[str]:
     return [] if given == back else [path]
 
 
-def test_the_dashboard_is_one_by_grafana_s_own_types() -> None:
+def test_the_dashboard_matches_grafanas_types() -> None:
     register_default_plugins()
     back = json.loads(JSONEncoder().encode(Dashboard.from_json(DASHBOARD)))
     assert {where.rpartition(".")[2] for where in lost(DASHBOARD, back)} <= UNTYPED
@@ -95,14 +95,14 @@ def test_panels_have_names_units_and_explanations_and_do_not_overlap() -> None:
         assert all(target["legendFormat"] or panel["type"] == "stat" for target in panel["targets"]), title
 
 
-def test_every_metric_that_a_panel_or_an_alert_asks_for_is_one_of_the_service_s() -> None:
+def test_every_metric_in_a_panel_or_an_alert_exists() -> None:
     known = {metric.name for metric in Metrics().registry.collect()}
     asked = [query for panel in PANELS.values() for query in queries(panel)] + [rule["expr"] for rule in RULES]
     named = {name for query in asked for name in re.findall(r"\bwane_\w+", query)}
     assert {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in named} <= known
 
 
-def test_grafana_finds_the_data_source_and_the_dashboards_where_they_are_mounted() -> None:
+def test_grafana_finds_the_mounted_data_source_and_dashboards() -> None:
     mounts = dict(entry.split(":")[:2] for entry in SERVICES["grafana"]["volumes"] if isinstance(entry, str))
     assert (ROOT / "deploy/grafana/provisioning").samefile(ROOT / next(iter(mounts)))
     providers = yaml.safe_load((GRAFANA / "provisioning/dashboards/wane.yml").read_text())["providers"]

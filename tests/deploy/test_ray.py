@@ -1,4 +1,4 @@
-"""What Wane adds to Ray Serve, without Ray: what stands in its proxies, and what its configuration says."""
+"""Wane's additions to Ray Serve, tested without Ray: the middleware in its proxies, and its configuration."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ DEFAULTS = Settings()
 
 
 async def tell(request: Request) -> Response:
-    """The headers that a request has, as Ray's router would see them."""
+    """Returns the headers of a request that Ray's router would get."""
     answer = JSONResponse(request.headers.getlist("x-session-id"))
     answer.raw_headers += [(b"x-request-id", b"a"), (b"X-Request-ID", b"a")]
     return answer
 
 
 async def greet(socket: WebSocket) -> None:
-    """Answers once, and is gone without a word where it is told so."""
+    """Answers once, or ends without an answer, as configured."""
     await socket.accept()
     if await socket.receive_text() == "end":
         await socket.close(1000)
 
 
 async def be_killed(scope: Scope, receive: Receive, send: Send) -> None:
-    """What Ray's proxy does where a replica has ended: nothing."""
+    """Does nothing, like Ray's proxy after a replica has ended."""
 
 
 def through_the_front(app: ASGIApp) -> TestClient:
@@ -62,7 +62,7 @@ def through_the_front(app: ASGIApp) -> TestClient:
         ("/v1/predict", None, []),
     ],
 )
-def test_a_request_is_of_the_session_in_its_path_and_else_of_the_one_in_its_header(
+def test_the_session_is_taken_from_the_path_or_else_from_the_header(
     path: str, given: str | None, seen: list[str]
 ) -> None:
     client = through_the_front(Starlette(routes=[Route("/{path:path}", tell)]))
@@ -71,7 +71,7 @@ def test_a_request_is_of_the_session_in_its_path_and_else_of_the_one_in_its_head
     assert answer.headers.get_list("x-request-id") == ["a"]
 
 
-def test_a_request_that_its_replica_did_not_answer_is_told_so_in_a_problem_document() -> None:
+def test_an_unanswered_request_gets_a_problem_document() -> None:
     answer = through_the_front(be_killed).post("/v1/sessions/one/tokens", headers={"x-request-id": "r"})
     assert answer.status_code == 502
     assert answer.headers["content-type"] == "application/problem+json"
@@ -79,7 +79,7 @@ def test_a_request_that_its_replica_did_not_answer_is_told_so_in_a_problem_docum
 
 
 @pytest.mark.parametrize(("message", "code"), [("end", 1000), ("vanish", RESTART)])
-def test_a_websocket_is_closed_as_its_replica_has_it_or_with_1012_where_that_is_gone(message: str, code: int) -> None:
+def test_a_websocket_is_closed_by_its_replica_or_with_1012(message: str, code: int) -> None:
     client = through_the_front(Starlette(routes=[WebSocketRoute("/", greet)]))
     with client.websocket_connect("/") as socket:
         socket.send_text(message)
@@ -88,7 +88,7 @@ def test_a_websocket_is_closed_as_its_replica_has_it_or_with_1012_where_that_is_
     assert closed.value.code == code
 
 
-def test_what_the_configuration_names_is_there() -> None:
+def test_the_configuration_names_existing_objects() -> None:
     module, name = APPLICATION["import_path"].split(":")
     assert f"def {name}(" in (ROOT / (module.replace(".", "/") + ".py")).read_text()
     assert f'NAME = "{DEPLOYMENT["name"]}"' in (ROOT / "deploy/ray/application.py").read_text()
@@ -99,12 +99,12 @@ def test_the_arguments_are_settings() -> None:
     assert Settings.read({}, Namespace(**APPLICATION["args"])).log_level == "info"
 
 
-def test_a_replica_that_is_to_go_has_the_time_for_a_request_and_for_its_drain() -> None:
+def test_a_stopping_replica_has_time_for_a_request_and_its_drain() -> None:
     assert DEPLOYMENT["graceful_shutdown_timeout_s"] * 1000 > DEFAULTS.request_timeout_ms + DEFAULTS.drain_timeout_ms
     assert DOCUMENT["http_options"]["keep_alive_timeout_s"] == KEEP_ALIVE_S
 
 
-def test_replicas_are_chosen_by_consistent_hashing_and_scaled_by_what_is_under_way() -> None:
+def test_replicas_are_chosen_by_consistent_hashing_and_scaled_by_requests_in_flight() -> None:
     assert DEPLOYMENT["request_router_config"]["request_router_class"].endswith(":ConsistentHashRouter")
     scaling = DEPLOYMENT["autoscaling_config"]
     assert 2 <= scaling["min_replicas"] < scaling["max_replicas"]

@@ -1,4 +1,4 @@
-"""Redis as it is shipped: what it promises to keep, and what its user may do, which is what Wane does."""
+"""The shipped configuration of Redis: its durability, and the permissions of Wane's user."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CONFIGURATION = dict(
 )
 
 
-def test_what_redis_has_acknowledged_is_on_its_disk_as_the_page_on_sessions_has_it() -> None:
+def test_redis_acknowledges_only_what_is_on_its_disk_as_documented() -> None:
     assert CONFIGURATION["appendonly"] == "yes"
     assert CONFIGURATION["appendfsync"] == "always"
     assert "`appendonly yes`, `appendfsync always` (as in `deploy/redis/redis.conf`)" in PAGE
 
 
-def test_wane_may_do_in_redis_what_it_does_and_what_the_page_on_sessions_says() -> None:
+def test_wane_has_the_documented_permissions_that_it_uses_in_redis() -> None:
     listed = re.search(r"needs the commands (.*?); of a cluster", PAGE, re.DOTALL)
     assert listed is not None
     assert set(secrets.COMMANDS) == set(re.findall(r"\b[A-Z]{3,}\b", listed[1])) - {"API"}
@@ -39,7 +39,7 @@ def test_wane_may_do_in_redis_what_it_does_and_what_the_page_on_sessions_says() 
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """The port of a Redis with the users that are shipped, and the folder of their passwords."""
+    """The port of a Redis with the shipped users, and the folder of their passwords."""
     folder = tmp_path_factory.mktemp("redis")
     secrets.make(folder / "secrets")
     with redis_server(folder, ("--aclfile", str(folder / "secrets" / secrets.REDIS_ACL))) as server:
@@ -70,7 +70,7 @@ def client(shipped: tuple[int, Path], user: str | None = None, file: str = secre
     ],
     ids=" ".join,
 )
-def test_wane_may_do_nothing_else_in_redis(shipped: tuple[int, Path], command: tuple[str, ...]) -> None:
+def test_wane_has_no_other_permissions_in_redis(shipped: tuple[int, Path], command: tuple[str, ...]) -> None:
     with client(shipped) as redis:
         redis.set("wane:default:{a}", "1")
         assert redis.ping() and redis.get("wane:default:{a}") == b"1"
@@ -79,7 +79,7 @@ def test_wane_may_do_nothing_else_in_redis(shipped: tuple[int, Path], command: t
 
 
 @pytest.mark.stack
-def test_whoever_administers_redis_may_do_everything_there_by_another_password(shipped: tuple[int, Path]) -> None:
+def test_the_admin_of_redis_has_all_permissions_and_another_password(shipped: tuple[int, Path]) -> None:
     with client(shipped, "admin", secrets.ADMIN_PASSWORD) as redis:
         assert redis.config_get("maxmemory") and redis.acl_whoami() == "admin"
     with client(shipped, "admin") as redis, pytest.raises(AuthenticationError):

@@ -1,4 +1,4 @@
-"""What scripts/stack runs is what docker-compose.yml says: the same services, programs, configuration and variables."""
+"""scripts/stack runs the services, programs, configuration and variables of docker-compose.yml."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ each = pytest.mark.parametrize("name", RUN)
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Stack:
-    """Nothing of it is started."""
+    """A stack that is not started."""
     return Stack(tmp_path, whole=True)
 
 
 def in_the_container(stack: Stack, name: str, text: str) -> str:
-    """A text of this machine, with the container's addresses and secrets in it again."""
+    """Returns a text in which this machine's addresses and paths of secrets are replaced by the container's."""
     for (service, port), here in stack.addresses.items():
         text = text.replace(f"127.0.0.1:{here}", f"{service}:{port}")
     return re.sub(rf"{re.escape(str(stack.secrets))}/\w+", SECRETS, text)
 
 
-def test_every_service_without_a_profile_is_run_but_one_whose_program_no_distribution_has(stack: Stack) -> None:
+def test_every_service_without_a_profile_runs_if_its_program_is_packaged(stack: Stack) -> None:
     assert set(stack.processes) == set(RUN) == set(SERVICES) - {"grafana"}
     assert len(stack.replicas) == 3
     assert stack.url == f"http://127.0.0.1:{stack.addresses[ENTRANCE, 8000]}"
@@ -59,7 +59,7 @@ def test_a_process_runs_what_its_container_runs(stack: Stack, tmp_path: Path, na
     for here, there in zip(command.arguments[1:], arguments, strict=False):
         file = here.rpartition("=")[2]
         if Path(file).is_absolute() and not there.endswith(in_the_container(stack, name, file)):
-            assert Path(file).name == Path(there).name  # where it lies is what the next tests are about
+            assert Path(file).name == Path(there).name  # the next tests check its path
         else:
             own = in_the_container(stack, name, here)
             assert own in (there, there.replace("0.0.0.0:", f"{name}:").replace("*:", f"{name}:"))
@@ -87,7 +87,7 @@ def test_a_process_reads_the_files_that_its_container_mounts(stack: Stack, name:
 
 
 @each
-def test_a_process_finds_the_secrets_that_its_container_has(stack: Stack, name: str) -> None:
+def test_a_process_has_its_containers_secrets(stack: Stack, name: str) -> None:
     process = stack.processes[name]
     folder = stack.secrets / (process.service.secrets or "none")
     found = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
@@ -95,7 +95,7 @@ def test_a_process_finds_the_secrets_that_its_container_has(stack: Stack, name: 
     assert set(re.findall(rf"{SECRETS}/(\w+)", " ".join(texts))) == found
 
 
-def test_secrets_are_made_once_each_in_the_folder_of_who_reads_it_and_can_be_reached_by_their_owner(
+def test_secrets_are_made_once_in_the_folder_of_their_reader(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "secrets"
@@ -117,14 +117,14 @@ def test_no_secret_is_in_a_command_a_variable_or_the_compose_file(stack: Stack) 
         assert not any(secret in text for secret in known for text in said)
 
 
-def test_without_all_of_it_nobody_is_asked_for_a_key_and_nothing_is_scraped(tmp_path: Path) -> None:
+def test_a_partial_stack_has_no_keys_and_no_prometheus(tmp_path: Path) -> None:
     part = Stack(tmp_path)
     assert set(part.processes) == set(RUN) - {PROMETHEUS}
     assert not any("WANE_API_KEYS_FILE" in process.command.environment for process in part.replicas)
 
 
 @each
-def test_a_process_has_its_container_s_variables_with_addresses_of_this_machine(stack: Stack, name: str) -> None:
+def test_a_process_has_its_containers_variables_with_local_addresses(stack: Stack, name: str) -> None:
     own = {"WANE_HOST", "WANE_PORT"} if stack.processes[name].service.image == SERVER else set()
     given = {name: str(value) for name, value in RUN[name].get("environment", {}).items() if value is not None}
     found = dict(stack.processes[name].command.environment)
@@ -144,14 +144,14 @@ def test_a_process_has_its_container_s_variables_with_addresses_of_this_machine(
 
 
 @each
-def test_a_volume_is_a_folder_that_the_process_runs_in(stack: Stack, tmp_path: Path, name: str) -> None:
+def test_a_volume_is_the_working_directory_of_the_process(stack: Stack, tmp_path: Path, name: str) -> None:
     process = stack.processes[name]
     volumes = [mount for mount in process.service.mounts if mount.is_volume]
     assert {mount.source for mount in volumes} <= set(DOCUMENT["volumes"])
     assert process.command.folder == (tmp_path / "volumes" / volumes[0].source if volumes else ROOT)
 
 
-def test_services_come_behind_those_that_they_wait_for() -> None:
+def test_services_come_after_those_that_they_wait_for() -> None:
     services = read(COMPOSE)
     for number, service in enumerate(services):
         assert service.after <= {earlier.name for earlier in services[:number]}
@@ -169,7 +169,7 @@ def test_haproxy_knows_every_replica_of_the_compose_file() -> None:
     }
 
 
-def test_haproxy_waits_longer_than_the_server_may_take() -> None:
+def test_haproxys_timeouts_exceed_the_servers() -> None:
     text = (ROOT / CONFIGURATION[ENTRANCE]).read_text()
     limits = {name: int(value) * {"s": 1, "m": 60}[unit] for name, value, unit in _timeouts(text)}
     defaults = Settings()
@@ -181,7 +181,7 @@ def _timeouts(text: str) -> list[tuple[str, str, str]]:
     return re.findall(r"^ +timeout (\S+) (\d+)([sm])\b", text, re.MULTILINE)
 
 
-def test_published_ports_may_be_chosen_and_all_others_are_free_ones(tmp_path: Path) -> None:
+def test_published_ports_can_be_chosen_and_all_others_are_free_ports(tmp_path: Path) -> None:
     stack = Stack(tmp_path, {8000: 1234}, whole=True)
     ports = list(stack.addresses.values())
     assert stack.addresses[ENTRANCE, 8000] == 1234
@@ -193,7 +193,7 @@ def test_variables_can_be_added_for_a_service(tmp_path: Path) -> None:
     assert [process.command.environment["WANE_LOG_LEVEL"] for process in stack.replicas] == ["info", "error", "info"]
 
 
-def test_what_a_service_needs_is_read_as_it_stands(tmp_path: Path) -> None:
+def test_a_compose_file_is_read_with_all_fields(tmp_path: Path) -> None:
     file = tmp_path / "compose.yml"
     file.write_text("""
 services:

@@ -1,4 +1,4 @@
-"""The tables of figures that documents show, made from the manifests of the shipped bundles."""
+"""Builds the tables of figures in the documents from the manifests of the shipped bundles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHIPPED = ("gated-stable", "gated-stable-truncated", "gated", "rnn-stable", "lst
 
 
 def manifests() -> list[Manifest]:
-    """The shipped bundles' manifests, in the order of the tables."""
+    """Returns the shipped bundles' manifests, in the order of the tables."""
     return [read_manifest(ROOT / "models" / "bundles" / name) for name in SHIPPED]
 
 
@@ -22,13 +22,14 @@ def quality(manifest: Manifest) -> Quality:
 
 
 def size_mb(manifest: Manifest) -> float:
-    """All files of the bundle, in units of 10^6 bytes."""
+    """Returns the size of all files of the bundle, in units of 10^6 bytes."""
     folder = ROOT / "models" / "bundles" / manifest.name
     return sum(file.stat().st_size for file in folder.iterdir()) / 1e6
 
 
 def results_table() -> list[str]:
-    """What the models reach: perplexity per BPE token and per word, both ways, and how fast they forget."""
+    """Returns the table of perplexities per BPE token and per word, in both modes, and of how fast the models
+    forget."""
     lines = [
         "| model | MB | test perplexity, recurrent: per token (per word) | as a window of 64 "
         "| window within 0.5 % from k | contraction by layer |",
@@ -49,7 +50,7 @@ def results_table() -> list[str]:
 
 
 def window_table() -> list[str]:
-    """Validation perplexity per token by window, beside recurrent at the same positions."""
+    """Returns the table of validation perplexity per token by window, and of recurrent at the same positions."""
     windows = sorted(quality(manifests()[0]).window["valid"].by_k)
     lines = [
         "| model | " + " | ".join(f"k = {k}" for k in windows) + " | recurrent |",
@@ -63,7 +64,7 @@ def window_table() -> list[str]:
 
 
 def training_table() -> list[str]:
-    """How each was trained."""
+    """Returns the table of training settings."""
     lines = [
         "| model | what | weights | steps | epochs | wall time | validation, per token (per word) |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -1,4 +1,4 @@
-"""The page on clusters has the table of the figures that its benchmark has kept."""
+"""The page on clusters has the table of its benchmark's figures."""
 
 from __future__ import annotations
 

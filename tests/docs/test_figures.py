@@ -1,4 +1,4 @@
-"""Documents show the figures of the bundles that ship with them."""
+"""Documents show the figures of the shipped bundles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_a_table_is_what_the_manifests_say(document: str, table: object) -> None:
+def test_a_table_matches_the_manifests(document: str, table: object) -> None:
     assert callable(table)
     text = (ROOT / document).read_text(encoding="utf-8")
     assert "\n".join(table()) in text
@@ -40,7 +40,7 @@ def test_the_stable_bundles_are_contractive() -> None:
         assert manifest.certificate.contractive == ("stable" in manifest.name)
 
 
-def test_the_twins_were_trained_alike_but_for_the_regime() -> None:
+def test_the_twins_differ_only_in_their_training_regime() -> None:
     first, second = (m.provenance for m in figures.manifests()[:2])
     assert (first.seed, first.steps, first.data) == (second.seed, second.steps, second.data)
     one, two = dict(first.config), dict(second.config)

@@ -1,4 +1,4 @@
-"""Pages show what their benchmarks have kept."""
+"""Pages show the figures of their benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_the_page_on_threads_has_the_table_of_its_figures() -> None:
     assert "\n".join(threads.lines(document)) in (ROOT / threads.PAGE).read_text(encoding="utf-8")
 
 
-def test_the_page_on_observability_has_the_table_of_what_traces_cost() -> None:
+def test_the_page_on_observability_has_the_table_of_the_cost_of_traces() -> None:
     document = json.loads((ROOT / tracing.FIGURES).read_text(encoding="utf-8"))
     assert "\n".join(tracing.lines(document)) in (ROOT / tracing.PAGE).read_text(encoding="utf-8")
 
@@ -26,6 +26,6 @@ def test_the_page_on_the_engine_has_the_tables_of_its_figures() -> None:
     assert with_tables(page, engine_page.tables(ROOT / engine_page.FIGURES), "engine.md") == page
 
 
-def test_what_is_served_is_one_of_the_settings_that_were_measured() -> None:
+def test_the_served_settings_are_among_the_measured_ones() -> None:
     served = threads.CHOICES[0]
     assert (served.threads, served.spinning, served.arena) == (1, False, True)

@@ -1,4 +1,4 @@
-"""The README's commands that print nothing to compare: those of its `bash` blocks, run in their order."""
+"""The README's commands without output to compare: those of its `bash` blocks, run in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERIMENT = "training/experiments/licence.toml"
 
 
 def test_each_block_is_run_by_a_test() -> None:
-    """The one that audits a model from outside is run, and what it has made is served, by tests/training."""
+    """tests/training runs the command that audits an outside model, and serves its bundle."""
     own, outside = scripts((ROOT / "README.md").read_text(encoding="utf-8"))
     assert EXPERIMENT in own[1]
     assert ["examples/outside_lstm.py" in outside[0], " audit " in outside[1]] == [True, True]
@@ -25,7 +25,7 @@ def test_each_block_is_run_by_a_test() -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_that_train_a_model_of_one_s_own_end_with_its_being_served(tmp_path: Path) -> None:
+def test_the_commands_that_train_a_custom_model_end_with_serving_it(tmp_path: Path) -> None:
     install, *commands, serve = scripts((ROOT / "README.md").read_text(encoding="utf-8"))[0]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert install == ".venv/bin/pip install -e '.[train]'" and "train" in extras
@@ -35,7 +35,7 @@ def test_the_commands_that_train_a_model_of_one_s_own_end_with_its_being_served(
     for command in commands:
         spelt = command.replace(".venv/bin/python", sys.executable).replace("runs/", f"{tmp_path}/")
         if EXPERIMENT in command:
-            spelt += f" --run {tmp_path}/licence"  # its default is beneath the checkout
+            spelt += f" --run {tmp_path}/licence"  # its default is inside the checkout
         ended = subprocess.run(
             ["bash", "-c", spelt],
             cwd=ROOT,

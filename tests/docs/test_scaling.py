@@ -1,4 +1,4 @@
-"""The page on fleets shows what was measured and simulated."""
+"""The page on scaling shows the measured and simulated figures."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TABLES = tables.all_of(json.loads((ROOT / RESULTS).read_text()), json.loads((ROO
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_is_what_the_files_say(name: str) -> None:
+def test_a_table_matches_its_files(name: str) -> None:
     assert "\n".join(TABLES[name]) in (ROOT / PAGE).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("policy", ["tail", "state"])
-def test_what_was_simulated_was_fed_with_what_was_measured(policy: str) -> None:
+def test_the_simulation_used_the_measured_costs(policy: str) -> None:
     measured = of(json.loads((ROOT / FILE).read_text()), policy)
     given = json.loads((ROOT / RESULTS).read_text())["costs"][policy]
     assert {name: given[name] for name in ("loop_step_s", "loop_batch_s", "store_trip_s", "front_s")} == {

@@ -1,4 +1,4 @@
-"""The page on training: its commands print what it says, and its table is of the figures that were kept."""
+"""The page on training: its commands print the output that it shows, and its table has the stored figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_on_training_print_what_it_says(tmp_path: Path) -> None:
+def test_the_commands_of_the_training_page_print_its_output(tmp_path: Path) -> None:
     commands = parse((ROOT / "docs/training.md").read_text(encoding="utf-8"))
     assert len(commands) == 2
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -24,6 +24,6 @@ def test_the_commands_of_the_page_on_training_print_what_it_says(tmp_path: Path)
     run(commands, ROOT, environment, lambda text: text.replace("runs/by-two", str(tmp_path / "by-two")))
 
 
-def test_the_page_has_the_table_of_what_a_second_process_brings() -> None:
+def test_the_page_has_the_table_of_a_second_process() -> None:
     document = json.loads((ROOT / processes.FIGURES).read_text(encoding="utf-8"))
     assert "\n".join(processes.lines(document)) in (ROOT / processes.PAGE).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The machinery that runs documentation: it passes what is so, and fails what is not."""
+"""The code that runs documentation passes correct output, and fails wrong output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check(*lines: str, info: str = "console") -> None:
     run(parse(console(*lines, info=info)), Path.cwd(), os.environ)
 
 
-def test_a_document_is_parsed_into_commands_with_their_lines_and_output() -> None:
+def test_a_document_is_parsed_into_commands_with_lines_and_output() -> None:
     document = console("$ echo a \\", "    b", "a b", "$ true", "$ echo c", "c")
     assert parse(document) == [
         Command(4, "echo a \\\n    b", "a b\n"),
@@ -27,7 +27,7 @@ def test_a_document_is_parsed_into_commands_with_their_lines_and_output() -> Non
     ]
 
 
-def test_blocks_of_another_kind_are_not_compared() -> None:
+def test_other_kinds_of_blocks_are_ignored() -> None:
     assert parse(console("$ false", info="bash") + console("$ false", info="") + console("x", info="json")) == []
 
 
@@ -36,12 +36,12 @@ def test_the_commands_of_bash_blocks_come_block_by_block() -> None:
     assert scripts(document) == [["echo a      b", "true"], ["echo c"]]
 
 
-def test_a_console_block_without_a_command_is_a_fault_of_the_document() -> None:
+def test_a_console_block_without_a_command_is_an_error() -> None:
     with pytest.raises(TranscriptError, match="line 4"):
         parse(console("echo a"))
 
 
-def test_commands_run_in_order_from_one_folder(tmp_path: Path) -> None:
+def test_commands_run_in_order_in_one_folder(tmp_path: Path) -> None:
     run(parse(console("$ echo a > file", "$ cat file", "a")), tmp_path, os.environ)
 
 
@@ -64,7 +64,7 @@ def test_commands_run_in_order_from_one_folder(tmp_path: Path) -> None:
     ],
     ids=lambda lines: lines[0],
 )
-def test_what_a_command_prints_may_differ_only_where_it_may(lines: tuple[str, ...]) -> None:
+def test_output_may_differ_only_where_allowed(lines: tuple[str, ...]) -> None:
     check(*lines)
 
 
@@ -87,17 +87,17 @@ def test_what_a_command_prints_may_differ_only_where_it_may(lines: tuple[str, ..
     ],
     ids=lambda lines: lines[0],
 )
-def test_what_a_command_prints_must_be_what_the_document_says(lines: tuple[str, ...]) -> None:
+def test_output_must_match_the_document(lines: tuple[str, ...]) -> None:
     with pytest.raises(TranscriptError):
         check(*lines)
 
 
-def test_the_fault_is_reported_with_its_line_and_both_texts() -> None:
+def test_a_mismatch_is_reported_with_its_line_and_both_texts() -> None:
     with pytest.raises(TranscriptError, match=r"(?s)line 5: \$ echo b.*says\nc\n.*printed\nb\n"):
         check("$ true", "$ echo b", "c")
 
 
-def test_a_number_is_compared_beside_anything() -> None:
+def test_a_number_is_compared_next_to_any_text() -> None:
     compare(Command(1, "", "a ... 0.5 ... b\n"), "a 1.25 0.5 0.75 b\n")
     with pytest.raises(TranscriptError, match=r"says 0\.5, it printed 0\.75"):
         compare(Command(1, "", "a 0.5\n"), "a 0.75\n")
@@ -110,11 +110,11 @@ def test_a_background_command_runs_until_the_end_of_the_document(tmp_path: Path)
     run(parse(document), tmp_path, os.environ)
 
 
-def test_a_background_command_that_ends_without_its_output_is_a_fault() -> None:
+def test_a_background_command_that_ends_without_its_output_is_an_error() -> None:
     with pytest.raises(TranscriptError, match=r"(?s)says\nready.*printed\nbroken"):
         check("$ echo broken", "ready", info="console background")
 
 
-def test_addresses_may_be_spelt_otherwise_here(tmp_path: Path) -> None:
+def test_addresses_can_be_replaced(tmp_path: Path) -> None:
     commands = parse(console("$ echo http://localhost:8000", "http://localhost:8000"))
     run(commands, tmp_path, os.environ, spell=lambda text: text.replace("8000", "9999"))

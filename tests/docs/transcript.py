@@ -1,4 +1,4 @@
-"""Documentation that is run: the commands of a Markdown file, and what they print, compared with what stands there.
+"""Runs the commands of a Markdown file, and compares their output with the document.
 
 A fenced block whose first word is `console` is run, line by line, from the root of the checkout:
 
@@ -7,13 +7,12 @@ A fenced block whose first word is `console` is run, line by line, from the root
     {"ready":true,...}
     ```
 
-Lines after `$ ` are what the command prints, on both streams. `...` stands for anything in a line, and, alone in a
-line, for any lines. Decimal numbers need only agree to a thousandth, and milliseconds (`..._ms` in JSON, `... ms` in
-text) not at all. A line that ends in a backslash goes on in the next one.
+The lines after a `$ ` line are the command's output, on both streams. `...` matches anything in a line, and, alone in a
+line, any lines. Decimal numbers need to agree only to a thousandth, and milliseconds (`..._ms` in JSON, `... ms` in
+text) not at all. A line that ends in a backslash continues in the next one.
 
-A block of `console background` is started and kept running until the end of the file, once it has printed what stands
-there, on a terminal: a server. Blocks with any other first word are not compared with what they print. Those of `bash`
-are for a test that runs them otherwise: see `scripts`.
+A `console background` block starts a server on a terminal. It must print the block's output, and then runs until the
+end of the file. Blocks with any other first word are ignored. Another test runs the `bash` blocks: see `scripts`.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ SPECIAL = re.compile(
 
 
 class TranscriptError(AssertionError):
-    """A command did not print what the document says."""
+    """A command's output differs from the document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of a document: where it stands, what is run, and what the document says that it prints."""
+    """One command of a document: its line, the command, and the output in the document."""
 
     line: int
     text: str
@@ -56,7 +55,7 @@ class Command:
 
 
 def parse(markdown: str) -> list[Command]:
-    """The commands of a document's `console` blocks, in order."""
+    """Returns the commands of a document's `console` blocks, in order."""
     commands: list[Command] = []
     for block in FENCE.finditer(markdown):
         words = block["info"].split()
@@ -68,7 +67,7 @@ def parse(markdown: str) -> list[Command]:
 
 
 def scripts(markdown: str) -> list[list[str]]:
-    """The commands of a document's `bash` blocks, block by block; one over several lines is one."""
+    """Returns the commands of a document's `bash` blocks, by block; a command may have several lines."""
     return [
         block["body"].replace("\\\n", " ").splitlines()
         for block in FENCE.finditer(markdown)
@@ -90,7 +89,7 @@ def _commands(body: str, first: int, *, background: bool) -> Iterator[Command]:
 
 
 def compare(command: Command, printed: str) -> None:
-    """Raises TranscriptError unless `printed` is what the document says."""
+    """Raises TranscriptError unless `printed` matches the document."""
     found = re.fullmatch(_pattern(command.expected), _tidy(printed))
     if found is None:
         raise TranscriptError(
@@ -109,12 +108,12 @@ def _compare_decimals(command: Command, found: re.Match[str]) -> None:
 
 
 def _tidy(text: str) -> str:
-    """Without blanks at the ends of lines, and with a line break at the end of the last."""
+    """Returns the text without blanks at the ends of lines, and with a line break after the last line."""
     return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
 
 
 def _pattern(expected: str) -> str:
-    """A regular expression for what is expected, with a group for each decimal number."""
+    """Returns a regular expression for the expected output, with a group for each decimal number."""
     text = _tidy(expected)
     parts: list[str] = []
     end = 0
@@ -138,9 +137,9 @@ def run(
     environment: Mapping[str, str],
     spell: Callable[[str], str] = lambda text: text,
 ) -> None:
-    """Runs the commands in their order, and compares. Raises TranscriptError at the first that differs.
+    """Runs the commands in order, and compares their output. Raises TranscriptError at the first that differs.
 
-    `spell` is applied to commands and to what is expected of them, for an address that must differ here.
+    `spell` is applied to commands and expected output, to replace addresses.
     """
     with ExitStack() as running:
         for written in commands:
@@ -164,7 +163,7 @@ def run(
 
 @contextmanager
 def _background(command: Command, directory: Path, environment: Mapping[str, str]) -> Iterator[None]:
-    """Starts a command, waits until it has printed what is expected, and ends it with the block."""
+    """Starts a command, waits until it has printed the expected output, and stops it at the end of the block."""
     terminal, output = os.openpty()
     process = subprocess.Popen(
         ["bash", "-c", f"exec {command.text}"],
@@ -178,7 +177,7 @@ def _background(command: Command, directory: Path, environment: Mapping[str, str
     lines: Queue[str | None] = Queue()
 
     def read() -> None:
-        # A terminal ends in an error once nobody writes to it any more.
+        # Reading a terminal fails once every writer has closed it.
         with os.fdopen(terminal, encoding="utf-8") as screen, suppress(OSError):
             for line in screen:
                 lines.put(line)

@@ -1,4 +1,4 @@
-"""scripts/environment: makes .venv once, installs once, and says what is missing. No network: pip is a stand-in."""
+"""scripts/environment: makes .venv once, installs once, and says what is missing. Without a network: pip is a fake."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
-# Stands in for python3: makes a .venv whose python writes down how pip was called.
+# A fake python3: makes a .venv whose python records the calls of pip.
 PYTHON = f"""#!/usr/bin/env bash
 echo "$*" >>made
 if [ "$1 $2" = "-m venv" ]; then
@@ -42,7 +42,7 @@ exec {sys.executable} "$@"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with the script and a stand-in for python3 in it."""
+    """A checkout with the script and a fake python3."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(SCRIPTS / "environment", tmp_path / "scripts")
     (tmp_path / "pyproject.toml").write_text("[project]\n")
@@ -58,7 +58,7 @@ def put(path: Path, program: str) -> None:
 
 
 def environment(checkout: Path, *extras: str, python: str = "python3") -> subprocess.CompletedProcess[str]:
-    """What scripts/serve does first, with these extras."""
+    """Runs the first part of scripts/serve, with these extras."""
     program = f"set -euo pipefail; source scripts/environment; environment {' '.join(extras)}; echo done"
     path = os.pathsep.join([str(checkout / "bin"), os.environ["PATH"]])
     return subprocess.run(
@@ -72,7 +72,7 @@ def environment(checkout: Path, *extras: str, python: str = "python3") -> subpro
 
 
 def installed(checkout: Path) -> list[str]:
-    """What pip was asked for, call by call."""
+    """Returns the arguments of every call of pip."""
     path = checkout / "installed"
     return [line.split()[-1] for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -85,7 +85,7 @@ def test_the_environment_is_made_once_and_installed_once(checkout: Path) -> None
     assert installed(checkout) == ["."]
 
 
-def test_extras_are_installed_where_they_are_wanted_and_bring_the_base_with_them(checkout: Path) -> None:
+def test_requested_extras_are_installed_with_the_base(checkout: Path) -> None:
     for extras in (["dev"], ["dev", "train"], [], ["train"], ["dev"]):
         assert environment(checkout, *extras).returncode == 0
     assert installed(checkout) == [".[dev]", ".[dev,train]"]
@@ -98,7 +98,7 @@ def test_a_changed_pyproject_is_installed_again(checkout: Path) -> None:
     assert installed(checkout) == [".", "."]
 
 
-def test_an_installation_that_failed_is_tried_again(checkout: Path) -> None:
+def test_a_failed_installation_is_retried(checkout: Path) -> None:
     (checkout / "offline").touch()
     failed = environment(checkout)
     assert failed.returncode != 0 and "done" not in failed.stdout
@@ -107,7 +107,7 @@ def test_an_installation_that_failed_is_tried_again(checkout: Path) -> None:
     assert installed(checkout) == [".", "."]
 
 
-def test_a_broken_environment_is_made_again(checkout: Path) -> None:
+def test_a_broken_environment_is_replaced(checkout: Path) -> None:
     environment(checkout)
     put(checkout / ".venv" / "bin" / "python", "#!/usr/bin/env bash\nexit 1\n")
     assert environment(checkout).returncode == 0
@@ -122,7 +122,7 @@ def test_a_broken_environment_is_made_again(checkout: Path) -> None:
     ],
     ids=["too old", "no venv"],
 )
-def test_a_python_that_will_not_do_is_named(checkout: Path, program: str, told: str) -> None:
+def test_an_unsuitable_python_is_named(checkout: Path, program: str, told: str) -> None:
     put(checkout / "bin" / "python3", program)
     ended = environment(checkout)
     assert ended.returncode == 1
@@ -130,13 +130,13 @@ def test_a_python_that_will_not_do_is_named(checkout: Path, program: str, told: 
     assert not (checkout / ".venv").exists()
 
 
-def test_another_python_may_be_named(checkout: Path) -> None:
+def test_another_python_can_be_chosen(checkout: Path) -> None:
     put(checkout / "bin" / "python3", TOO_OLD)
     put(checkout / "bin" / "python3.99", PYTHON)
     assert environment(checkout, python="python3.99").returncode == 0
 
 
-def test_a_python_that_is_not_there_is_named(checkout: Path) -> None:
+def test_a_missing_python_is_named(checkout: Path) -> None:
     assert "python4 was not found" in environment(checkout, python="python4").stderr
 
 

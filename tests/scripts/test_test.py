@@ -1,4 +1,4 @@
-"""scripts/test: all tests are run, each once, whatever it is called with. No test is: python is a stand-in."""
+"""scripts/test: its calls of pytest. No test is run: python is a fake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.scripts.test_environment import SCRIPTS, put
 PYPROJECT = "[project]\n"
 ALL = ["-m", "pytest", "--numprocesses", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 
-# Writes down how pytest was called, an argument a line, and ends with the status that it is told.
+# Records the arguments of pytest, one per line, and exits with the configured status.
 PYTHON = f"""#!/usr/bin/env bash
 if [ "$2" = pytest ]; then
     printf '%s\\n' "$@" >called
@@ -27,7 +27,7 @@ fi
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with the script, and an environment in which all is installed."""
+    """A checkout with the script, and an environment with all dependencies."""
     (tmp_path / "scripts").mkdir()
     for name in ("environment", "test"):
         shutil.copy(SCRIPTS / name, tmp_path / "scripts")
@@ -38,22 +38,22 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def called(checkout: Path, *arguments: str, status: int = 0) -> list[str]:
-    """What pytest was called with."""
+    """Returns the arguments of pytest."""
     ended = subprocess.run([checkout / "scripts" / "test", *arguments], capture_output=True, text=True, check=False)
     assert ended.returncode == status, ended.stderr
     return (checkout / "called").read_text().splitlines()
 
 
-def test_without_arguments_all_tests_are_run_in_three_processes(checkout: Path) -> None:
+def test_without_arguments_all_tests_run_in_three_processes(checkout: Path) -> None:
     assert called(checkout) == ALL
 
 
-def test_what_is_asked_for_is_run_as_it_is_asked_for(checkout: Path) -> None:
+def test_arguments_are_passed_to_pytest(checkout: Path) -> None:
     assert called(checkout, "tests/stack", "-k", "a b") == ["-m", "pytest", "tests/stack", "-k", "a b"]
 
 
 @pytest.mark.parametrize("chosen", [[], ["tests/models"]], ids=["all", "some"])
-def test_tests_that_need_torch_can_be_left_out(checkout: Path, chosen: list[str]) -> None:
+def test_tests_that_need_torch_can_be_skipped(checkout: Path, chosen: list[str]) -> None:
     without = ["--ignore=tests/training", "-m", "not train"]
     assert called(checkout, "--no-train", *chosen) == ["-m", "pytest", *without, *(chosen or ALL[2:])]
 

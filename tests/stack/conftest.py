@@ -17,7 +17,7 @@ from wane.service.settings import Settings
 MODEL = "gated-stable"
 BUNDLE = ROOT / "models" / "bundles" / MODEL
 SESSION_HISTORY_TOKENS = max(Settings().session_history_tokens, Bundle.open(BUNDLE).manifest.max_window)
-"""What a replica keeps of a session."""
+"""Tokens that a replica keeps of a session."""
 
 Variables = Mapping[str, str]
 MakeStack = Callable[..., Stack]
@@ -27,8 +27,8 @@ FIGURES = pytest.StashKey[list[str]]()
 
 @pytest.fixture
 def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
-    """Makes a stack on free ports, which is to be started, and is gone with the test. `settings` are for every
-    replica, `own` for some, by name; `balance` is HAProxy's; `whole`: with keys and Prometheus."""
+    """Makes a stack on free ports, not started yet, which the test's end removes. `settings`: for every replica; `own`:
+    by replica; `balance`: HAProxy's; `whole`: with keys and Prometheus."""
     program("redis-server")
     program("haproxy")
     with ExitStack() as made:
@@ -53,7 +53,7 @@ def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Figures:
-    """Takes what a test has measured; it is told at the end of all tests, whether they passed or not."""
+    """Records what a test has measured. The summary of all tests shows it, whether they passed or not."""
 
     def figures(**measured: object) -> None:
         shown = [f"{name} {round(value, 4) if isinstance(value, float) else value}" for name, value in measured.items()]
@@ -63,6 +63,6 @@ def figures(request: pytest.FixtureRequest) -> Figures:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Tells the figures."""
+    """Prints the figures."""
     for line in config.stash.get(FIGURES, []):
         terminalreporter.write_line(line)

@@ -1,4 +1,4 @@
-"""Sessions made, used, dropped and expired, with hostile clients beside: `benchmarks.soak`, for half a minute.
+"""Sessions are created, used, deleted and expire while hostile clients attack: `benchmarks.soak`, for half a minute.
 
 Ten minutes of it are `python -m benchmarks.soak --minutes 10 --hostile`; only those can tell whether memory is flat.
 """
@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 MINUTES = 0.5
 MEASURED_S = 3.0
 SHARE = 0.4
-GROWTH = 1.1  # of resident memory in half a minute, in which it may still come to its level
+GROWTH = 1.1  # growth of resident memory in half a minute, before it levels off
 
 
-async def test_nothing_fails_while_hostile_clients_try_what_they_can(tmp_path: Path, figures: Figures) -> None:
+async def test_nothing_fails_under_attack(tmp_path: Path, figures: Figures) -> None:
     log = tmp_path / "log"
     result = await asyncio.to_thread(run, MINUTES, SHARE, log, hostile=True, measured_s=MEASURED_S)
     memory = result["resident_mib"]

@@ -1,4 +1,4 @@
-"""scripts/stack: one command starts everything, one signal stops it, and what ends in between is started again."""
+"""scripts/stack: one command starts everything, one signal stops it, and services that end in between are restarted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_one_command_starts_everything_and_one_signal_stops_it(tmp_path: Path) -
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
 
 
-def test_a_service_that_does_not_start_ends_the_command_with_its_log(tmp_path: Path) -> None:
+def test_a_service_that_fails_to_start_ends_the_command_with_its_log(tmp_path: Path) -> None:
     program("redis-server")
     program("haproxy")
     program("prometheus")

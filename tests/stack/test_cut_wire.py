@@ -1,4 +1,4 @@
-"""One replica that Redis is out of reach of, while the others go on."""
+"""One replica cannot reach Redis, while the others can."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SESSIONS = 60
 RATE = 1.0
 
 
-async def test_a_replica_without_the_store_is_passed_over_until_it_has_it_again(
+async def test_a_replica_without_the_store_gets_no_requests_until_it_is_back(
     make_stack: MakeStack, figures: Figures
 ) -> None:
     async with wire() as carrying:

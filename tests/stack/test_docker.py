@@ -1,7 +1,7 @@
-"""The image is built, and the compose file is brought up as it is: containers, their networks, volumes and limits.
+"""Builds the image, and starts the unchanged compose file: containers, their networks, volumes and limits.
 
-All services run but Grafana, which no distribution has as a package, and the one that needs a GPU. The base images are
-stand-ins: docker_engine.py says what of. The published ports, 8000, 8404 and 9090, have to be free.
+All services run except Grafana, which no distribution packages, and the one that needs a GPU. The base images are
+stand-ins: see docker_engine.py. The published ports, 8000, 8404 and 9090, have to be free.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def size_bytes(image: str) -> int:
 
 
 def until_ready(url: str) -> dict[str, Any]:
-    """What /readyz says once it says yes."""
+    """Returns the body of /readyz once it answers 200."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
@@ -67,7 +67,7 @@ def until_ready(url: str) -> dict[str, Any]:
 
 
 class Deployment:
-    """The compose file's services, with secrets of their own."""
+    """The compose file's services, with their own secrets."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,7 +80,7 @@ class Deployment:
         return run("docker-compose", *project, *arguments)
 
     def up(self) -> None:
-        """Starts what does not run, and waits until all are healthy; HAProxy, when it finds a replica."""
+        """Starts services that do not run, and waits until all are healthy; for HAProxy, until it finds a replica."""
         self.compose("up", "--detach", "--no-build", *NAMES)
         until_ready(URL)
         deadline = time.monotonic() + WAIT_S
@@ -89,31 +89,31 @@ class Deployment:
             time.sleep(ASK_EVERY_S)
 
     def inspect(self, service: str) -> dict[str, Any]:
-        """What the engine says of a service's container."""
+        """Returns the engine's description of a service's container."""
         filters = ("project=" + PROJECT, "service=" + service)
         found = [f"--filter=label=com.docker.compose.{one}" for one in filters]
         document: dict[str, Any] = json.loads(docker("inspect", docker("ps", "--all", "--quiet", *found)))[0]
         return document
 
     def health(self, service: str) -> str:
-        """What the engine has found; HAProxy has no check of its own."""
+        """Returns the health that the engine reports; HAProxy has no health check."""
         state = self.inspect(service)["State"]
         found: str = state["Health"]["Status"] if service != ENTRANCE else "healthy"
         return found
 
     def execute(self, service: str, *command: str) -> str:
-        """What a command prints in the service's container, with what it says of errors."""
+        """Returns the output of a command in the service's container, including its errors."""
         joined = f"{' '.join(command)} 2>&1 || true"
         return docker("exec", self.inspect(service)["Id"], "sh", "-c", joined)
 
     @property
     def key(self) -> dict[str, str]:
-        """The header of a client."""
+        """The authorization header of a client."""
         return {"authorization": f"Bearer {(self.secrets / secrets.CLIENT_KEY).read_text().strip()}"}
 
     @property
     def store(self) -> str:
-        """Redis, at its container's address: it publishes no port."""
+        """Connects to Redis at its container's address, because it publishes no port."""
         (network,) = self.inspect(STORE)["NetworkSettings"]["Networks"].values()
         password = (self.secrets / secrets.REDIS_PASSWORD).read_text().strip()
         return f"redis://:{password}@{network['IPAddress']}:6379/0"
@@ -121,7 +121,7 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The image that the server's is built on."""
+    """The base of the server's image."""
     with engine(tmp_path_factory.mktemp("engine")):
         base = python_stand_in()
         with tagged(base, PYTHON):
@@ -130,9 +130,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def image(base: str) -> Iterator[str]:
-    """The server's image, built now. What it does not share with the last build of the tests is dropped."""
+    """Builds the server's image. Drops the layers of the tests' last build that it does not share."""
     build = ("build", "--file=service/Dockerfile", f"--label={LABEL}=")
-    docker(*build, "--target=build", f"--tag={PROJECT}-build", ".")  # with a name, its layers stay for the next build
+    docker(*build, "--target=build", f"--tag={PROJECT}-build", ".")  # a named image keeps its layers for the next build
     docker(*build, f"--tag={PROJECT}", ".")
     docker("image", "prune", "--force", f"--filter=label={LABEL}")
     with tagged(PROJECT, f"{SERVER}:latest"):
@@ -141,7 +141,7 @@ def image(base: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def made(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Nothing of it is started; all of it is gone after the tests."""
+    """The services, not started; removed after the tests."""
     with ExitStack() as names:
         for service in SERVICES:
             if service.image != SERVER:
@@ -153,7 +153,7 @@ def made(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deplo
 
 @pytest.fixture
 def deployment(made: Deployment) -> Deployment:
-    """All of it runs."""
+    """The running services."""
     made.up()
     return made
 
@@ -164,7 +164,7 @@ def test_the_image_is_small(base: str, image: str, figures: Figures) -> None:
     assert 0 < above <= MOST_ABOVE_BASE_BYTES
 
 
-def test_the_image_serves_bundles_of_ones_own_and_ends_when_it_is_told_to(image: str) -> None:
+def test_the_image_serves_custom_bundles_and_stops_on_sigterm(image: str) -> None:
     confined = ("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges")
     own = (f"--volume={BUNDLE}:/bundles:ro", "--env=WANE_BUNDLES=/bundles")
     container = docker("run", "--detach", "--publish=127.0.0.1::8000", *confined, *own, image)
@@ -181,7 +181,7 @@ def test_the_image_serves_bundles_of_ones_own_and_ends_when_it_is_told_to(image:
         docker("rm", "--force", container)
 
 
-def test_a_client_with_the_key_is_served_all_models_of_the_package(deployment: Deployment) -> None:
+def test_a_client_with_the_key_gets_all_shipped_models(deployment: Deployment) -> None:
     bundles = {manifest.parent.name for manifest in (ROOT / "models" / "bundles").glob("*/manifest.json")}
     with httpx.Client(base_url=URL, timeout=WAIT_S) as client:
         assert client.post("/v1/predict", json={"tokens": [1, 2, 3]}).status_code == 401
@@ -192,7 +192,7 @@ def test_a_client_with_the_key_is_served_all_models_of_the_package(deployment: D
         assert client.get("/readyz").json()["store"]["kind"] == "redis"
 
 
-def test_prometheus_finds_every_replica(deployment: Deployment) -> None:
+def test_prometheus_scrapes_every_replica(deployment: Deployment) -> None:
     with httpx.Client(base_url="http://127.0.0.1:9090", timeout=WAIT_S) as prometheus:
         deadline = time.monotonic() + WAIT_S
         wanted = {f"{name}:8000" for name in replicas()}
@@ -217,9 +217,7 @@ def test_a_container_is_confined(deployment: Deployment, name: str) -> None:
     assert int(limit) == int(LIMITS[name].removesuffix("g")) * GIB
 
 
-async def test_a_replica_that_is_killed_is_started_again_and_no_step_is_lost(
-    deployment: Deployment, figures: Figures
-) -> None:
+async def test_a_killed_replica_restarts_and_no_step_is_lost(deployment: Deployment, figures: Figures) -> None:
     victim, *_ = replicas()
     server = victim.replace("-", "_")
     await until(OPERATIONS, **{server: "UP"})
@@ -243,7 +241,7 @@ async def test_a_replica_that_is_killed_is_started_again_and_no_step_is_lost(
     assert after["State"]["Pid"] != before["State"]["Pid"]
 
 
-def test_all_containers_end_within_their_grace(deployment: Deployment) -> None:
+def test_all_containers_stop_within_their_grace_period(deployment: Deployment) -> None:
     deployment.compose("stop")
     states = {name: deployment.inspect(name)["State"] for name in NAMES}
     ended = {name: (state["Status"], state["ExitCode"], state["OOMKilled"]) for name, state in states.items()}

@@ -1,4 +1,4 @@
-"""The real HAProxy with its real configuration, before stand-ins for replicas: who is asked, who is asked again."""
+"""The real HAProxy with its real configuration, in front of fake replicas: routing and retries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SESSIONS = [f"session-{number}" for number in range(60)]
 
 
 class Balanced:
-    """HAProxy, and what is behind it."""
+    """HAProxy and the replicas behind it."""
 
     def __init__(self, replicas: list[Replica], port: int, operations: int) -> None:
         self.replicas = replicas
@@ -33,7 +33,7 @@ class Balanced:
         self.operations = operations
 
     async def ask(self, path: str, **headers: str) -> Reply:
-        """Over a connection of its own."""
+        """Sends a request over its own connection."""
         connection = Connection(self.port)
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -47,11 +47,11 @@ class Balanced:
         return int(reply.document["replica"])
 
     async def homes(self) -> dict[str, int]:
-        """The replica of each session."""
+        """Returns the replica of each session."""
         return {session: await self.replica_of(f"/v1/sessions/{session}/tokens") for session in SESSIONS}
 
     def asked(self) -> int:
-        """How many requests have reached replicas."""
+        """Returns how many requests have reached replicas."""
         return sum(len(replica.asked) for replica in self.replicas)
 
 
@@ -94,12 +94,12 @@ async def test_a_session_stays_with_one_replica_and_sessions_are_spread(balanced
 
 
 @pytest.mark.parametrize("path", ["/v1/sessions/{}", "/v1/sessions/{}/stream", "/v1/sessions/{}/rewind?x=1"])
-async def test_a_session_has_one_replica_whatever_is_asked_of_it(balanced: Balanced, path: str) -> None:
+async def test_a_session_has_one_replica_for_every_route(balanced: Balanced, path: str) -> None:
     homes = await balanced.homes()
     assert {session: await balanced.replica_of(path.format(session)) for session in SESSIONS} == homes
 
 
-async def test_a_session_named_in_a_header_or_written_otherwise_has_the_same_replica(
+async def test_a_session_in_a_header_or_percent_encoded_has_the_same_replica(
     balanced: Balanced,
 ) -> None:
     homes = await balanced.homes()
@@ -108,14 +108,14 @@ async def test_a_session_named_in_a_header_or_written_otherwise_has_the_same_rep
         assert await balanced.replica_of(f"/v1/sessions/{session.replace('-', '%2d')}/tokens") == home
 
 
-async def test_the_path_s_session_counts_more_than_the_header_s(balanced: Balanced) -> None:
+async def test_the_session_in_the_path_overrides_the_header(balanced: Balanced) -> None:
     homes = await balanced.homes()
     other = next(session for session in SESSIONS if homes[session] != homes[SESSIONS[0]])
     assert await balanced.replica_of(f"/v1/sessions/{SESSIONS[0]}/tokens", x_session_id=other) == homes[SESSIONS[0]]
 
 
 @pytest.mark.parametrize("path", ["/v1/predict", "/v1/sessions", "/v1/sessions/tokens"])
-async def test_what_has_no_session_goes_to_each_in_turn(balanced: Balanced, path: str) -> None:
+async def test_requests_without_a_session_go_to_the_replicas_in_turn(balanced: Balanced, path: str) -> None:
     assert {await balanced.replica_of(path) for _ in range(12)} == {0, 1, 2}
 
 
@@ -126,9 +126,7 @@ async def test_round_robin_gives_no_session_a_replica_of_its_own() -> None:
 
 @pytest.mark.parametrize("header", ["x_wane_position", "idempotency_key"])
 @pytest.mark.parametrize("answers", ["nothing", "503"])
-async def test_a_step_that_can_be_told_from_its_repetition_is_sent_to_another_replica(
-    balanced: Balanced, header: str, answers: str
-) -> None:
+async def test_an_idempotent_step_is_retried_at_another_replica(balanced: Balanced, header: str, answers: str) -> None:
     session = SESSIONS[0]
     path = f"/v1/sessions/{session}/tokens"
     home = balanced.replicas[await balanced.replica_of(path)]
@@ -139,16 +137,14 @@ async def test_a_step_that_can_be_told_from_its_repetition_is_sent_to_another_re
 
 
 @pytest.mark.parametrize(("answers", "status"), [("nothing", 502), ("503", 503)])
-async def test_a_step_that_cannot_be_told_from_its_repetition_is_sent_once(
-    balanced: Balanced, answers: str, status: int
-) -> None:
+async def test_a_step_that_is_not_idempotent_is_sent_once(balanced: Balanced, answers: str, status: int) -> None:
     for replica in balanced.replicas:
         replica.answers = answers
     assert (await balanced.ask("/v1/sessions/one/tokens")).status == status
     assert balanced.asked() == 1
 
 
-async def test_each_replica_is_tried_once_and_the_last_one_s_answer_is_given(balanced: Balanced) -> None:
+async def test_each_replica_is_tried_once_and_the_last_answer_is_returned(balanced: Balanced) -> None:
     for replica in balanced.replicas:
         replica.answers = "503"
     assert (await balanced.ask("/v1/sessions/one/tokens", x_wane_position="7")).status == 503
@@ -156,14 +152,14 @@ async def test_each_replica_is_tried_once_and_the_last_one_s_answer_is_given(bal
 
 
 @pytest.mark.parametrize("status", ["409", "500", "504", "429"])
-async def test_what_a_replica_has_answered_is_not_asked_again(balanced: Balanced, status: str) -> None:
+async def test_an_answered_request_is_not_retried(balanced: Balanced, status: str) -> None:
     for replica in balanced.replicas:
         replica.answers = status
     assert (await balanced.ask("/v1/sessions/one/tokens", x_wane_position="7")).status == int(status)
     assert balanced.asked() == 1
 
 
-async def test_what_reached_no_replica_goes_to_another_whatever_it_is(balanced: Balanced) -> None:
+async def test_a_request_that_reached_no_replica_goes_to_another(balanced: Balanced) -> None:
     homes = await balanced.homes()
     balanced.replicas[0].stop()
     after = await balanced.homes()
@@ -171,7 +167,7 @@ async def test_what_reached_no_replica_goes_to_another_whatever_it_is(balanced: 
     assert 0 not in after.values()
 
 
-async def test_a_replica_that_is_not_ready_is_asked_nothing_and_only_its_sessions_move(balanced: Balanced) -> None:
+async def test_an_unready_replica_gets_no_requests_and_only_its_sessions_move(balanced: Balanced) -> None:
     homes = await balanced.homes()
     balanced.replicas[1].ready = False
     await until(balanced.operations, wane_2="DOWN")
@@ -182,7 +178,7 @@ async def test_a_replica_that_is_not_ready_is_asked_nothing_and_only_its_session
     await until(balanced.operations, wane_2="UP")
 
 
-async def test_where_none_is_ready_any_is_asked_and_says_so_itself(balanced: Balanced) -> None:
+async def test_if_no_replica_is_ready_any_gets_the_request(balanced: Balanced) -> None:
     for replica in balanced.replicas:
         replica.ready, replica.answers = False, "503"
     await until(balanced.operations, wane_1="DOWN", wane_2="DOWN", wane_3="DOWN")
@@ -190,7 +186,7 @@ async def test_where_none_is_ready_any_is_asked_and_says_so_itself(balanced: Bal
     assert reply.status == 503 and "replica" in reply.document
 
 
-async def test_the_log_of_a_replica_has_the_client_s_address_and_neither_haproxy_s_nor_what_a_client_says() -> None:
+async def test_a_replica_logs_the_clients_real_address() -> None:
     settings = {"WANE_BUNDLES": str(BUNDLE), PROXIES: "127.0.0.1"}
     with live_server(**settings) as server:
         port = int(server.url.rpartition(":")[2])

@@ -11,12 +11,12 @@ ACKNOWLEDGED, NOT_DURABLE, UNKNOWN, REFUSED = Outcome
 
 
 def steps(*tokens: int, outcome: Outcome = ACKNOWLEDGED) -> list[Append]:
-    """One append after another, each of one token and where the one before ended."""
+    """Returns successive appends of one token, each at the end of the one before."""
     return [append(token, place, outcome, 2 * place) for place, token in enumerate(tokens)]
 
 
 def append(token: int, start: int | None, outcome: Outcome = ACKNOWLEDGED, invoked_s: float = 0) -> Append:
-    """Of one token, answered a second later unless nobody knows."""
+    """Returns an append of one token, answered a second later unless its outcome is unknown."""
     return Append((token,), outcome, start, invoked_s, math.inf if outcome is UNKNOWN else invoked_s + 1)
 
 
@@ -24,7 +24,7 @@ def kinds(history: list[Append], *final: int) -> list[str]:
     return [fault.kind for fault in faults(history, final)]
 
 
-def test_what_was_acknowledged_and_is_there_in_order_is_right() -> None:
+def test_acknowledged_tokens_in_order_are_right() -> None:
     assert not faults(steps(7, 8, 9), [7, 8, 9])
     assert not faults([], [])
     assert not faults(
@@ -33,21 +33,21 @@ def test_what_was_acknowledged_and_is_there_in_order_is_right() -> None:
 
 
 @pytest.mark.parametrize("final", [(7, 8), (7, 9), (7, 8, 5), ()], ids=str)
-def test_an_acknowledged_token_that_is_not_there_is_lost(final: tuple[int, ...]) -> None:
+def test_a_missing_acknowledged_token_is_lost(final: tuple[int, ...]) -> None:
     assert "lost" in kinds(steps(7, 8, 9), *final)
 
 
-def test_a_part_of_an_acknowledged_append_that_is_not_there_is_lost() -> None:
+def test_a_missing_part_of_an_acknowledged_append_is_lost() -> None:
     (fault,) = faults([Append((7, 8, 9), ACKNOWLEDGED, 0, 0, 1)], [7, 8])
     assert str(fault) == "lost at 0: [7, 8, 9] was acknowledged, but there is [7, 8]"
 
 
-def test_two_acknowledgements_of_one_place_are_one_loss() -> None:
+def test_two_acknowledgements_of_one_position_are_one_loss() -> None:
     assert kinds([append(7, 0), append(7, 0, invoked_s=2)], 7) == ["lost"]
 
 
 @pytest.mark.parametrize("again", [0, 1, 2])
-def test_a_token_that_is_there_twice_is_found_wherever_it_is_and_whatever_the_positions_say(again: int) -> None:
+def test_a_duplicated_token_is_found_anywhere(again: int) -> None:
     tokens = [7, 8, 9]
     final = [*tokens[: again + 1], *tokens[again:]]
     shifted = [append(token, place + (place > again), invoked_s=2 * place) for place, token in enumerate(tokens)]
@@ -55,7 +55,7 @@ def test_a_token_that_is_there_twice_is_found_wherever_it_is_and_whatever_the_po
     assert kinds(steps(*tokens), *final) in (["lost"] * (2 - again), ["duplicated"])
 
 
-def test_an_append_of_unknown_fate_may_be_there_once_or_not_at_all_and_not_twice() -> None:
+def test_an_append_of_unknown_outcome_may_be_applied_at_most_once() -> None:
     history = [append(7, 0), append(8, 1, UNKNOWN, 2), append(8, None, UNKNOWN, 4)]
     assert not faults(history, [7])
     assert not faults(history, [7, 8])
@@ -63,37 +63,37 @@ def test_an_append_of_unknown_fate_may_be_there_once_or_not_at_all_and_not_twice
     assert kinds(history, 7, 8, 8, 8) == ["duplicated"]
 
 
-def test_an_append_of_unknown_fate_that_claims_a_position_is_there_or_nowhere() -> None:
+def test_an_append_of_unknown_outcome_with_a_position_is_there_or_nowhere() -> None:
     history = [append(7, 0), append(8, 1, UNKNOWN, 2), append(9, 1, invoked_s=4)]
     assert not faults(history, [7, 9])
     assert kinds(history, 7, 9, 8) == ["reordered"]
 
 
-def test_an_append_of_unknown_fate_may_be_applied_late_but_never_before_it_was_asked_for() -> None:
+def test_an_append_of_unknown_outcome_may_be_applied_late_but_not_early() -> None:
     early = [append(8, None, UNKNOWN), append(7, 0, invoked_s=2), append(9, 1, invoked_s=4)]
     assert not faults(early, [7, 9, 8])
     late = [append(7, 1, invoked_s=0), append(8, None, UNKNOWN, 2)]
     assert kinds(late, 8, 7) == ["reordered"]
 
 
-def test_the_order_of_acknowledged_appends_is_that_of_their_times() -> None:
+def test_acknowledged_appends_are_in_the_order_of_their_times() -> None:
     assert kinds([append(7, 1, invoked_s=0), append(8, 0, invoked_s=2)], 8, 7) == ["reordered"]
     beside = [Append((7,), ACKNOWLEDGED, 1, 0, 5), Append((8,), ACKNOWLEDGED, 0, 1, 2)]
     assert not faults(beside, [8, 7])
 
 
-def test_a_token_that_nobody_appended_is_strange() -> None:
+def test_a_token_that_no_client_appended_is_strange() -> None:
     assert kinds(steps(7), 7, 5) == ["strange"]
     assert kinds([append(7, 1)], 5, 7) == ["strange"]
 
 
-def test_a_refused_append_is_not_there() -> None:
+def test_a_rejected_append_is_not_applied() -> None:
     history = [append(7, 0), append(8, 1, REFUSED, 2)]
     assert not faults(history, [7])
     assert kinds(history, 7, 8) == ["refused"]
 
 
-def test_what_was_not_durable_may_be_lost_but_not_turned_round() -> None:
+def test_tokens_that_were_not_durable_may_be_lost_but_not_reordered() -> None:
     history = steps(7, 8, 9, outcome=NOT_DURABLE)
     for final in ([], [7], [7, 8], [7, 8, 9]):
         assert not faults(history, final)
@@ -102,12 +102,12 @@ def test_what_was_not_durable_may_be_lost_but_not_turned_round() -> None:
     assert kinds(loose, 8, 7) == ["reordered"]
 
 
-def test_an_append_of_unknown_fate_does_not_cover_what_was_acknowledged() -> None:
+def test_an_append_of_unknown_outcome_does_not_hide_a_loss() -> None:
     history = [Append((7, 8), UNKNOWN, None, 0), append(8, 1, invoked_s=1)]
     assert kinds(history, 7, 8) == ["reordered"]
 
 
-def test_the_right_one_of_several_explanations_is_found() -> None:
+def test_the_right_explanation_of_several_is_found() -> None:
     unknown = [Append((1,), UNKNOWN, None, 0), Append((1, 2), UNKNOWN, None, 0), Append((2, 1), UNKNOWN, None, 0)]
     assert not faults(unknown, [1, 2, 1])
     assert not faults(unknown, [1, 2, 1, 1, 2])
@@ -116,7 +116,7 @@ def test_the_right_one_of_several_explanations_is_found() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_one_honest_session_did_is_right_and_any_token_more_or_less_is_not(seed: int) -> None:
+def test_a_random_honest_history_is_right_and_one_changed_token_is_not(seed: int) -> None:
     random_ = random.Random(seed)
     history: list[Append] = []
     final: list[int] = []

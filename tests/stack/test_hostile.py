@@ -1,4 +1,4 @@
-"""Clients that mean harm, at the whole topology: what they are answered, what they cost, and what of keys is logged."""
+"""Hostile clients of the whole topology: their answers, their cost in memory, and no keys in logs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ AT_ONCE = 32
 MOST_BODY_BYTES = 2**20
 BODY_TIMEOUT_S = 10
 GROWTH_BYTES = 64 * 2**20
-"""What a replica may take more while all of this goes on than when it was ready: a thousand sessions and their states,
-the bodies of a few dozen requests at a time, and what the allocator keeps."""
+"""Memory that a replica may use during the attacks in addition to that of a ready one: a thousand sessions and their
+states, the bodies of a few dozen requests at a time, and the allocator's reserve."""
 
 TRICKS = [
     "..", "../..", "..%2f..%2fetc%2fpasswd", "%2e%2e%2f" + MODEL, f"{MODEL}%00", f"{MODEL}%2f..%2f{MODEL}", "%00", ".",
@@ -43,7 +43,7 @@ Statuses = Counter[object]
 
 
 class Keys:
-    """A file of keys, and the keys."""
+    """A file of keys, and its keys."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,14 +51,14 @@ class Keys:
         self.made: list[str] = []
 
     def make(self, name: str, *words: str) -> str:
-        """A new key of `name`, which is in the file once that is written."""
+        """Makes a new key of `name`, which the next write adds to the file."""
         made, kept = make_key(name, words)
         self.made.append(made)
         self.kept[made] = kept
         return made
 
     def write(self) -> None:
-        """Puts the file in its place, whole."""
+        """Replaces the file atomically."""
         part = self.path.with_name("part")
         part.write_text("".join(f"{key.line()}\n" for key in self.kept.values()))
         part.replace(self.path)
@@ -74,7 +74,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def many(port: int, ask: Callable[[Connection, int], Awaitable[object]], count: int) -> Statuses:
-    """What `count` questions are answered, over a few connections."""
+    """Returns the answers to `count` requests, over a few connections."""
     numbers = iter(range(count))
     statuses: Statuses = Counter()
 
@@ -92,7 +92,7 @@ async def many(port: int, ask: Callable[[Connection, int], Awaitable[object]], c
 
 
 async def said(port: int, chunks: Sequence[bytes], every_s: float = 0.0) -> int:
-    """The status that somebody is answered who says this, chunk by chunk, and listens to the end."""
+    """Returns the status for a client that sends these chunks and reads to the end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
     async def say() -> None:
@@ -112,25 +112,25 @@ async def said(port: int, chunks: Sequence[bytes], every_s: float = 0.0) -> int:
 
 
 def forget_peak(pid: int) -> None:
-    """From now on the most memory is what the process has now: loading a model takes more than serving it."""
+    """Resets the peak memory to the current one, because loading a model takes more than serving it."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process had at a time."""
+    """Returns the peak memory of a process."""
     (line,) = [one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
 
 def secrets_in(stack: Stack, secrets: Sequence[str]) -> list[str]:
-    """The secrets that a log of the stack holds."""
+    """Returns the secrets found in a log of the stack."""
     texts = [path.read_text(errors="replace") for path in stack.logs.iterdir()]
     assert all(texts[:1]), "there is nothing in the logs: this is a bug of the test"
     return [secret for secret in secrets for text in texts if secret in text]
 
 
 async def of_another(port: int, session: str, key: str) -> Statuses:
-    """What a key is answered that asks in every way there is for a session of another."""
+    """Returns the answers to a key that requests another key's session by every route."""
     path, step, headers = f"/v1/sessions/{session}", {"tokens": [1]}, bearer(key)
     asked: list[tuple[str, str, object]] = [
         ("GET", path, None),
@@ -158,7 +158,7 @@ async def of_another(port: int, session: str, key: str) -> Statuses:
     return statuses
 
 
-async def test_hostile_clients_are_refused_and_the_service_keeps_its_memory_and_its_secrets(
+async def test_attacks_are_rejected_without_using_memory_or_leaking_secrets(
     make_stack: MakeStack, keys: Keys, figures: Figures
 ) -> None:
     alice, ops = keys.make("alice"), keys.make("ops", "scope=admin")
@@ -250,7 +250,7 @@ async def test_hostile_clients_are_refused_and_the_service_keeps_its_memory_and_
 
 
 async def asked(port: int, key: str) -> int:
-    """The status that a key is answered."""
+    """Returns the status of a request with a key."""
     connection = Connection(port)
     try:
         return (await connection.ask("GET", "/v1/models", None, bearer(key))).status
@@ -283,7 +283,7 @@ async def test_keys_are_rotated_under_load_without_a_failed_request(make_stack: 
             connection.close()
 
         async def until_all(condition: Callable[[Process], Awaitable[bool]]) -> None:
-            """Waits until it holds of every replica."""
+            """Waits until the condition holds for every replica."""
             async with asyncio.timeout(WAIT_S):
                 for replica in stack.replicas:
                     while not await condition(replica):  # noqa: ASYNC110
@@ -301,12 +301,12 @@ async def test_keys_are_rotated_under_load_without_a_failed_request(make_stack: 
         async with asyncio.TaskGroup() as clients:
             for number in range(6):
                 clients.create_task(step_on("alice", f"s-{number}"))
-            clients.create_task(step_on("bob", "s-0"))  # another's, of the same id
+            clients.create_task(step_on("bob", "s-0"))  # another owner's session, of the same id
             new = keys.make("alice")
             keys.write()
             await until_all(answers(new, 200))
             await until_all(answers(old, 200))
-            current = new  # the sessions are alice's, whichever of her keys she uses
+            current = new  # all of alice's keys share her sessions
             del keys.kept[old]
             keys.write()
             await until_all(answers(old, 401))

@@ -1,4 +1,4 @@
-"""Replicas that are killed under load: nothing is lost, and nothing is there twice.
+"""Replicas are killed under load: no token is lost or duplicated.
 
 `python -m benchmarks.outages` measures how long clients wait meanwhile.
 """
@@ -21,12 +21,10 @@ RATE = 1.25
 KILLS = 6
 
 
-async def test_two_hundred_sessions_outlive_replicas_that_are_killed_one_after_another(
-    make_stack: MakeStack, figures: Figures
-) -> None:
+async def test_two_hundred_sessions_outlive_replicas_killed_in_turn(make_stack: MakeStack, figures: Figures) -> None:
     stack = make_stack()
     await asyncio.to_thread(stack.start)
-    # A tenth of the sessions is longer than what is kept of one: their states can only be rebuilt within a bound.
+    # A tenth of the sessions is longer than the history that is kept: their states can only be rebuilt within a bound.
     first = [SESSION_HISTORY_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
     async with open_clients(stack.port, first) as clients:
         async with stepping(clients, RATE):

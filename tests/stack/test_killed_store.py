@@ -1,5 +1,5 @@
-"""Redis killed and started again, with its append-only file: what was acknowledged as durable is there, whatever
-replicas do while it is away."""
+"""Redis is killed and restarted with its append-only file: tokens acknowledged as durable survive, in both failure
+modes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RATE = 1.0
 UP, DOWN = {f"wane_{number}": "UP" for number in (1, 2, 3)}, {f"wane_{number}": "DOWN" for number in (1, 2, 3)}
 
 
-async def test_rejecting_replicas_refuse_steps_until_redis_is_back_and_nothing_is_lost(
+async def test_in_mode_reject_steps_fail_until_redis_is_back_and_nothing_is_lost(
     make_stack: MakeStack, figures: Figures
 ) -> None:
     stack = make_stack({"WANE_STORE_FAILURE_MODE": "reject"})
@@ -63,7 +63,7 @@ async def test_rejecting_replicas_refuse_steps_until_redis_is_back_and_nothing_i
         assert await histories(clients, stack.store, SESSION_HISTORY_TOKENS) == []
 
 
-async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
+async def test_in_mode_degrade_sessions_continue_and_redis_wins_once_back(
     make_stack: MakeStack, figures: Figures
 ) -> None:
     stack = make_stack({"WANE_STORE_FAILURE_MODE": "degrade"})
@@ -74,7 +74,7 @@ async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
             await stepped(clients)
             await asyncio.to_thread(redis.kill)
             await until_each(clients, has_undurable)
-            # What it alone has is lost with it: histories differ.
+            # Tokens that only this replica has are lost with it: histories differ.
             await asyncio.to_thread(victim.kill)
             victim.start()
             before = {client.session: (len(client.history), client.repeated) for client in clients}
@@ -84,7 +84,7 @@ async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
             await asyncio.to_thread(victim.wait_ready)
             await until(stack.operations, **UP)
             await stepped(clients, 2)
-        for client in clients:  # every session ends with a durable step, or would be looked at too early
+        for client in clients:  # every session must end with a durable step before it is checked
             await client.step((Random(client.session).randrange(1, client.vocabulary),))
             if client.history[-1].outcome is Outcome.UNKNOWN:
                 await client.step((Random(client.session).randrange(1, client.vocabulary),))
@@ -103,12 +103,12 @@ async def test_degrading_replicas_go_on_and_say_so_and_redis_has_the_last_word(
 
 
 def has_undurable(client: SessionClient) -> bool:
-    """Whether a step was answered that is not durable."""
+    """Returns whether an answered step is not durable."""
     return any(append.outcome is Outcome.NOT_DURABLE for append in client.history)
 
 
 def went_on(client: SessionClient, before: tuple[int, int]) -> bool:
-    """Whether a step has ended, or had to be sent again, since the numbers of both were `before`."""
+    """Returns whether a step has ended or was retried since both counts were `before`."""
     return len(client.history) > before[0] or client.repeated > before[1]
 
 

@@ -1,5 +1,5 @@
-"""What the manifests of Kubernetes say, done without a cluster: replicas come and go as an HPA would have it, and no
-request fails, though no client asks twice. HAProxy has the file of its ConfigMap, and finds the replicas by DNS."""
+"""Runs the manifests of Kubernetes without a cluster: replicas are added and removed as by an HPA, and no request
+fails, although no client retries. HAProxy has the file of its ConfigMap, and finds the replicas by DNS."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RESOLVER = "    parse-resolv-conf\n"
 
 @pytest.fixture
 def pods() -> Iterator[ExitStack]:
-    """What is put there is killed with the test."""
+    """A list of pods that are killed at the end of the test."""
     program("redis-server")
     program("haproxy")
     with ExitStack() as stack:
@@ -40,7 +40,7 @@ def pods() -> Iterator[ExitStack]:
 
 
 def haproxy_file(folder: Path, dns: Names) -> Path:
-    """The file of the ConfigMap; a pod's /etc/resolv.conf would name the server that is named here."""
+    """The file of the ConfigMap. It names the DNS server that a pod's /etc/resolv.conf would name."""
     text = get("ConfigMap", "haproxy")["data"]["haproxy.cfg"]
     assert text.count(RESOLVER) == 1
     file = folder / "haproxy.cfg"
@@ -48,7 +48,7 @@ def haproxy_file(folder: Path, dns: Names) -> Path:
     return file
 
 
-async def test_no_request_fails_while_replicas_come_and_go_and_no_client_asks_twice(
+async def test_no_request_fails_or_is_retried_while_replicas_come_and_go(
     tmp_path: Path, pods: ExitStack, figures: Figures
 ) -> None:
     secrets.make(tmp_path / "secrets")
@@ -68,7 +68,7 @@ async def test_no_request_fails_while_replicas_come_and_go_and_no_client_asks_tw
     async with names(VARIABLES["REPLICAS"]) as dns:
 
         def replica() -> Pod:
-            """One more, which DNS tells of at once, ready or not."""
+            """Adds a replica, which DNS lists at once, ready or not."""
             pod = run("wane", free_port(), variables, {})
             dns.ports.add(pod.port)
             return pod
@@ -86,7 +86,8 @@ async def test_no_request_fails_while_replicas_come_and_go_and_no_client_asks_tw
                 third = replica()
                 await third.ready()
                 await until(addresses["haproxy", 8404], wane_3="UP")
-                # Both of the first go. DNS forgets one as soon as it is to go, and the other once it is gone.
+                # Both of the first replicas stop. DNS drops one when it starts to stop, and the other once it has
+                # stopped.
                 dns.ports.remove(first[0].port)
                 codes = await asyncio.gather(*(pod.delete() for pod in first))
                 dns.ports.remove(first[1].port)

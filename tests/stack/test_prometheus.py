@@ -23,11 +23,11 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 LIMIT_S = 300
 SMALL_QUEUE = "wane-1"
 FAILURES = {"By status", "By code and key", "Rejected, dropped, failed", "Failed", "Rejected connections"}
-"""Panels that have more than noughts only where something went wrong."""
+"""Panels whose values are all 0 unless something failed."""
 
 
 class Traffic:
-    """A client of everything that the dashboard shows, failures included."""
+    """A client whose requests fill every panel of the dashboard, including failures."""
 
     def __init__(self, stack: Stack, http: httpx.Client) -> None:
         self.http = http
@@ -42,7 +42,7 @@ class Traffic:
         return response
 
     def round(self) -> None:
-        """A little of everything."""
+        """Sends a few requests of every kind."""
         for session in self.sessions:
             self.post(f"/v1/sessions/{session}/tokens", {"tokens": [5]}, 200)
         for mode in ("recurrent", "window", "both"):
@@ -62,7 +62,7 @@ class Traffic:
 
 
 class Asked:
-    """Prometheus, by its API."""
+    """A client of Prometheus's API."""
 
     def __init__(self, stack: Stack, http: httpx.Client) -> None:
         self.url = stack.processes[PROMETHEUS].url
@@ -74,7 +74,7 @@ class Asked:
         return answer.json()["data"]
 
     def values(self, query: str) -> list[float]:
-        """What is there now; what is not a number is not there."""
+        """Returns the current values without NaN."""
         found = (float(one["value"][1]) for one in self.get("query", query=query)["result"])
         return [value for value in found if not math.isnan(value)]
 
@@ -131,7 +131,7 @@ def now() -> str:
     return str(time.time() + 1)
 
 
-def test_prometheus_without_its_key_is_refused_and_says_so(make_stack: MakeStack) -> None:
+def test_prometheus_without_its_key_is_rejected_and_says_so(make_stack: MakeStack) -> None:
     program("prometheus")
     stack = make_stack(whole=True)
     (stack.secrets / METRICS_KEY).write_text("another")

@@ -1,4 +1,4 @@
-"""Ray Serve, started by its one command: sessions outlive a replica that is killed, and replicas that come and go."""
+"""Ray Serve, started by scripts/ray: sessions outlive killed, added and removed replicas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPOOFED = {"x-forwarded-for": "6.6.6.6", "x-request-id": "a-client-that-says-it-
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """One with a short path, for sockets."""
+    """A folder with a short path, for sockets."""
     made = Path(tempfile.mkdtemp(prefix="wane-"))
     yield made
     shutil.rmtree(made)
@@ -44,7 +44,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def command(folder: Path) -> Iterator[RayCommand]:
-    """Started, and gone with the test."""
+    """The running command, stopped at the end of the test."""
     started = RayCommand(folder)
     try:
         yield started
@@ -57,7 +57,7 @@ async def a_step_each(clients: list[SessionClient]) -> None:
 
 
 async def asks_for_a_key(client: SessionClient) -> None:
-    """Without one, or with another's, whoever asks is told so, and nothing becomes of the client's session."""
+    """Requests without a key, or with another's, are rejected, and do not change the client's session."""
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{client.port}", timeout=WAIT_S) as http:
         path = f"/v1/sessions/{client.session}"
         for keys, status in (({}, 401), ({"authorization": "Bearer none"}, 401), (OTHERS, 404), (OWN, 200)):
@@ -71,7 +71,7 @@ async def asks_for_a_key(client: SessionClient) -> None:
         assert socket.close_code == code
 
 
-async def test_a_hundred_sessions_go_on_when_a_replica_is_killed_and_when_replicas_come_and_go(
+async def test_a_hundred_sessions_continue_when_replicas_are_killed_added_and_removed(
     command: RayCommand, figures: Figures
 ) -> None:
     store = await asyncio.to_thread(command.until_store)

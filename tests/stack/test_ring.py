@@ -1,4 +1,4 @@
-"""The ring that the simulation of large fleets has, against the real HAProxy with its real configuration."""
+"""The hash ring of the fleet simulation, compared with the real HAProxy and its real configuration."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ pytestmark = pytest.mark.stack
 
 
 def owners(*servers: int) -> dict[str, int]:
-    """By the ring; replicas count from 0, HAProxy's servers from 1."""
+    """Returns the server by the ring; replicas count from 0, HAProxy's servers from 1."""
     found = Ring(full(servers)).owners(places(SESSIONS))
     return {session: int(owner) - 1 for session, owner in zip(SESSIONS, found, strict=True)}
 
 
-async def test_every_session_is_where_the_ring_says_and_goes_where_it_says() -> None:
+async def test_every_session_is_and_moves_where_the_ring_says() -> None:
     async with three_replicas() as replicas, haproxy(replicas) as balanced:
         assert await balanced.homes() == owners(1, 2, 3)
         replicas[1].stop()

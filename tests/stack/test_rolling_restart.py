@@ -1,4 +1,4 @@
-"""Replicas that are stopped and started one after another, as for a new version: no request fails."""
+"""Replicas are restarted one after another, as for a new version: no request fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SESSIONS = 100
 RATE = 1.0
 
 
-async def test_no_request_fails_while_all_replicas_are_restarted_and_no_client_asks_twice(
+async def test_no_request_fails_or_is_retried_while_all_replicas_restart(
     make_stack: MakeStack, figures: Figures
 ) -> None:
     stack = make_stack()

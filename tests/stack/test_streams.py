@@ -1,4 +1,4 @@
-"""WebSockets through HAProxy: cut off by a killed replica, closed by one that is stopped, gone on with elsewhere."""
+"""WebSockets through HAProxy: cut off by a killed replica, closed by a stopped one, continued at another."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ STEPS = 40
 
 
 class Streaming:
-    """A session's client that goes on over a WebSocket, with each message's position in it, and opens another where
-    one ends."""
+    """A session's client over a WebSocket. Each message has its position; when a WebSocket ends, the client opens
+    another."""
 
     def __init__(self, client: SessionClient) -> None:
         self.client = client
@@ -35,7 +35,7 @@ class Streaming:
         self.socket: ClientConnection | None = None
 
     async def open(self) -> ClientConnection:
-        """The socket that is open, or a new one."""
+        """Returns the open socket, or a new one."""
         while self.socket is None:
             try:
                 self.socket = await connect(
@@ -48,7 +48,7 @@ class Streaming:
         return self.socket
 
     async def step(self) -> None:
-        """One token, sent until it is answered."""
+        """Sends one token until it is answered."""
         client = self.client
         token = self.random.randrange(1, VOCABULARY)
         invoked = asyncio.get_running_loop().time()
@@ -71,7 +71,7 @@ class Streaming:
         client.answers[client.position] = answer
 
     async def closed(self) -> int | None:
-        """The code with which the other side has closed the socket; None where it still answers."""
+        """Returns the code with which the server closed the socket; None if it still answers."""
         assert self.socket is not None
         try:
             await (await self.socket.ping())
@@ -80,12 +80,12 @@ class Streaming:
         return None
 
     async def close(self) -> None:
-        """Is not gone on with."""
+        """Closes the client for good."""
         if self.socket is not None:
             await self.socket.close()
 
 
-async def test_streams_are_cut_off_by_a_killed_replica_and_go_on_at_another(make_stack: MakeStack) -> None:
+async def test_streams_cut_off_by_a_killed_replica_continue_at_another(make_stack: MakeStack) -> None:
     stack = make_stack()
     await asyncio.to_thread(stack.start)
     async with open_clients(stack.port, [40] * SESSIONS) as clients:
@@ -112,6 +112,6 @@ async def test_streams_are_cut_off_by_a_killed_replica_and_go_on_at_another(make
 
 
 async def step_each(streams: Sequence[Streaming]) -> None:
-    """Some steps of each."""
+    """Runs some steps of each client."""
     for _ in range(STEPS):
         await asyncio.gather(*(stream.step() for stream in streams))

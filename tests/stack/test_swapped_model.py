@@ -1,5 +1,5 @@
-"""A model's new version, loaded by one replica after another under live sessions: no request fails, every session goes
-on under the new version from its tokens, and each answer is right for the version that it names."""
+"""Replicas load a new version of a model one after another under live sessions: no request fails, every session
+continues on the new version from its tokens, and each answer is right for the version that it names."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SESSIONS = 60
 LONG = 6
 RATE = 1.0
 OTHER = BUNDLE.with_name("gated-stable-truncated")
-"""Other weights of the same architecture and vocabulary."""
+"""Returns other weights of the same architecture and vocabulary."""
 
 
 def next_version(folder: Path) -> Path:
-    """A bundle of the same name, of the next version."""
+    """Writes a bundle of the same name, with the next version."""
     path = shutil.copytree(OTHER, folder / MODEL)
     edit_manifest(path, "name", value=MODEL)
     edit_manifest(path, "version", value="2")
     return path
 
 
-async def test_no_request_fails_while_each_replica_takes_a_new_version(
+async def test_no_request_fails_while_each_replica_loads_a_new_version(
     make_stack: MakeStack, figures: Figures, tmp_path: Path
 ) -> None:
     served = shutil.copytree(BUNDLE, tmp_path / "bundles" / MODEL)

@@ -1,4 +1,4 @@
-"""Traces of the real server, exported to a real receiver of OTLP, and read from what that one understood."""
+"""Traces of the real server, exported to a real OTLP receiver, and read from its log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parent(number: int, flags: str = "01") -> dict[str, str]:
 
 
 def ended(server: LiveServer, collector: Receiver) -> list[Received]:
-    """Every span of a server: its last ones are exported when it stops."""
+    """Returns every span of a server; it exports the last ones when it stops."""
     assert server.stop() == 0
     return collector.spans()
 
@@ -41,7 +41,7 @@ def variables(collector: Receiver) -> dict[str, str]:
     }
 
 
-def test_one_request_is_traced_from_its_client_through_queue_and_batch_to_the_run() -> None:
+def test_a_request_is_traced_from_its_client_to_the_run() -> None:
     with receiver() as collector, live_server(**variables(collector)) as server:
         with httpx.Client(base_url=server.url, headers=parent(1, "00"), timeout=TIMEOUT_S) as client:
             session = client.post("/v1/sessions", json={}).json()["session"]
@@ -68,7 +68,7 @@ def test_one_request_is_traced_from_its_client_through_queue_and_batch_to_the_ru
 
 
 async def joined(client: httpx.AsyncClient) -> float:
-    """How many items were not the first of their batch, by the metrics."""
+    """Returns from the metrics how many items were not the first of their batch."""
     lines = (await client.get("/metrics")).text.splitlines()
 
     def total(name: str) -> float:
@@ -77,9 +77,9 @@ async def joined(client: httpx.AsyncClient) -> float:
     return total("sum") - total("count")
 
 
-def test_requests_that_share_a_batch_are_linked_from_it_whoever_their_clients_are() -> None:
+def test_a_batch_links_to_the_requests_of_all_its_clients() -> None:
     async def ask(url: str) -> None:
-        """Asks eight at once, and again until some had a batch together."""
+        """Sends eight requests at once, and repeats that until some shared a batch."""
         async with (
             asyncio.timeout(TIMEOUT_S),
             httpx.AsyncClient(base_url=url, headers=parent(0, "00"), timeout=TIMEOUT_S) as client,
@@ -108,7 +108,7 @@ def test_requests_that_share_a_batch_are_linked_from_it_whoever_their_clients_ar
     assert {link for span in of_others for link in span.links} == {batch.id for batch in shared}
 
 
-def test_the_command_line_s_calls_go_on_with_the_trace_of_whoever_called_it() -> None:
+def test_calls_of_the_command_line_continue_its_callers_trace() -> None:
     with receiver() as collector, live_server(**variables(collector)) as server:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
         given = {
@@ -125,7 +125,7 @@ def test_the_command_line_s_calls_go_on_with_the_trace_of_whoever_called_it() ->
     assert call.resource["service.name"] == "wane"
 
 
-def test_a_receiver_that_is_not_there_costs_no_request_and_does_not_hold_up_the_end() -> None:
+def test_a_missing_receiver_fails_no_request_and_does_not_delay_the_shutdown() -> None:
     with receiver() as collector, live_server(**variables(collector)) as server:
         collector.process.kill()
         with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as client:

@@ -55,7 +55,7 @@ def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:
 
 
 def due(before: int, after: int, every: int) -> bool:
-    """Returns whether a step between two positions reaches a checkpoint, of which there is one in `every` tokens."""
+    """Returns whether a step between two positions reaches a checkpoint (every `every` tokens)."""
     return after // every > before // every
 
 

@@ -108,7 +108,7 @@ def test_a_full_redis_refuses_new_work_and_loses_nothing(tmp_path: Path, mode: s
             assert (away.status_code, away.json()["durable"]) == (200, False)
         redis.options = (*OPTIONS, "--maxmemory", "1")
         redis.start()
-        server.read_until("the session store is there")
+        server.read_until("the session store is reachable")
         assert is_refusal(sessions.step("s4", [9])), "no fallback took this session over: Redis is available and full"
         back = sessions.step("s0", [9])
         if mode == "reject":

@@ -62,5 +62,5 @@ def test_the_forwarded_for_of_an_untrusted_peer_is_ignored(behind: LiveServer) -
 
 @pytest.mark.parametrize("value", ["", "haproxy", "*", "10.0.0.0/8,", "10.0.0.1/8", "127.0.0.1:80"])
 def test_a_proxy_must_be_an_address_or_a_network(value: str) -> None:
-    with pytest.raises(SettingsError, match=r"^WANE_TRUSTED_PROXIES is .*an address is wanted, or a network"):
+    with pytest.raises(SettingsError, match=r"^WANE_TRUSTED_PROXIES is .*must be an address, or a network"):
         Settings.read({"WANE_TRUSTED_PROXIES": value})

@@ -34,7 +34,7 @@ STEPS = 24
 
 @pytest.fixture(scope="module")
 def compared(live: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The JSON of one comparison over a few tokens of the sample; its plot stands beside it."""
+    """The JSON of one comparison over a few tokens of the sample; its plot is in the same folder."""
     folder = tmp_path_factory.mktemp("compared")
     files = ["--json", str(folder / "compared.json"), "--plot", str(folder / "compared.png")]
     assert main(["compare", live.url, "--tokens", str(STEPS), *files]) == 0
@@ -222,7 +222,7 @@ def test_replicas_reports_are_merged_and_an_unreachable_one_is_named(
     live: LiveServer, http: httpx.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = http.post("/v1/predict", json={"tokens": [1]}).json()
-    again = live.url.replace("127.0.0.1", "localhost")  # the same server, as if it were another
+    again = live.url.replace("127.0.0.1", "localhost")  # the same server by another name
     assert main(["report", live.url, again, "--json"]) == 0
     merged = json.loads(capsys.readouterr().out)
     once = http.get("/v1/report").json()
@@ -241,7 +241,7 @@ def test_replicas_reports_are_merged_and_an_unreachable_one_is_named(
 
 @contextmanager
 def stranger(page: bytes) -> Iterator[str]:
-    """The address of a server that answers everything with one page."""
+    """The address of a server that answers every request with the same page."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -251,7 +251,7 @@ def stranger(page: bytes) -> Iterator[str]:
             self.wfile.write(page)
 
         def log_message(self, *args: object) -> None:
-            """Nothing is printed."""
+            """Discards the output."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         serving = Thread(target=server.serve_forever, args=(0.01,))

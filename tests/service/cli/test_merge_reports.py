@@ -1,4 +1,4 @@
-"""Replicas' reports, merged, are the report of one process that did all that they did."""
+"""The merged reports of replicas equal the report of one process with all of their work."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ shadowed = some.tuples(where, some.sampled_from(["compared", "dropped", "failed"
 
 
 def document(report: Stats, sessions: int = 0) -> dict[str, Any]:
-    """As /v1/report has one model's."""
+    """Returns one model's part of /v1/report."""
     counts = {"resident": sessions, "parked": 2 * sessions, "rebuilt": 3 * sessions}
     known = {"model": "m", "model_version": "1", "device": "cpu", "sessions": counts, "costs": {}}
     return {"device": "cpu", "models": [{**known, "integrity": {"rounds": sessions, "faults": 0}, **report.document()}]}
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Equal, but for the rounding of sums of floats."""
+    """Asserts equality up to the rounding of sums of floats."""
     if isinstance(expected, dict):
         assert set(found) == set(expected)
         for name, value in expected.items():

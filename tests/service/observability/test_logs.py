@@ -1,4 +1,4 @@
-"""Lines of the log: what they hold, and when they are written."""
+"""The content of log lines, and when they are written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT_S = 60
 
 
 class Stream(io.StringIO):
-    """Remembers what every write wrote."""
+    """Records every write."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Our histograms are prometheus_client's, in all that is to be seen of them."""
+"""Wane's histograms are exported exactly like prometheus_client's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VALUES = (0.0, 0.00004, 0.00005, 0.1, 0.10001, 1.0, 7.5)
 
 
 def shown(registry: CollectorRegistry) -> list[str]:
-    """What is exposed, but for when a metric was made, which ours does not tell."""
+    """Returns the exported text without the creation times, which Wane's histograms do not have."""
     return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
 
 

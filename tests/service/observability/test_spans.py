@@ -1,4 +1,4 @@
-"""Requests and messages as spans: of a real client, over the fake engine."""
+"""Spans of requests and messages from a real client, over the fake engine."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def spans() -> Spans:
 
 @pytest.fixture
 def app(spans: Spans) -> Application:
-    """In place of the one that is not traced."""
+    """Replaces the fixture without tracing."""
     registry = cast(ModelRegistry, FakeRegistry())
     return create_app(Settings(), registry, Metrics(), on_load_failure=never, tracing=spans.tracing)
 
 
 class Nowhere:
-    """Takes a response, and sends it nowhere."""
+    """Discards a response."""
 
     def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         assert status == 200

@@ -1,4 +1,4 @@
-"""What must hold of every bundle that is served, through the whole engine and onnxruntime."""
+"""Properties of every shipped bundle, tested through the whole engine and onnxruntime."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def some_tokens(engine: Engine, count: int) -> tuple[int, ...]:
 
 
 async def own_tokens(engine: Engine, count: int) -> tuple[int, ...]:
-    """Tokens that the model itself draws: what it is used on, and mostly among its first hundred."""
+    """Tokens drawn by the model itself: they are typical, and mostly among its hundred most probable."""
     request = GenerateRequest(some_tokens(engine, 10), max_tokens=count, seed=1)
     items = [item async for item in await engine.generate(request)]
     return tuple(item.token_id for item in items if isinstance(item, GeneratedToken))
@@ -161,13 +161,13 @@ async def test_sessions_stepped_side_by_side_do_not_mix(engine: Engine) -> None:
 
 @pytest.mark.parametrize("token", [1336, 5, 2047])
 async def test_a_token_repeated_for_long_gets_no_false_proof(engine: Engine, token: int) -> None:
-    """After 367 times 1336 float32 has taken `lstm` to another first token than exact arithmetic has."""
+    """After 367 times token 1336, the first token of `lstm` differs between float32 and exact arithmetic."""
     manifest, held = engine.manifest, (token,) * 367
     answer = await engine.submit(PredictRequest(held, mode=Mode.RECURRENT))
     reference = Reference(manifest.architecture, opened(FOLDER / manifest.name)[0].weights())
     state = reference.zero_state(1)
     for each in (engine.vocabulary.eos_id, *held):
         logits, _, state = reference.step(np.array([each]), state)
-    assert answer.error_bound == 0.0, "it is the float32 run that no token was left out of"
+    assert answer.error_bound == 0.0, "the float32 run dropped no token"
     assert answer.top1_proved <= manifest.certificate.contractive
     assert not answer.top1_proved or answer.predictions[0].token_id == logits[0].argmax()

@@ -46,13 +46,13 @@ def make(path: Path, **settings: Any) -> ModelRegistry:
 
 @pytest.fixture
 def believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are not held against the oracle: for tests of something else."""
+    """Skips the verification of graphs against the oracle, which these tests do not need."""
     monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
 
 
 @pytest.fixture
 async def registry(tmp_path: Path, believed: None) -> AsyncIterator[ModelRegistry]:
-    """Two bundles, loaded."""
+    """A registry with two loaded bundles."""
     for path in PATHS[:2]:
         shutil.copytree(path, tmp_path / path.name)
     registry = make(tmp_path)
@@ -87,7 +87,8 @@ async def test_a_leaving_registry_is_unready_but_answers_until_it_is_closed(regi
 
 
 class Gate:
-    """Holds every load of a bundle's graphs until it is `opened`, or opened for the next one; `names`: those begun."""
+    """Blocks every load of a bundle's graphs until it is `opened`, for all or for the next load. `names`: started
+    loads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
@@ -99,11 +100,11 @@ class Gate:
     def _held(self, bundle: Bundle, settings: Settings) -> loader.LoadedBundle:
         self.names.append(bundle.manifest.name)
         self._begun.release()
-        assert self.opened.wait(TIMEOUT_S), "nobody opened the gate"
+        assert self.opened.wait(TIMEOUT_S), "the gate was not opened"
         return self._open_graphs(bundle, settings)
 
     async def reached(self) -> None:
-        """Waits until one load more is begun."""
+        """Waits until one more load has started."""
         assert await asyncio.to_thread(self._begun.acquire, timeout=TIMEOUT_S)
 
 
@@ -346,9 +347,9 @@ async def test_two_different_bundles_of_one_version_are_rejected(tmp_path: Path)
 
 
 async def test_a_folder_without_a_bundle_and_a_path_that_is_not_a_folder_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(RegistryError, match="holds no bundle"):
+    with pytest.raises(RegistryError, match="contains no bundle"):
         await make(tmp_path).load()
-    with pytest.raises(RegistryError, match="is no folder"):
+    with pytest.raises(RegistryError, match="is not a folder"):
         await make(tmp_path / "nowhere").load()
 
 

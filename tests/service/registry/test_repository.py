@@ -16,7 +16,7 @@ from wane.service.settings import Settings
 
 
 class Loads:
-    """Notes what is to be loaded."""
+    """Records the requested loads."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -1,4 +1,4 @@
-"""Two replicas with a version of the model each, on one store, and sessions that go from one to the other."""
+"""Two replicas with different versions of a model on one store, and sessions that move between them."""
 
 from __future__ import annotations
 

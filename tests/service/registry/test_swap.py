@@ -1,4 +1,4 @@
-"""A model's versions under live sessions: replaced, refused, kept for their sessions, and gone when none needs them."""
+"""Versions of a model under live sessions: replaced, rejected, kept for their sessions, and closed when unused."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TOKENS = (5, 6, 7, 8)
 FLOAT32 = 1e-5
 SWAPS = 14
 KEPT_BYTES = 1e6  # by a swap; one graph that stays is 4 MB, an engine 13
-WITHHELD_BYTES = 30e6  # after them all; 144 MB if nobody asks
+WITHHELD_BYTES = 30e6  # after them all; 144 MB without the collection and the trim
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where version 1 lies. Graphs are not held against the oracle: that is tested elsewhere."""
+    """The folder of version 1. Skips the verification of graphs against the oracle, which is tested elsewhere."""
     monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
     folder = tmp_path / "bundles"
     folder.mkdir()
@@ -48,13 +48,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def metrics() -> Metrics:
-    """The registry's."""
+    """The registry's metrics."""
     return Metrics()
 
 
 @pytest.fixture
 async def registry(folder: Path, metrics: Metrics) -> AsyncIterator[ModelRegistry]:
-    """Version 1, served."""
+    """A registry that serves version 1."""
     registry = ModelRegistry(Settings(bundles=folder, device="cpu", max_batch_size=4), metrics)
     await registry.load()
     yield registry
@@ -360,7 +360,7 @@ async def test_a_model_that_is_unloaded_is_not_listed_as_failed(registry: ModelR
 
 
 async def swap_by_turns() -> None:
-    """Two models take each other's place under one session."""
+    """Two models replace each other repeatedly under one session."""
     with TemporaryDirectory() as parent, patch("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0):
         folder = Path(parent) / "bundles"
         folder.mkdir()
@@ -382,11 +382,11 @@ async def swap_by_turns() -> None:
         assert (await step(registry, session, 9)).position == SWAPS * len(TOKENS) + 1
         await registry.close()
     assert growth(running, kinds=2) <= 0, f"after each swap there are {running} threads"
-    kept = growth(used[2:], kinds=2)  # until both have been there, what all of them share is made
+    kept = growth(used[2:], kinds=2)  # the first load of each allocates what all of them share
     assert kept < KEPT_BYTES, f"a swap keeps {kept:,.0f} bytes; after each of them there are {used} in use"
     assert withheld < WITHHELD_BYTES, f"{withheld:,} bytes are free, and were not given back"
 
 
 def test_memory_and_threads_do_not_grow_over_many_swaps() -> None:
-    """It is the server that has to ask the collector, and the C library, for what an engine leaves behind."""
+    """The server itself must free the memory of a closed engine, by the garbage collector and the C library."""
     alone(swap_by_turns)

@@ -9,13 +9,13 @@ from wane.service.sessions.lock import MOST_WAITERS, SessionLocks
 
 
 async def until_settled() -> None:
-    """Lets every task that is ready come up to its next wait."""
+    """Runs every ready task to its next wait."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 class Visitors:
-    """Tasks that take a session's turn, note that they have it, and keep it until they are told to go."""
+    """Tasks that take a session's lock, record it, and hold it until they are released."""
 
     def __init__(self) -> None:
         self.locks = SessionLocks()
@@ -74,7 +74,7 @@ async def test_a_waiter_cancelled_as_it_gets_the_lock_passes_it_on() -> None:
     async with visitors.locks.held("s"):
         gone, last = (visitors.come(name) for name in "ab")
         await until_settled()
-    gone.cancel()  # the turn is its own already, but it has not come to take it
+    gone.cancel()  # it has the lock already, but has not run yet
     await until_settled()
     assert gone.cancelled()
     assert visitors.inside == ["b"]

@@ -1,4 +1,4 @@
-"""Sessions that are stepped in columns: what the store has of them, and when."""
+"""Sessions that are stepped in columns: what is written to the store, and when."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from wane.service.types import Mode, StepRequest
 
 TTL_S, HISTORY, BUDGET_BYTES = 64.0, 40, 2**20
 CAPACITY = 16
-WIDTH = 1  # of a state: one number, and one more as the output layer's input
+WIDTH = 1  # values of a state: one number, and one more as the output layer's input
 
 
 def outputs(rows: int) -> Mapping[str, Array]:
-    """Of a run of so many rows."""
+    """Returns the outputs of a run of this number of rows."""
     return {HIDDEN: np.ones((rows, WIDTH), np.float32), f"{NEXT}h": np.ones((rows, WIDTH), np.float32)}
 
 
@@ -60,13 +60,13 @@ class Bench:
         self.resident.add(record)
 
     def step(self, *sessions: str, token: int = 6) -> None:
-        """One token to each of different sessions, in one batch."""
+        """Appends one token to each of different sessions, in one batch."""
         slots = [self.cache.slot_of(session) for session in sessions]
         tokens = np.full(len(sessions), token)
         self.resident.commit(np.array(slots, np.intp), sessions, tokens, outputs(len(sessions)))
 
     async def record(self, session: str) -> SessionRecord:
-        """The session as the store has it."""
+        """Returns the session as the store has it."""
         found = await self.store.get(session)
         assert found is not None
         return found
@@ -195,7 +195,7 @@ async def test_any_number_of_buffered_sessions_is_evicted_for_lack_of_memory() -
         clock.now_s += 0.001
         resident.commit(np.array([cache.slot_of(name)]), [name], np.array([6]), outputs(1))
     store.budget_bytes = store.used_bytes
-    assert await store.get(names[-1]) is not None  # is written, so that others have to go
+    assert await store.get(names[-1]) is not None  # writing it evicts others
     assert await store.get(names[0]) is None
     assert store.used_bytes <= store.budget_bytes
 
@@ -236,7 +236,7 @@ async def test_another_engine_continues_exactly_where_a_buffered_session_is(make
     answer = await new.engine.submit(StepRequest("a", (10,), expected_position=5))
     assert answer.position == 6
     assert answer.predictions[0].token_id == new.runner.logits([0, *tokens, 10]).argmax()
-    again = await old.engine.submit(StepRequest("a", (11,)))  # of a request that still holds the old engine
+    again = await old.engine.submit(StepRequest("a", (11,)))  # by a request that still holds the old engine
     assert again.position == 7
     assert again.predictions[0].token_id == new.runner.logits([0, *tokens, 10, 11]).argmax()
     await old.engine.drain()

@@ -1,4 +1,4 @@
-"""Sessions that begin behind a history, and the same creation sent again."""
+"""Sessions created from a history, and repeated creations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = tuple(range(10, 30))
 
 @pytest.fixture
 def harness(make_harness: MakeHarness) -> EngineHarness:
-    """Its model is certified; sessions keep 16 tokens."""
+    """A harness with a certified model, whose sessions keep 16 tokens."""
     return make_harness(certified=True, window=4, max_window=140)
 
 

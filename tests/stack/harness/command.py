@@ -1,4 +1,4 @@
-"""A command that runs until it is told to end, as the tests start it: what it prints is read line by line."""
+"""A command that runs until it is stopped. Its output is read line by line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WAIT_S = 300
 
 
 class Command:
-    """A program, in the checkout and in a session of its own."""
+    """A program, run in the checkout and in its own session."""
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        """Starts it: its name and its arguments. `environment` is its own, if it is not this process's."""
+        """Starts the program with its arguments. `environment`: default this process's."""
         self.process = subprocess.Popen(
             arguments,
             cwd=ROOT,
@@ -38,7 +38,7 @@ class Command:
         self._printed.put("")
 
     def until(self, wanted: Callable[[str], object]) -> list[str]:
-        """The lines that are printed from here on, up to the first that is wanted."""
+        """Returns the next lines, up to the first that is wanted."""
         lines: list[str] = []
         while not lines or not wanted(lines[-1]):
             line = self._printed.get(timeout=WAIT_S)
@@ -47,11 +47,11 @@ class Command:
         return lines
 
     def until_said(self, text: str) -> list[str]:
-        """The lines that are printed from here on, up to one with this in it."""
+        """Returns the next lines, up to the first that contains the text."""
         return self.until(lambda line: text in line)
 
     def end(self) -> None:
-        """Kills it, if it runs still."""
+        """Kills the program, if it is still running."""
         self.process.kill()
         self.process.wait(WAIT_S)
         self._reader.join(WAIT_S)

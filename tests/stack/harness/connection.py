@@ -1,5 +1,4 @@
-"""One HTTP/1.1 connection that is kept, with next to nothing between the test and the wire: hundreds share a core with
-all that they talk to."""
+"""One persistent HTTP/1.1 connection with little overhead: hundreds of them share a core with the servers."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 
 
 class Broken(Exception):
-    """The connection was refused, or ended before the answer did: nobody knows what became of the request."""
+    """The connection was refused, or closed before the end of the answer. The outcome of the request is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +24,14 @@ class Reply:
 
 
 class Connection:
-    """Asks one thing at a time, and connects again where the connection is gone."""
+    """Sends one request at a time, and reconnects if the connection was closed."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Reply:
-        """Raises Broken, after which the next call connects anew."""
+        """Sends a request and returns the answer. Raises Broken; the next call then reconnects."""
         content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         lines = [f"{method} {path} HTTP/1.1", "host: wane", f"content-length: {len(content)}"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
@@ -45,7 +44,7 @@ class Connection:
         except (OSError, asyncio.IncompleteReadError) as error:
             self.close()
             raise Broken(str(error)) from error
-        except BaseException:  # an answer that is not waited for any more would be taken for that of the next
+        except BaseException:  # else the next request would read this answer
             self.close()
             raise
 
@@ -54,7 +53,7 @@ class Connection:
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in rest)}
         content = await reader.readexactly(int(headers.get("content-length", "0")))
         if "content-length" not in headers and not first.startswith("HTTP/1.1 204"):
-            content = await reader.read()  # HAProxy's own answers end with the connection
+            content = await reader.read()  # HAProxy closes the connection after its own answers
         if headers.get("connection", "").lower() == "close":
             self.close()
         document: dict[str, Any] = {}
@@ -63,7 +62,7 @@ class Connection:
         return Reply(int(first.split()[1]), document, headers)
 
     def close(self) -> None:
-        """Lets go of the connection."""
+        """Closes the connection."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None

@@ -1,4 +1,4 @@
-"""The dashboard of deploy/grafana as Grafana reads it: panels, and what each of them asks Prometheus."""
+"""Reads the dashboard of deploy/grafana like Grafana: its panels and their queries to Prometheus."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATES_OVER = 4  # times the interval of scrapes, at least: Grafana's own rule fo
 
 
 def queries(panel: dict[str, Any]) -> list[str]:
-    """A panel's, with `All` for the variables, and rates over the shortest time that Grafana takes them over."""
+    """Returns a panel's queries, with `All` for the variables and the shortest interval that Grafana uses for rates."""
     seconds = RATES_OVER * int(SOURCE["jsonData"]["timeInterval"].removesuffix("s"))
     values = {"$__rate_interval": f"{seconds}s", "$model": ".*", "$replica": ".*"}
     found: list[str] = []

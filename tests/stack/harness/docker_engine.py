@@ -1,9 +1,9 @@
 """Docker for the tests: an engine, and stand-ins for the base images, which cannot be pulled everywhere.
 
-A stand-in is made of Debian 12. Its Python, Redis, HAProxy and Prometheus have the versions of the tags that
-service/Dockerfile and docker-compose.yml name; it has the paths, the user and the stop signal of the official image as
-far as these two files rely on them. That of Python also holds the wheels of the project's dependencies, so that a build
-needs no network. Stand-ins stay in the engine, and are made anew when what they are made of has changed.
+A stand-in is built from Debian 12. Its Python, Redis, HAProxy and Prometheus have the versions of the tags in
+service/Dockerfile and docker-compose.yml. It has the official image's paths, user and stop signal, as far as these two
+files rely on them. The stand-in for Python also has the wheels of the project's dependencies, so that a build needs no
+network. Stand-ins stay in the engine, and are rebuilt when their ingredients change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COPY wheels /wheels
 RUN ln -s python3 /usr/bin/python && printf '[global]\\nno-index = true\\nfind-links = /wheels\\n' > /etc/pip.conf
 """
 FOR_OLDER_PYTHON = "async-timeout"
-"""What Debian's Python 3.11.2 needs beside what the Python of the tests needs: redis asks for it before 3.11.3."""
+"""Additional requirements of Debian's Python 3.11.2: redis has one before 3.11.3."""
 
 MOST_FILES = 16384
 WAIT_S = 60.0
@@ -47,7 +47,7 @@ LOG_TAIL_CHARACTERS = 4000
 
 
 def run(*command: str | Path, given: str | None = None, folder: Path = ROOT) -> str:
-    """What a command prints. A command that fails, fails the test with what it said."""
+    """Returns a command's output. If the command fails, fails the test with the output."""
     done = subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, check=False)
     said = (done.stdout + done.stderr)[-LOG_TAIL_CHARACTERS:]
     assert done.returncode == 0, f"{' '.join(map(str, command))} ended with {done.returncode}: {said}"
@@ -55,18 +55,18 @@ def run(*command: str | Path, given: str | None = None, folder: Path = ROOT) -> 
 
 
 def docker(*arguments: str | Path, given: str | None = None) -> str:
-    """`docker` with these arguments."""
+    """Runs `docker` with these arguments."""
     return run("docker", *arguments, given=given)
 
 
 def runs() -> bool:
-    """Whether an engine answers."""
+    """Returns whether an engine answers."""
     return subprocess.run(["docker", "version"], capture_output=True, check=False).returncode == 0
 
 
 @contextmanager
 def engine(folder: Path) -> Iterator[None]:
-    """The engine that runs, or one that is started for the block; its log is in the folder. Skips the test where none
+    """Provides the running engine, or starts one for the block, with its log in the folder. Skips the test if no engine
     can run."""
     for name in ("docker", "docker-compose", "debootstrap"):
         program(name)
@@ -75,7 +75,7 @@ def engine(folder: Path) -> Iterator[None]:
     if runs():
         yield
         return
-    # A process may have fewer open files than dockerd gives to containers, and dockerd cannot give more than it has.
+    # dockerd cannot give containers more open files than it has itself, and this process may have fewer.
     files = min(MOST_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     log = folder / "dockerd.log"
     with log.open("w") as said:
@@ -96,7 +96,7 @@ def engine(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def tagged(image: str, name: str) -> Iterator[None]:
-    """Gives an image another name for the block. An image that had this name before has it again afterwards."""
+    """Gives an image another name for the block. Afterwards an image that had this name before has it again."""
     before = docker("images", "--quiet", "--filter", f"reference={name}")
     docker("tag", image, name)
     try:
@@ -126,13 +126,13 @@ def python_stand_in() -> str:
 
 
 def _debian() -> str:
-    """What all stand-ins are made of: Debian with their programs."""
+    """Returns the base of all stand-ins: Debian with their programs."""
     bootstrap = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE]
 
     def make(image: str) -> None:
         with TemporaryDirectory() as folder:
             root, packed = Path(folder) / "root", Path(folder) / "root.tar"
-            # What debootstrap mounts there is gone with its namespace.
+            # The mounts of debootstrap end with its namespace.
             run("unshare", "--mount", *bootstrap, root)
             run(
                 "tar",
@@ -148,7 +148,7 @@ def _debian() -> str:
 
 
 def _image(name: str, recipe: str, prepare: Callable[[Path], None] = lambda folder: None, contents: str = "") -> str:
-    """The image of a Dockerfile, whose context `prepare` fills with `contents`."""
+    """Builds the image of a Dockerfile, whose context `prepare` fills with `contents`."""
 
     def make(image: str) -> None:
         with TemporaryDirectory() as folder:
@@ -160,7 +160,7 @@ def _image(name: str, recipe: str, prepare: Callable[[Path], None] = lambda fold
 
 
 def _kept(name: str, made_of: str, make: Callable[[str], None]) -> str:
-    """A stand-in that is there, or is made now, in the place of one that was made of something else."""
+    """Returns an existing stand-in, or builds it. Replaces a stand-in of other ingredients."""
     image = f"{PREFIX}/{name}:{sha256(made_of.encode()).hexdigest()[:16]}"
     there = docker("images", "--format={{.Repository}}:{{.Tag}}", f"{PREFIX}/{name}").split()
     if image not in there:

@@ -1,18 +1,18 @@
-"""What clients did to sessions and were told, held against what the sessions hold in the end; in the manner of Jepsen.
+"""Checks the final tokens of sessions against the operations and answers of their clients, like Jepsen.
 
-A session is a list that tokens are only ever appended to. A client invokes an append, of one token or several, and is
-told where it went, that it was refused, or nothing: the connection broke, or time ran out. One append may be sent many
-times, by a client or by what stands between, and is one operation all the same. From the tokens that a session holds in
-the end, and from the times at which operations were invoked and answered, `faults` finds
+A session is an append-only list of tokens. A client invokes an append, of one token or several. The answer is a
+position, a rejection, or nothing, if the connection broke or timed out. One append may be sent many times, by a client
+or by a proxy, and still is one operation. From the final tokens of a session, and from the times at which operations
+were invoked and answered, `faults` finds
 
-    lost          an acknowledged append that is not where it was said to be, alone
+    lost          an acknowledged append that is not at its position, or not alone there
     duplicated    tokens at more places than appends put them
-    strange       tokens that nobody appended
+    strange       tokens that no client appended
     reordered     an append before another that was answered before it was invoked
-    refused       tokens of an append that was refused, and is there all the same
+    refused       tokens of an append that was rejected, but applied
 
-An append without an answer may have been applied or not, and later than it was given up: it is taken for applied where
-that explains what is there. So is one that was acknowledged as not durable, which a store may lose, but not turn round.
+An append without an answer may have been applied or not, even after its client gave up. It counts as applied if that
+explains the tokens. So does an append acknowledged as not durable: a store may lose it, but not reorder it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from enum import Enum
 
 
 class Outcome(Enum):
-    """What became of an operation, as far as its client knows."""
+    """The outcome of an operation, as far as its client knows."""
 
     ACKNOWLEDGED = "acknowledged"
     NOT_DURABLE = "not durable"
@@ -34,8 +34,8 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """One operation on one session. `start` is where its first token was said to be, or was asked to be; None where
-    neither is so. Times are seconds on one clock; what has no answer ends never."""
+    """One operation on one session. `start`: the position of its first token in the answer, or else in the request, or
+    None. Times are seconds on one clock; an operation without an answer never ends."""
 
     tokens: tuple[int, ...]
     outcome: Outcome
@@ -57,8 +57,8 @@ class Fault:
 
 
 def faults(history: Sequence[Append], final: Sequence[int]) -> list[Fault]:
-    """What is wrong with the tokens that a session holds in the end; nothing where some order of the appends, which
-    agrees with their times, explains them."""
+    """Returns the faults in the final tokens of a session. There are none if some order of the appends, which agrees
+    with their times, explains the tokens."""
     acknowledged = sorted((one for one in history if one.outcome is Outcome.ACKNOWLEDGED), key=_start)
     found = list(_lost(acknowledged, final))
     return found or _Explanation(history, {_start(one): one for one in acknowledged}, tuple(final)).faults()
@@ -70,7 +70,7 @@ def _start(append: Append) -> int:
 
 
 def _lost(acknowledged: Sequence[Append], final: Sequence[int]) -> Iterator[Fault]:
-    """Acknowledged appends that are not in their places, or have to share one."""
+    """Returns acknowledged appends that are not at their positions, or share one."""
     end = 0
     for append in acknowledged:
         start = _start(append)
@@ -83,9 +83,9 @@ def _lost(acknowledged: Sequence[Append], final: Sequence[int]) -> Iterator[Faul
 
 
 class _Explanation:
-    """An order of appends that gives the tokens of a session. What was acknowledged stands at its place; in between,
-    each place is taken by an append that may have been applied, no append twice, none before one that had been
-    answered before it was invoked. Found by search: where several appends may have the same place, each is tried."""
+    """Searches an order of appends that explains the tokens of a session. Acknowledged appends are at their positions.
+    Between them are appends that may have been applied: none twice, and none before one that was answered before it was
+    invoked. If several appends are possible at a position, the search tries each."""
 
     def __init__(self, history: Sequence[Append], fixed: Mapping[int, Append], final: tuple[int, ...]) -> None:
         self.final = final
@@ -94,7 +94,7 @@ class _Explanation:
         self.refused = [one for one in history if one.outcome is Outcome.REFUSED]
 
     def faults(self) -> list[Fault]:
-        """Nothing if there is one; else what is wrong at the first place that no order explains."""
+        """Returns no faults if there is such an order, else those at the first position that no order explains."""
         place = self._unexplained()
         if place is None:
             return []
@@ -109,7 +109,7 @@ class _Explanation:
         return [Fault("reordered", place, f"{token} is not where its append can have put it")]
 
     def _fits(self, append: Append, place: int) -> bool:
-        """Whether the append's tokens are there, may be there, and leave what was acknowledged its place."""
+        """Returns whether the append's tokens are at the position, may be there, and overlap no acknowledged append."""
         end = place + len(append.tokens)
         return (
             self.final[place:end] == append.tokens
@@ -118,8 +118,8 @@ class _Explanation:
         )
 
     def _unexplained(self) -> int | None:
-        """The first place that no order explains. A branch of the search is a place, which of the possible appends
-        stand before it, and when the latest of those that stand there was invoked."""
+        """Returns the first position that no order explains. A branch of the search is a position, the possible appends
+        before it, and the latest time at which one of those was invoked."""
         branches: list[tuple[int, frozenset[int], float]] = [(0, frozenset(), -math.inf)]
         seen = set(branches)
         furthest = 0

@@ -1,4 +1,4 @@
-"""Many sessions at once: played, and judged in the end."""
+"""Drives many sessions at once, and checks their histories."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def open_clients(
     name: str = "session",
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[list[SessionClient]]:
-    """Clients of as many sessions as there are numbers in `first`, each started with so many tokens."""
+    """Starts a client and a session for each number in `first`, with that many tokens."""
     clients = [
         SessionClient(port, f"{name}-{number}", Random(number), VOCABULARY, retries, yields, dict(headers or {}))
         for number in range(len(first))
@@ -51,8 +51,8 @@ async def open_clients(
 
 @asynccontextmanager
 async def stepping(clients: Iterable[SessionClient], rate: float) -> AsyncIterator[None]:
-    """All of them send tokens, `rate` a second each on average, until the end of the block and its last answers. The
-    garbage collector stands still: it would stop the clients for longer than most answers take."""
+    """Makes every client send tokens, on average `rate` a second, until the end of the block and the last answers. The
+    garbage collector is off, because it would stop the clients for longer than most answers take."""
     over = asyncio.Event()
     gc.collect()
     gc.disable()
@@ -68,15 +68,15 @@ async def stepping(clients: Iterable[SessionClient], rate: float) -> AsyncIterat
 
 
 async def stepped(clients: Sequence[SessionClient], steps: int = 1) -> None:
-    """Waits until each of them has ended that many steps more, whatever became of them. The first of these may have
-    been under way before."""
+    """Waits until each client has ended that many more steps, with any outcome. The first of them may have been in
+    flight before."""
     wanted = {client.session: len(client.history) + steps for client in clients}
     await until_each(clients, lambda client: len(client.history) >= wanted[client.session])
 
 
 async def until_each(clients: Sequence[SessionClient], condition: Callable[[SessionClient], bool]) -> None:
-    """Waits until it holds of each of them. Those of whom it does not hold send their next steps at once, so that the
-    time that this takes is not that of the longest of many random gaps."""
+    """Waits until the condition holds for every client. A client for which it does not hold sends its next step at
+    once, so that the wait does not depend on the longest of many random gaps."""
 
     def holds() -> bool:
         late = [client for client in clients if not condition(client)]
@@ -88,22 +88,22 @@ async def until_each(clients: Sequence[SessionClient], condition: Callable[[Sess
 
 
 async def until_true(condition: Callable[[], bool]) -> None:
-    """Waits until it holds. The time-out only ends a test that hangs."""
+    """Waits until the condition holds. The timeout only ends a test that hangs."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(LOOK_EVERY_S)
 
 
 def failures(clients: Iterable[SessionClient]) -> list[str]:
-    """What clients saw that was no answer."""
+    """Returns the failures that clients saw."""
     return [failure for client in clients for failure in client.failures]
 
 
 async def histories(
     clients: Sequence[SessionClient], store: str, session_history_tokens: int, owner: str | None = None
 ) -> list[str]:
-    """Every session's history, held against what the store holds in the end. What is no longer in its tail, the
-    beginning of one long first step, is taken to be as it was acknowledged. `owner` is the name of the clients' key."""
+    """Checks every session's history against the store. Tokens that are no longer in the tail, all of one long first
+    step, count as acknowledged. `owner`: the name of the clients' key."""
     found: list[str] = []
     settings = Settings()
     reader = RedisStore(
@@ -133,6 +133,5 @@ async def histories(
 
 
 def longest_gap_s(clients: Sequence[SessionClient]) -> float:
-    """The longest that a session which wanted an answer went without: from when a step was due until it was answered,
-    with every attempt in between."""
+    """Returns the longest latency of a step, from when it was due until it was answered, with all of its retries."""
     return max(timed.latency_s for client in clients for timed in client.timed)

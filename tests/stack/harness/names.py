@@ -1,4 +1,4 @@
-"""The DNS of a cluster, as far as HAProxy asks it: the SRV records of a headless service, and where their hosts are."""
+"""The DNS of a cluster, as far as HAProxy uses it: the SRV records of a headless service, and its hosts' addresses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOPBACK = bytes([127, 0, 0, 1])
 
 
 class Names(asyncio.DatagramProtocol):
-    """Answers for `service`, a name, with the ports in `ports`, each of a host of its own at 127.0.0.1."""
+    """Answers queries for the name `service` with `ports`, each on its own host at 127.0.0.1."""
 
     def __init__(self, service: str) -> None:
         self.service = service
@@ -27,7 +27,7 @@ class Names(asyncio.DatagramProtocol):
         self.port = transport.get_extra_info("sockname")[1]
 
     def datagram_received(self, data: bytes, address: Any) -> None:
-        """One question, answered in full."""
+        """Answers one question in full."""
         (number,) = struct.unpack_from(">H", data)
         end = data.index(b"\0", 12) + 5
         name = read(data[12 : end - 4])
@@ -49,12 +49,12 @@ class Names(asyncio.DatagramProtocol):
 
 
 def write(name: str) -> bytes:
-    """A name as it is on the wire."""
+    """Returns a name in wire format."""
     return b"".join(bytes([len(label)]) + label.encode() for label in name.split(".")) + b"\0"
 
 
 def read(wire: bytes) -> str:
-    """The name of a question."""
+    """Returns the name in a question."""
     labels: list[str] = []
     while wire[0]:
         labels.append(wire[1 : wire[0] + 1].decode().lower())
@@ -68,7 +68,7 @@ def record(name: str, kind: int, data: bytes) -> bytes:
 
 @asynccontextmanager
 async def names(service: str) -> AsyncIterator[Names]:
-    """A server on a free port of 127.0.0.1, for the block."""
+    """Runs a server on a free port of 127.0.0.1 during the block."""
     loop = asyncio.get_running_loop()
     transport, server = await loop.create_datagram_endpoint(lambda: Names(service), local_addr=("127.0.0.1", 0))
     try:

@@ -1,5 +1,5 @@
-"""What a node does with the pods of the manifests, done with processes of this machine: the command of the image, the
-variables, the probes, and at the end preStop, SIGTERM, and SIGKILL when the grace period is over."""
+"""Runs the pods of the manifests as processes of this machine, like a node: with the image's command, the variables and
+the probes, and at the end with preStop, SIGTERM, and SIGKILL after the grace period."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WAIT_S = 120.0
 
 
 class Pod:
-    """One pod of a Deployment or StatefulSet, by its name. `port` is that of its first container port here; `addresses`
-    has those of the others, `variables` what is set over the manifest's, `files` where mounted files are here. The
-    `folder` has the Secret's files in `secrets`, in the folder of its name."""
+    """One pod of a Deployment or StatefulSet, by its name. `port`: the local port for its first container port.
+    `addresses`: local addresses of the other pods. `variables` override the manifest's. `files`: local paths of mounted
+    files. The `folder` has the Secret's files in `secrets`, in the folder of its name."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Pod:
         self.process = Process(service, command(service, place), port, folder / f"{name}-{port}.log")
 
     def start(self) -> None:
-        """Its process runs, and is not ready."""
+        """Starts the process, without waiting until it is ready."""
         self.process.start()
 
     async def ready(self) -> None:
@@ -84,7 +84,7 @@ class Pod:
                 await asyncio.sleep(0.1)
 
     async def delete(self) -> int:
-        """As kubelet does it; the exit code, which is negative where it had to be killed."""
+        """Stops the pod like kubelet. Returns the exit code, which is negative if the process was killed."""
         await asyncio.sleep(self.container["lifecycle"]["preStop"]["sleep"]["seconds"])
         self.process.terminate()
         return await asyncio.to_thread(self.process.wait)

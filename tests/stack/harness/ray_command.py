@@ -1,4 +1,4 @@
-"""scripts/ray as the tests run it: the command on free ports and in a folder of its own, and what it prints."""
+"""Runs scripts/ray on free ports and in its own folder, and reads its output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.stack.harness.command import Command
 CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
 OWNER = "alice"
 OWN, OTHERS = ({"authorization": f"Bearer the-key-of-{name}-in-tests"} for name in (OWNER, "bob"))
-"""What a client sends who has a key, and what another one does."""
+"""The header of a client with a key, and that of another client."""
 
 KEYS = f"{OWNER}:the-key-of-{OWNER}-in-tests,bob:the-key-of-bob-in-tests"
 REPLICA = re.compile(r"\w+ \(pid (\d+), RUNNING\)")
@@ -32,10 +32,10 @@ READY = ": ready at "
 
 
 class RayCommand(Command):
-    """The command, the configuration that it reads, and the replicas that it last told of."""
+    """The command, its configuration, and the replicas in its latest output."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        """Starts it. `folder` has a short path: there are sockets in it."""
+        """Starts the command. `folder` needs a short path, because it contains sockets."""
         program("redis-server")
         if find_spec("ray") is None:
             (pytest.fail if os.environ.get(REQUIRED) == "1" else pytest.skip)("ray is not installed; scripts/test does")
@@ -55,14 +55,15 @@ class RayCommand(Command):
         )
 
     def until_store(self) -> str:
-        """The address of the sessions' store, which the command tells of first."""
+        """The address of the session store, which the command prints first."""
         told = STORE.fullmatch(self.until(STORE.fullmatch)[-1])
         assert told is not None
         password = (self.folder / "redis" / PASSWORD).read_text(encoding="utf-8").strip()
         return told[1].replace("//", f"//:{password}@")
 
     def until_ready(self, replicas: int, without: Sequence[int] = ()) -> list[int]:
-        """Waits for so many replicas and no other, none of them of a process in `without`; the ids of theirs."""
+        """Waits until exactly this number of replicas runs, none in a process in `without`. Returns their process
+        ids."""
 
         def wanted(line: str) -> bool:
             pids = running(line)
@@ -71,7 +72,7 @@ class RayCommand(Command):
         return running(self.until(wanted)[-1])
 
     def scale(self, replicas: int) -> None:
-        """Writes the configuration with so many replicas, and has it read."""
+        """Writes the configuration with this number of replicas, and makes the command read it."""
         document: Any = yaml.safe_load(self.configuration.read_text(encoding="utf-8"))
         for deployment in document["applications"][0]["deployments"]:
             deployment["autoscaling_config"] |= {"min_replicas": replicas, "max_replicas": replicas}
@@ -80,7 +81,7 @@ class RayCommand(Command):
         self.until_said("is read again")
 
     def processes(self) -> list[int]:
-        """Every process that runs because the command does: Ray's are in sessions of their own, and all have the
+        """Returns every process of the command. Ray's processes are in sessions of their own, so they are found by the
         command's environment."""
         mark = f"HOME={self.folder}".encode()
         found: list[int] = []
@@ -93,7 +94,7 @@ class RayCommand(Command):
         return found
 
     def logged(self, request_id: str) -> dict[str, Any]:
-        """A request's line in the log of its replica, which has ended."""
+        """Returns a request's line in the log of its replica, which has ended."""
         for file in (self.folder / "ray").glob("session_2*/logs/worker-*.err"):
             for line in file.read_text(encoding="utf-8").splitlines():
                 if line.startswith("{") and request_id in line:
@@ -102,12 +103,12 @@ class RayCommand(Command):
         raise AssertionError(f"no log has {request_id}")
 
     def end(self) -> None:
-        """Kills what there is of it still."""
+        """Kills all processes that are still running."""
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
         super().end()
 
 
 def running(line: str) -> list[int]:
-    """The processes of the replicas that a line calls running."""
+    """Returns the process ids of the replicas that a line shows as running."""
     return [int(pid) for pid in REPLICA.findall(line)]

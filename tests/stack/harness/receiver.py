@@ -1,4 +1,4 @@
-"""A real OTLP receiver: Rotel, a collector of OpenTelemetry data, which writes what it is sent into its log."""
+"""A real OTLP receiver: Rotel, a collector of OpenTelemetry data, which logs the spans that it receives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINKED = re.compile(r" *-> ID: ([0-9a-f]{16})")
 
 @dataclass
 class Received:
-    """One span, as the receiver understood it. Times are nanoseconds since the epoch."""
+    """One received span. Times are nanoseconds since the epoch."""
 
     resource: dict[str, str]
     fields: dict[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Receiver:
         self._reader.start()
         while "Starting Rotel" not in self._lines.get(timeout=TIMEOUT_S):
             pass
-        while True:  # it says so before it listens
+        while True:  # it logs this before it listens
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S).close()
                 return
@@ -89,7 +89,7 @@ class Receiver:
                 self._lines.put(ANSI.sub("", line).rstrip("\n"))
 
     def spans(self) -> list[Received]:
-        """Asks it to end, which it does once it has written down all that it was sent, and reads that."""
+        """Stops the receiver, which first logs all received spans, and reads them."""
         self.process.terminate()
         assert self.process.wait(TIMEOUT_S) == 0
         self._reader.join(TIMEOUT_S)
@@ -121,7 +121,7 @@ class Receiver:
 
 @contextmanager
 def receiver() -> Iterator[Receiver]:
-    """One that listens, until the block ends."""
+    """Runs a receiver during the block."""
     started = Receiver()
     try:
         yield started

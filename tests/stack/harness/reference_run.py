@@ -1,8 +1,8 @@
-"""Sessions that were never interrupted: the same tokens through the numpy oracle, in float64, from the first to the
-last; and what answers have claimed, held against them.
+"""Never-interrupted reference sessions: all tokens run through the numpy oracle, in float64. The claims of answers are
+checked against them.
 
-An answer lists its most probable tokens alone. Total variation is a half of the sum of all distances, and to take
-tokens together makes it no larger: the listed ones, each by itself, and all others as one, must be within the bound.
+An answer lists only its most probable tokens. Total variation is half of the sum of all distances, and merging tokens
+does not increase it. So the listed tokens, with all others merged into one, must be within the bound.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ Answers = Mapping[int, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What came of comparing answers with the reference. `broken` has a line for every claim that does not hold;
-    `largest` is the largest distance of a rebuilt answer, `of_bounds` how much of its bound any took, at most."""
+    """The result of comparing answers with the reference. `broken`: a line for every claim that does not hold.
+    `largest`: the largest distance of a rebuilt answer. `of_bounds`: the largest share of its bound that an answer
+    used."""
 
     answers: int
     rebuilt: int
@@ -38,7 +39,7 @@ class Compared:
 
 
 class ReferenceRun:
-    """The model of a bundle, by its equations."""
+    """The model of a bundle, computed from its equations."""
 
     def __init__(self, path: Path) -> None:
         bundle = Bundle.open(path)
@@ -50,7 +51,7 @@ class ReferenceRun:
         self._rounding = float(total_variation(certificate.head_diameter, between_runs))
 
     def compare(self, sessions: Sequence[tuple[Sequence[int], Answers]]) -> Compared:
-        """Every answer of every session, given its tokens, with what the reference says there."""
+        """Compares every answer of every session, given its tokens, with the reference."""
         count = {"answers": 0, "rebuilt": 0, "bounded": 0, "proved": 0}
         largest = of_bounds = 0.0
         broken: list[str] = []
@@ -77,7 +78,7 @@ class ReferenceRun:
     def _distributions(
         self, sessions: Sequence[tuple[Sequence[int], Answers]]
     ) -> Iterator[tuple[int, int, NDArray[np.float64]]]:
-        """Session, position and probabilities (V), wherever there is an answer."""
+        """Yields session, position and probabilities (V) for every answer."""
         order = sorted(range(len(sessions)), key=lambda number: -len(sessions[number][0]))
         state = self._reference.zero_state(len(order))
         for position in range(len(sessions[order[0]][0]) + 1):
@@ -94,7 +95,7 @@ class ReferenceRun:
 
 
 def _distance(predictions: Sequence[Mapping[str, Any]], probabilities: NDArray[np.float64]) -> float:
-    """Total variation at least: of the listed tokens and all others together."""
+    """Returns a lower bound of the total variation: over the listed tokens, with all others merged into one."""
     ours = np.array([prediction["probability"] for prediction in predictions])
     theirs = probabilities[[prediction["token_id"] for prediction in predictions]]
     return float(np.abs(ours - theirs).sum() + abs(ours.sum() - theirs.sum())) / 2

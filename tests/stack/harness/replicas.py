@@ -1,4 +1,4 @@
-"""Stand-ins for replicas: they count what reaches them, and answer as they are told."""
+"""Fake replicas, which count their requests and answer as configured."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Replica:
-    """`answers` is `200`, another status, or `nothing`: the connection ends without an answer. `asked` has the path of
-    every request but those for readiness."""
+    """A fake replica. `answers`: `200`, another status, or `nothing` to close the connection without an answer.
+    `asked`: the path of every request except readiness probes."""
 
     number: int
     ready: bool = True
@@ -22,7 +22,7 @@ class Replica:
     server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listens, on the port that it had before."""
+        """Listens on its earlier port."""
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self.server.sockets[0].getsockname()[1]
 
@@ -51,7 +51,7 @@ class Replica:
 
 @contextlib.asynccontextmanager
 async def three_replicas() -> AsyncIterator[list[Replica]]:
-    """Three that are ready."""
+    """Runs three ready replicas."""
     replicas = [Replica(number) for number in range(3)]
     for replica in replicas:
         await replica.start()

@@ -1,4 +1,4 @@
-"""A client of one session: sends steps when they are due, and writes down what it was told."""
+"""A client of one session, which sends steps when they are due and records their answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.stack.harness.connection import Broken, Connection, Reply
 from tests.stack.harness.history import Append, Outcome
 
 TIMEOUT_S = 120.0
-"""How long a client waits for one answer, and goes on with one step if it retries. It only ends a test that hangs."""
+"""Timeout of one answer, and of one step with its retries. It only ends a test that hangs."""
 
 AGAIN_S = 0.02
 """Time between two attempts."""
@@ -23,28 +23,28 @@ RETRYABLE = frozenset({429, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A step that was answered: when it was due, and when the answer came, in seconds of the event loop's clock."""
+    """An answered step: when it was due, and when its answer arrived, in seconds of the event loop's clock."""
 
     due_s: float
     ended_s: float
 
     @property
     def latency_s(self) -> float:
-        """From when it was due."""
+        """The latency, from when the step was due."""
         return self.ended_s - self.due_s
 
 
 class Failed(Exception):
-    """A step was answered as it should not have been."""
+    """The answer to a step is wrong."""
 
 
 @dataclass(slots=True)
 class SessionClient:
     """One session and its only client.
 
-    With `retries` each step carries its position, and is sent again until it is answered; without, it is sent once, and
-    carries nothing that would tell a repetition. With `yields` it goes on from where a conflict says that the session
-    is. `answers` are the documents of the answers, by position.
+    With `retries` each step has its position, and is retried until it is answered; without, it is sent once, and is not
+    idempotent. With `yields` the client continues from the position in a conflict. `answers`: the documents of the
+    answers, by position.
     """
 
     port: int
@@ -69,7 +69,7 @@ class SessionClient:
         self.connection = Connection(self.port)
 
     async def begin(self, first: int) -> None:
-        """Starts the session with so many tokens."""
+        """Creates the session, with this number of tokens."""
         reply = await self.connection.ask(
             "POST", "/v1/sessions", {"session": self.session}, {**self.headers, "x-session-id": self.session}
         )
@@ -79,8 +79,8 @@ class SessionClient:
         self.timed.clear()
 
     async def step_at_rate(self, rate: float, over: asyncio.Event) -> None:
-        """Sends single tokens until it is over, `rate` of them a second on average, each due on its own: one that has
-        to wait for the one before it was due all the same."""
+        """Sends single tokens until stopped, on average `rate` a second. A token's due time does not depend on the
+        answer to the one before."""
         clock = asyncio.get_running_loop().time
         due = clock()
         while True:
@@ -90,16 +90,16 @@ class SessionClient:
                     await over.wait()
                 return
             self._gap = None
-            due = min(due, clock())  # later only if it was hurried
+            due = min(due, clock())  # later only after `hurry`
             await self.step((self.random.randrange(1, self.vocabulary),), due)
 
     def hurry(self) -> None:
-        """Makes the step that `play` waits to send due at once."""
+        """Makes the next step of `play` due now."""
         if self._gap is not None and not self._gap.expired():
             self._gap.reschedule(0)
 
     async def step(self, tokens: tuple[int, ...], due_s: float | None = None) -> None:
-        """One step, which is written down whatever becomes of it."""
+        """Sends one step, and records it with any outcome."""
         clock = asyncio.get_running_loop().time
         invoked = clock()
         start = self.position if self.retries else None
@@ -124,7 +124,7 @@ class SessionClient:
         self.position = position
 
     def _yield(self, tokens: tuple[int, ...], invoked_s: float, position: int) -> None:
-        """The session is elsewhere. The step was sent to more than one replica, maybe, and one may still bring it."""
+        """Handles a conflict. The step may have been sent to several replicas, and one of them may still apply it."""
         self.history.append(Append(tokens, Outcome.UNKNOWN, self.position, invoked_s))
         self.conflicts += 1
         self.position = position
@@ -137,7 +137,7 @@ class SessionClient:
             return await self.connection.ask("POST", path, {"tokens": tokens}, {**self.headers, **(headers or {})})
 
     async def _until_answered(self, tokens: tuple[int, ...], clock: Callable[[], float]) -> Reply:
-        """Asks again where nobody knows, or where the answer says that asking again may help."""
+        """Retries a step of unknown outcome, or with an answer that says retryable."""
         give_up = clock() + TIMEOUT_S
         while True:
             try:

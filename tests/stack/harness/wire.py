@@ -1,4 +1,4 @@
-"""A wire between two programs that can be cut: a TCP proxy which then carries nothing, and says so to nobody."""
+"""A TCP proxy between two programs that can be cut: it then forwards nothing, and closes nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ READ_AT_ONCE = 65536
 
 
 class Wire:
-    """Carries bytes between whoever connects to `port` and the port `behind` it.
+    """Forwards bytes between clients of `port` and the port `behind` it.
 
-    While it is cut, connections stay open, new ones are taken, and nothing arrives. What was sent meanwhile arrives
-    once it is mended, as late as that is.
+    While it is cut, connections stay open, new ones are accepted, and nothing arrives. Once it is mended, the bytes
+    sent meanwhile arrive.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class Wire:
         self._whole.set()
 
     def cut(self) -> None:
-        """Nothing arrives any more."""
+        """Stops forwarding."""
         self._whole.clear()
 
     def mend(self) -> None:
-        """Everything arrives."""
+        """Forwards again."""
         self._whole.set()
 
     async def start(self) -> asyncio.Server:
@@ -53,7 +53,7 @@ class Wire:
 
 @contextlib.asynccontextmanager
 async def wire() -> AsyncIterator[Wire]:
-    """A wire whose other end is still to be told."""
+    """Provides a wire whose other end is not set yet."""
     carrying = Wire()
     server = await carrying.start()
     try:

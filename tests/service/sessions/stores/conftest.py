@@ -15,20 +15,20 @@ MakeStore = Callable[..., Awaitable[RedisStore]]
 
 @pytest.fixture(scope="session")
 def common(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A Redis for those who do it no harm; every test has a namespace of its own."""
+    """A Redis that tests share, if they do not break it. Every test has its own namespace."""
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Redis of the test's own."""
+    """A Redis for one test."""
     with redis_server(tmp_path / "redis") as server:
         yield server
 
 
 def settings_of(**changes: Any) -> dict[str, Any]:
-    """Of a `RedisStore`."""
+    """Arguments of a `RedisStore`."""
     usual = {"namespace": "n", "session_history_tokens": 4, "ttl_s": 100.0, "budget_bytes": 2**20, "timeout_s": 5.0}
     return {**usual, "metrics": Metrics(), **changes}
 

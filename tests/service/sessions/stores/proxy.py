@@ -1,4 +1,4 @@
-"""A TCP proxy that can be cut: a network between two programs of this machine that fails when it is told to."""
+"""A TCP proxy that can be cut, to simulate network failures between two programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """Passes bytes on to a port, until it is cut; `mend` makes it whole again."""
+    """Forwards bytes to a port until it is cut; `mend` makes it forward again."""
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -26,7 +26,7 @@ class Proxy:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Ends every connection."""
+        """Closes every connection."""
         assert self._server is not None
         self._server.close()
         for task in list(self._connections):
@@ -36,15 +36,15 @@ class Proxy:
         await self._server.wait_closed()
 
     def sever(self) -> None:
-        """Nothing passes any more, and nobody is told so: as when a cable is pulled."""
+        """Stops forwarding without closing connections, like a pulled cable."""
         self._whole.clear()
 
     def hold_answers(self) -> None:
-        """What clients say passes; what they are told does not, until the connection is reset."""
+        """Forwards requests but no answers, until the connection is reset."""
         self.answers_held = True
 
     def mend(self) -> None:
-        """What comes from now on passes. Connections of before the cut end, and what they held back never arrives."""
+        """Forwards new connections. Closes the connections from before the cut; their withheld bytes never arrive."""
         self._drop()
         self.answers_held = False
         self._whole.set()
@@ -77,7 +77,7 @@ class Proxy:
 
 @asynccontextmanager
 async def proxy(target: int) -> AsyncIterator[Proxy]:
-    """A proxy before a port, gone with the block."""
+    """Runs a proxy to a port during the block."""
     between = Proxy(target)
     await between.open()
     try:

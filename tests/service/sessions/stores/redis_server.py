@@ -1,5 +1,5 @@
-"""A real redis-server on a port and in a folder of its own, to be killed and started again; and what the tests that
-need real programs have in common."""
+"""A real redis-server, on its own port and in its own folder, that can be killed and restarted; and helpers of tests
+that need real programs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import pytest
 REQUIRED = "WANE_REQUIRE_STACK"
 READY = "Ready to accept connections"
 TIMEOUT_S = 120
-"""After which a test that waits has failed."""
+"""Timeout of a test that waits."""
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 """Every command is on the disk before it is answered."""
 
 
 def program(name: str) -> str:
-    """Where a program is. Without it the test is skipped, or fails where `WANE_REQUIRE_STACK` is 1."""
+    """Returns the path of a program. If it is missing, skips the test, or fails it if `WANE_REQUIRE_STACK` is 1."""
     found = shutil.which(name)
     if found is None:
         say = pytest.fail if os.environ.get(REQUIRED) == "1" else pytest.skip
@@ -34,17 +34,17 @@ def program(name: str) -> str:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens on."""
+    """Returns a free TCP port of this machine."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
 
 
 class RedisServer:
-    """A redis-server process. `start` after `kill` or `stop` is the same server again: port, folder, options."""
+    """A redis-server process. `start` after `kill` or `stop` restarts it with the same port, folder and options."""
 
     def __init__(self, folder: Path, options: Sequence[str] = DURABLE, port: int | None = None) -> None:
-        """Nothing is started yet. `options`: of the command line, after those for port and folder."""
+        """Does not start the server. `options`: of the command line, after those for port and folder."""
         self.program = program("redis-server")
         self.folder = folder
         self.options = tuple(options)
@@ -55,12 +55,12 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """The address as redis-py takes it, database 0."""
+        """The address of database 0, in redis-py's format."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
     def process(self) -> subprocess.Popen[str]:
-        """The process that runs."""
+        """The running process."""
         assert self._process is not None, "the server was not started"
         return self._process
 
@@ -84,25 +84,25 @@ class RedisServer:
         self._reader.start()
 
     def _read(self, process: subprocess.Popen[str]) -> None:
-        """Takes what the server says, which would stop when nobody read it."""
+        """Reads the server's output, so that a full pipe does not block it."""
         assert process.stdout is not None
         with process.stdout:
             self._said.extend(process.stdout)
 
     def kill(self) -> None:
-        """SIGKILL: nothing that is not on the disk is written any more."""
+        """Sends SIGKILL: data that is not on the disk is lost."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM."""
+        """Sends SIGTERM."""
         self._end(signal.SIGTERM)
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay, and nothing is answered."""
+        """Sends SIGSTOP: connections stay open, but nothing is answered."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Continues after `pause`."""
         self.process.send_signal(signal.SIGCONT)
 
     def _end(self, sign: signal.Signals) -> None:
@@ -121,7 +121,7 @@ class RedisServer:
 
 @contextmanager
 def redis_server(folder: Path, options: Sequence[str] = DURABLE, port: int | None = None) -> Iterator[RedisServer]:
-    """A server that takes commands, and is gone with the block."""
+    """Runs a server during the block."""
     server = RedisServer(folder, options, port)
     server.start()
     try:

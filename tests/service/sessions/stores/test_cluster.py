@@ -1,4 +1,4 @@
-"""Sessions in a Redis Cluster: of those of one batch each goes to its own node, all in one trip."""
+"""Sessions in a Redis Cluster: each session of a batch is written to its own node, all in one round trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session in bytes that other processes read."""
+"""The format of sessions for other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions in a file, from one process to the next."""
+"""The file that passes sessions from one process to the next."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = LastStep(1, b"t" * 16, b"key")
 
 
 def names(folder: Path) -> list[str]:
-    """What is in it."""
+    """The sessions of a store."""
     return sorted(one.name for one in folder.iterdir())
 
 
@@ -46,7 +46,7 @@ def test_saved_sessions_are_loaded_unchanged_longest_idle_first(tmp_path: Path) 
     assert dump_file.load(path, 9, lambda: 1000.0) == records()[::-1]
     assert [one.idle_s for one in dump_file.load(path, 9, lambda: 1007.0)] == [16.0, 8.5]
     assert [one.idle_s for one in dump_file.load(path, 9, lambda: 7.0)] == [9.0, 1.5]  # a clock that was set back
-    assert [len(one.tail) for one in dump_file.load(path, 2)] == [3, 1]  # <eos> goes with the first token
+    assert [len(one.tail) for one in dump_file.load(path, 2)] == [3, 1]  # <eos> is cut off with the first token
     assert names(tmp_path) == ["sessions"]
 
 
@@ -120,7 +120,7 @@ async def test_a_store_opens_with_the_sessions_of_a_closed_one(tmp_path: Path) -
     appended = await store.append(begun, (5, 6), STEP)
     clock.now_s += 60
     await store.touch("a")
-    clock.now_s += 41  # b is over
+    clock.now_s += 41  # b has expired
     await store.close()
     after, _ = make_store(path)
     await after.open()
@@ -131,7 +131,7 @@ async def test_a_store_opens_with_the_sessions_of_a_closed_one(tmp_path: Path) -
     assert await after.get("b~:.-") is None
     assert (await after.count("m"), await after.count("n")) == (1, 0)
     assert after.used_bytes == entry_bytes("a", len(found.tail.data))
-    assert names(tmp_path) == ["sessions.read"]  # its sessions go on from here
+    assert names(tmp_path) == ["sessions.read"]  # its sessions continue here
     assert await after.append(found, (7,), STEP)
 
 

@@ -1,4 +1,4 @@
-"""The store that the settings ask for, with the password that a file has."""
+"""The store that the settings select, with a password from a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that is done without while it is away, and wins when it is back."""
+"""The local fallback while the store is unreachable; the store wins once it is back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.stack
 
 
 class FallbackStoreHarness(FallbackStore):
-    """With its parts in reach."""
+    """A `FallbackStore` with access to its parts."""
 
     def __init__(self, url: str) -> None:
         self.metrics = Metrics()
@@ -36,11 +36,11 @@ class FallbackStoreHarness(FallbackStore):
         super().__init__(self.shared, 100.0, self.metrics, self.clock)
 
     async def until_settled(self) -> None:
-        """Waits until the store is there, and has all that it takes."""
+        """Waits until the store is reachable, and has every session that it accepts."""
         await until(lambda: self.standing.reachable and not self.standing.not_durable)
 
     async def until_given(self) -> None:
-        """Waits for what was begun when the store came back."""
+        """Waits for the writes that started when the store came back."""
         assert self._settling is not None
         await self._settling
 
@@ -59,7 +59,7 @@ async def fallback_store(port: int) -> AsyncIterator[FallbackStoreHarness]:
 
 
 async def step(store: FallbackStore | RedisStore, token: int, session: str = "s") -> SessionRecord:
-    """One token more, from what is remembered."""
+    """Appends one token to the cached session."""
     here = store.get_cached(session, to_step=True) or await store.get(session)
     assert here is not None
     after = await store.append(here, (token,), STEP._replace(start=here.position))
@@ -107,9 +107,9 @@ async def test_the_store_wins_over_discarded_tokens_and_the_next_step_conflicts(
         with pytest.raises(PositionConflict, match="not durable are lost") as caught:
             await step(store, 8)
         assert caught.value.position == 2
-        after = await step(store, 8)  # said once
+        after = await step(store, 8)  # raised only once
         assert (after.position, after.durable, after.tail.ids().tolist()) == (3, True, [0, 5, 7, 8])
-        assert not follows(after.revision, lost.revision)  # nor is the state of what was lost
+        assert not follows(after.revision, lost.revision)  # nor is the state of the lost tokens
         assert store.sample("wane_sessions_conflict_discarded_total") == 1
 
 
@@ -136,7 +136,7 @@ async def test_an_unacknowledged_step_is_not_applied_twice(server: RedisServer) 
         await store.create(record())
         await step(store, 5)
         between.hold_answers()
-        first = await step(store, 6)  # the store has it, and is taken to be away
+        first = await step(store, 6)  # the store applied it, but counts as unreachable
         assert first.durable is False
         assert (await step(store, 7)).durable is False
         between.mend()
@@ -242,7 +242,7 @@ async def test_a_stored_state_is_dropped_if_the_session_was_rewound_before_it(
         server.kill()
         here = await step(store, 7)
         assert await store.rewind("s", here.revision, 1)
-        for token in (8, 9):  # it is as far again, another way
+        for token in (8, 9):  # the same position again, by other tokens
             here = await step(store, token)
         server.start()
         await store.until_settled()
@@ -272,7 +272,7 @@ async def test_a_session_with_an_unanswered_creation_continues(server: RedisServ
     async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record("other"))
         between.hold_answers()
-        assert await store.create(record())  # the store has it, and is taken to be away
+        assert await store.create(record())  # the store applied it, but counts as unreachable
         assert (await step(store, 5)).durable is False
         between.mend()
         await store.until_settled()
@@ -288,7 +288,7 @@ async def test_a_session_created_from_a_history_during_an_outage_is_written(serv
         here = await step(store, 5)
         assert await store.append(here, (6,), STEP, SNAPSHOT)
         async with Redis.from_url(f"redis://127.0.0.1:{server.port}/0") as redis:
-            await redis.delete(store.shared.keys("s")[0])  # the session has ended, and its state has not
+            await redis.delete(store.shared.keys("s")[0])  # the session has expired, but its state has not
         assert await store.get("s") is None
         server.kill()
         with suppress(Unavailable):

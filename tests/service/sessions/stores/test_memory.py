@@ -24,12 +24,12 @@ def record(session: str = "s", model: str = "m") -> SessionRecord:
 
 
 async def append(store: MemoryStore, session: str, tokens: tuple[int, ...], step: LastStep) -> SessionRecord | None:
-    """Appends to a session as it is."""
+    """Appends to the current session."""
     return await store.append(await store.get(session) or record(session), tokens, step)
 
 
 async def rewind(store: MemoryStore, session: str, position: int) -> SessionRecord | None:
-    """Rewinds a session as it is."""
+    """Rewinds the current session."""
     there = await store.get(session)
     assert there is not None
     return await store.rewind(session, there.revision, position)
@@ -173,7 +173,7 @@ async def test_a_new_session_needs_room_for_a_full_tail_and_expired_sessions_fre
     await store.create(record("a"))
     await store.create(record("b"))
     assert store.used_bytes == 2 * entry_bytes("a", 2)
-    with pytest.raises(Overloaded, match=f"one more takes up to {whole}.*session_budget_bytes.* {2 * whole}"):
+    with pytest.raises(Overloaded, match=f"one more uses up to {whole}.*session_budget_bytes.* {2 * whole}"):
         await store.create(record("c"))
     clock.now_s += 11
     assert await store.create(record("c"))
@@ -208,7 +208,7 @@ async def test_sessions_that_outgrow_the_budget_evict_the_longest_idle() -> None
     for name, model in (("a", "m"), ("b", "n"), ("c", "m")):
         clock.now_s += 1
         await store.create(record(name, model))
-    await store.touch("a")  # so that b is the longest idle
+    await store.touch("a")  # so that b is idle longest
     await append(store, "c", (1, 2, 3, 4), STEP)
     assert ended == []
     await append(store, "a", (1,), STEP)

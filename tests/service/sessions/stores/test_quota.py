@@ -1,4 +1,4 @@
-"""How many sessions an owner may have, wherever they are kept."""
+"""The quota of an owner's sessions, in every store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_one_session_over_the_quota_is_rejected_and_quotas_are_per_owner()
         assert await store.create(of_alice(number), 3)
     with pytest.raises(QuotaExceeded, match="alice has 3 sessions"):
         await store.create(of_alice(3), 3)
-    assert not await store.create(of_alice(2), 3)  # it is there, which is no wish for one more
+    assert not await store.create(of_alice(2), 3)  # it exists already, so it does not count again
     assert await store.create(in_memory("bob/0"), 1)
     assert await store.create(in_memory("alice"))
 
@@ -137,20 +137,20 @@ async def test_sessions_created_without_a_quota_during_an_outage_are_not_counted
 
 
 async def counted(store: RedisStore, owner: str) -> set[str]:
-    """The sessions that the owner's set has."""
+    """Returns the sessions in the owner's set."""
     key = store.counting(f"{owner}/any")[1]
     return {name.decode() for name in await store.trips.do("ZRANGE", key, 0, -1)}
 
 
 def hold_back(trips: RedisPipeline, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Argument, ...]]:
-    """What is sent and not waited for from now on: it is not sent."""
+    """Returns the commands that are sent without waiting from now on; they are withheld."""
     held: list[tuple[Argument, ...]] = []
     monkeypatch.setattr(trips, "tell", lambda *command: held.append(command))
     return held
 
 
 def after_looking(store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something that happens once the store was told how long a session has, and before it makes anything of that."""
+    """Calls something after the store has read a session's time to live, and before it uses it."""
     do = store.trips.do
 
     async def look(*command: Argument) -> Any:
@@ -164,7 +164,7 @@ def after_looking(store: RedisStore, then: Callable[[], Awaitable[object]], monk
 
 
 def before_making(store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something that happens once a session was counted, and before it is made."""
+    """Calls something after a session was counted, and before it is created."""
     run = store.trips.run
 
     async def make(script: Script, *arguments: Any, **options: Any) -> Any:
@@ -236,7 +236,7 @@ async def test_a_session_removed_as_expired_just_before_creation_counts(
         assert await one.create(record("alice/1"), 1)
 
     before_making(other, give_up, monkeypatch)
-    assert await other.create(record("alice/0"), 1)  # one too many, as long as both were being made
+    assert await other.create(record("alice/0"), 1)  # one over the quota while both are being created
     assert await one.delete("alice/1")
     with pytest.raises(QuotaExceeded):
         await one.create(record("alice/2"), 1)
@@ -273,6 +273,6 @@ async def test_every_session_counts_under_concurrent_creation_and_deletion(
 
     await asyncio.gather(*(quarrel(store, [f"alice/{number % 5}" for number in range(60)]) for store in stores))
     alive = {f"alice/{number}" for number in range(5) if await stores[0].get(f"alice/{number}")}
-    async with asyncio.timeout(TIMEOUT_S):  # what nobody waits for may be under way
+    async with asyncio.timeout(TIMEOUT_S):  # commands sent without waiting may be in flight
         while not alive <= await counted(stores[0], "alice"):
             pass

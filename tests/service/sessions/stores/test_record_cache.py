@@ -1,4 +1,4 @@
-"""Sessions as they were last seen."""
+"""The cache of the sessions that were last seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions in a real Redis: the rules of `Store`, of two replicas, and of a Redis that is started anew."""
+"""Sessions in a real Redis: the rules of `Store`, with two replicas, and with a Redis that restarts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def record(session: str = "s", **changes: Any) -> SessionRecord:
 
 
 async def begin(store: RedisStore, session: str = "s") -> SessionRecord:
-    """A session that is there."""
+    """Returns an existing session."""
     assert await store.create(record(session))
     found = store.get_cached(session)
     assert found is not None
@@ -42,7 +42,7 @@ async def begin(store: RedisStore, session: str = "s") -> SessionRecord:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits until it holds; a test that waits for ever has failed, and says so."""
+    """Waits until the condition holds; fails the test after a timeout."""
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(PROBE_EVERY_S / 10)
@@ -233,9 +233,9 @@ async def test_an_idle_session_expires_and_use_keeps_it_alive(common: RedisServe
         found = await store.get("s")
         assert found is not None
         assert found.idle_s == pytest.approx(20_000, abs=300)
-        assert await redis.pttl(keys[0]) <= 10_000_000  # reading leaves it as it is
+        assert await redis.pttl(keys[0]) <= 10_000_000  # reading does not reset it
         await store.touch("s")
-        assert await store.get("s")  # and by then it was told
+        assert await store.get("s")  # it was notified by then
         for key in keys:
             assert 29_000_000 < await redis.pttl(key) <= 30_000_000
         await redis.pexpire(keys[0], 1)
@@ -290,7 +290,7 @@ async def test_acknowledged_changes_survive_a_killed_redis(server: RedisServer, 
     found = await store.get("s")
     assert found is not None
     assert (found.position, found.tail.ids().tolist()) == (20, [21, 22, 23, 24])
-    after = await store.append(here, (25,), STEP)  # which also finds no script
+    after = await store.append(here, (25,), STEP)  # which does not know the script either
     assert after is not None
     assert after.position == 21
 
@@ -302,7 +302,7 @@ async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions
     here = await begin(store)
     here = await store.append(here, (5,), STEP) or here
     run = await last_save(server)
-    while await last_save(server) == run:  # of two starts within a second, nobody can tell one from the other
+    while await last_save(server) == run:  # two starts within a second are indistinguishable
         server.kill()
         server.start()
     await until(lambda: store.standing.ready)
@@ -318,7 +318,7 @@ async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions
 
 
 async def last_save(server: RedisServer) -> object:
-    """When the server was started, or saved all, in seconds."""
+    """Returns when the server was started, or last saved, in seconds."""
     async with Redis.from_url(server.url) as redis:
         return await redis.lastsave()
 
@@ -339,7 +339,7 @@ async def test_an_append_with_a_lost_answer_is_not_applied_twice(server: RedisSe
         async with asyncio.timeout(TIMEOUT_S):
             while not await arrived():
                 pass
-        between.mend()  # which ends the connection: the append is sent once more, and finds itself done
+        between.mend()  # which closes the connection: the append is sent again, and finds itself applied
         after = await appending
         assert after is not None
         found = await direct.get("s")
@@ -359,7 +359,7 @@ async def test_a_cut_network_is_detected_and_then_commands_fail_at_once(
         assert not store.standing.reachable
         with pytest.raises(Unavailable):  # at once: nothing is sent
             await store.append(here, (7,), STEP)
-        await store.touch("s")  # nobody minds
+        await store.touch("s")  # no error
         between.mend()
         await until(lambda: store.standing.reachable)
         assert await store.append(here, (7,), STEP)
@@ -375,7 +375,7 @@ async def test_a_hanging_redis_is_unreachable(server: RedisServer, make_store: M
     await until(lambda: store.standing.reachable)
     found = await store.get("s")
     assert found is not None
-    assert found.position in (0, 1)  # it may have been done all the same
+    assert found.position in (0, 1)  # it may have been applied
 
 
 async def test_a_store_unreachable_at_start_is_used_once_reachable(server: RedisServer, make_store: MakeStore) -> None:
