@@ -126,7 +126,7 @@ def test_a_package_is_imported_only_where_it_belongs(package: str) -> None:
     }
     strangers = {name for name in importers if not name.startswith(ONLY_IN[package])}
     assert not strangers
-    assert importers, f"nobody imports {package}: the rule is out of date"
+    assert importers, f"no file imports {package}: the rule is out of date"
 
 
 def room(module: str) -> str | None:

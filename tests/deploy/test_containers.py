@@ -117,7 +117,7 @@ def test_secrets_are_mounted_as_folders_and_not_as_files(service: dict[str, Any]
         assert (mount["type"], mount["target"], mount["read_only"]) == ("bind", "/run/secrets", True)
         folder = tmp_path / mount["source"]
         assert folder.is_dir() and named <= {file.name for file in folder.iterdir()}
-        assert folder != tmp_path / "secrets", "that has everybody's"
+        assert folder != tmp_path / "secrets", "that folder has the secrets of all services"
 
 
 GIB = 2**30
@@ -143,7 +143,7 @@ def test_a_full_replica_stays_within_its_memory_limit() -> None:
     (taken,) = [int(found) * 1024 for found in re.findall(r"^VmRSS:\s*(\d+) kB", status, re.MULTILINE)]
     models = len([one for one in (ROOT / DEFAULTS.bundles).iterdir() if (one / "manifest.json").is_file()])
     full = taken + models * DEFAULTS.state_budget_bytes + DEFAULTS.session_budget_bytes + DEFAULTS.receive_budget_bytes
-    assert full + GIB <= limit, "a GiB for work that is under way, and a model's next version"
+    assert full + GIB <= limit, "a GiB for requests in flight, and a model's next version"
 
 
 def test_redis_fits_twice_into_its_memory_and_evicts_nothing() -> None:

@@ -172,7 +172,7 @@ def test_images_and_users_are_those_of_the_dockerfile_and_of_the_compose_file() 
     assert container("wane", GPU)["image"] == COMPOSE["wane-gpu"]["image"]
     assert container("redis")["image"] == COMPOSE["redis"]["image"]
     assert container("haproxy")["image"].split(":")[0] == COMPOSE["haproxy"]["image"].split(":")[0]
-    assert "command" not in container("wane") and "args" not in container("wane"), "the image says what is run"
+    assert "command" not in container("wane") and "args" not in container("wane"), "the image sets the command"
 
 
 @pytest.mark.parametrize("name", ["haproxy", "redis", "wane"])
@@ -281,7 +281,7 @@ def test_the_hpa_uses_a_metric_that_the_adapter_derives_from_the_servers() -> No
     scaler = get("HorizontalPodAutoscaler", "wane")["spec"]
     target = get(scaler["scaleTargetRef"]["kind"], scaler["scaleTargetRef"]["name"])
     assert scaler["scaleTargetRef"]["apiVersion"] == target["apiVersion"]
-    assert "replicas" not in target["spec"], "it would undo what the HPA does at every apply"
+    assert "replicas" not in target["spec"], "every apply would overwrite the HPA's number"
     (metric,) = [one["pods"]["metric"]["name"] for one in scaler["metrics"] if one["type"] == "Pods"]
     (adapter,) = load(FOLDER / "monitoring" / "adapter.yaml")
     (rule,) = adapter["rules"]["custom"]
@@ -293,7 +293,7 @@ def test_the_hpa_uses_a_metric_that_the_adapter_derives_from_the_servers() -> No
 def queued_s(harness: EngineHarness) -> float:
     """Returns the sum of the adapter's rule over one replica."""
     found = [one for metric in harness.metrics.registry.collect() for one in metric.samples if one.name == QUEUED]
-    assert {one.labels["model"] for one in found} == {harness.engine.name}, "it is there before anything has waited"
+    assert {one.labels["model"] for one in found} == {harness.engine.name}, "the metric exists before the first wait"
     return sum(one.value for one in found)
 
 

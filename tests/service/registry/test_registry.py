@@ -176,7 +176,7 @@ async def test_a_model_that_is_still_loading_is_unloaded_once_loaded(
     await unloading
     await loading
     assert [engine.name for engine in registry.list()] == [registry.default]
-    assert await again is registry.get(), "it is not loaded twice"
+    assert await again is registry.get(), "it was loaded twice"
     await registry.close()
 
 
@@ -285,7 +285,7 @@ async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_se
     registry, after = make(FOLDER, session_file=file), make(PATHS[0], session_file=file)
     loading = asyncio.create_task(registry.load())
     await gate.reached()
-    assert not file.exists(), "the store is open before the first model is loaded"
+    assert not file.exists(), "the store opens before the first model is loaded"
     asking = asyncio.create_task(registry.wait_for())
     closing = asyncio.create_task(registry.close())
     with pytest.raises(Unavailable, match="stopping"):  # before the load is over
@@ -295,7 +295,7 @@ async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_se
     await closing
     await loading
     assert (registry.ready, registry.status, registry.served, registry.loading) == (False, "draining", [], [])
-    assert gate.names == ["gated-stable"], "the models behind the first are not begun"
+    assert gate.names == ["gated-stable"], "the loads after the first have not started"
     await after.load()
     assert await after.engine_for(session) is after.get()
     await after.close()
@@ -536,7 +536,7 @@ async def test_a_model_whose_graphs_round_more_than_measured_loses_its_certifica
     claimed = certify(bundle.manifest.architecture, bundle.weights(), bundle.manifest.max_window, boast)
     path = shutil.copytree(STABLE, tmp_path / STABLE.name)
     edit_manifest(path, "certificate", value=claimed.model_dump(mode="json"))
-    assert Bundle.read(path).manifest.certificate == claimed, "of the weights it says nothing wrong"
+    assert Bundle.read(path).manifest.certificate == claimed, "the weights' certificate is right"
     registry = make(path)
     await registry.load()
     certificate = registry.get().manifest.certificate

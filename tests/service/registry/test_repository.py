@@ -48,7 +48,7 @@ async def test_a_bundle_is_loaded_once_when_it_has_changed_and_settled(folder: P
     assert loads.names == []
     put(folder, "2")
     await poller.look()
-    assert loads.names == [], "it may still be on its way"
+    assert loads.names == [], "it may still be being copied"
     await looks(poller, 3)
     assert loads.names == [MODEL]
 

@@ -384,7 +384,7 @@ async def swap_by_turns() -> None:
     assert growth(running, kinds=2) <= 0, f"after each swap there are {running} threads"
     kept = growth(used[2:], kinds=2)  # the first load of each allocates what all of them share
     assert kept < KEPT_BYTES, f"a swap keeps {kept:,.0f} bytes; after each of them there are {used} in use"
-    assert withheld < WITHHELD_BYTES, f"{withheld:,} bytes are free, and were not given back"
+    assert withheld < WITHHELD_BYTES, f"{withheld:,} bytes are free, but were not returned to the system"
 
 
 def test_memory_and_threads_do_not_grow_over_many_swaps() -> None:

@@ -84,7 +84,7 @@ async def test_the_store_is_written_to_once_in_32_steps(bench: Bench) -> None:
     assert bench.written == [("a", RECENT)] * 2
     assert (await bench.record("a")).position == 2 * RECENT + 2
     assert bench.written[2:] == [("a", 1)]
-    assert bench.resident.slot("a") is None, "it is buffered again by its next step of the general procedure"
+    assert bench.resident.slot("a") is None, "only its next step through the general procedure buffers it again"
 
 
 @given(

@@ -42,7 +42,7 @@ class Command:
         lines: list[str] = []
         while not lines or not wanted(lines[-1]):
             line = self._printed.get(timeout=WAIT_S)
-            assert line, f"it ended before it printed what was waited for; it printed {lines}"
+            assert line, f"the command ended before the expected output; it printed {lines}"
             lines.append(line)
         return lines
 

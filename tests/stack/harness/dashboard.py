@@ -28,6 +28,6 @@ def queries(panel: dict[str, Any]) -> list[str]:
         query = target["expr"]
         for variable, value in values.items():
             query = query.replace(variable, value)
-        assert "$" not in query, f"{panel['title']} asks by a variable that there is not: {query}"
+        assert "$" not in query, f"{panel['title']} uses an unknown variable: {query}"
         found.append(query)
     return found

@@ -125,7 +125,7 @@ async def histories(
             tail = [int(token) for token in record.tail.ids()][-record.position or None :]
             first = client.history[0].tokens
             cut = record.position - len(tail)
-            assert cut <= len(first), "more is cut off than the first step: this is a bug of the test"
+            assert cut <= len(first), "the tail lacks more than the first step: this is a bug of the test"
             found += [f"{client.session}: {fault}" for fault in faults(client.history, [*first[:cut], *tail])]
     finally:
         await reader.close()
