@@ -143,7 +143,7 @@ class Target(Frozen):
 
     what: str
     against: str
-    wanted: float | None
+    wanted: float | None = None
     most: bool
     unit: str
     value: float

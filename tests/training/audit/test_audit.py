@@ -248,7 +248,7 @@ def test_a_text_model_is_audited_on_a_folder_of_text(folder: Path) -> None:
     ("options", "message"),
     [
         ([], "no text: name a file or folder with --data"),
-        (["--data", "events.jsonl"], "give --tokenizer tokenizer.json or --vocabulary NAMES"),
+        (["--data", "events.jsonl"], "give either --tokenizer tokenizer.json or --vocabulary NAMES"),
         (["--data", "none.jsonl", "--vocabulary", "names.json"], "none.jsonl: No such file or directory"),
         (
             ["--data", "events.jsonl", "--vocabulary", "short.json"],
