@@ -35,7 +35,7 @@ from benchmarks.summary import Spread, provenance, write_json
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
 from wane.service.batching import batch
-from wane.service.batching.scheduler import FairScheduler, Scheduler
+from wane.service.batching.scheduler import COLUMNS, FairScheduler, Scheduler
 from wane.service.batching.ticket import WorkItem
 from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import MarginProof
@@ -68,7 +68,8 @@ WAYS = ("undisturbed", "fair", "first come")
 
 
 class FirstCome(Scheduler[WorkItem]):
-    """One queue; a batch is the oldest item and the items of its role behind it that fit."""
+    """One queue; a batch is the oldest item and the items of its role behind it that fit. The steps in columns, which
+    one item represents, are a batch of their own."""
 
     def __init__(self, max_batch_size: int) -> None:
         self._max_batch = max_batch_size
@@ -98,7 +99,14 @@ class FirstCome(Scheduler[WorkItem]):
                 continue
             role, length = item.work.role, item.work.length
             first = taken[0].work.role if taken else role
-            if role != first or not batch.fits(role, max(longest, length), total + length, len(taken) + 1):
+            if item.work is COLUMNS and not taken:
+                taken.append(item)
+                break
+            if (
+                item.work is COLUMNS
+                or role != first
+                or not batch.fits(role, max(longest, length), total + length, len(taken) + 1)
+            ):
                 left.append(item)
                 continue
             taken.append(item)

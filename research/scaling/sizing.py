@@ -82,9 +82,11 @@ def saturated_at(costs: Costs, plan: Plan, limits: Limits, think_s: float) -> di
     each = size(costs, plan, limits, 1e6, think_s)
     cores = {name: each.per_million(value) / 1e6 for name, value in each.cores.items()}
     loop = 1 / think_s * plan.loop_s / limits.load
+    # Without rebuilt states, short batches run on the event loop, and the runner's thread has nothing to do.
+    runner = {"replica's runner": think_s * limits.load / plan.runner_s} if plan.runner_s else {}
     return {
         "replica's event loop": 1 / loop,
-        "replica's runner": 1 / (think_s**-1 * plan.runner_s / limits.load),
+        **runner,
         "state pool (256 MiB): all states resident": limits.state_budget_bytes / costs.state_bytes,
         "Redis's processor": 1 / cores["Redis"],
         f"Redis's memory ({limits.store_gib:.0f} GiB)": limits.store_gib * GIB / costs.store_session_bytes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -65,11 +64,12 @@ class AnswerPlan(NamedTuple):
 
 
 class ModeResult(NamedTuple):
-    """One mode's run, the bound of its answer, and its latency."""
+    """One mode's run, the bound of its answer, and its latency. `proved`: a search proved the first token."""
 
     result: RunResult
     bound: Bound | None
     latency: Latency
+    proved: bool = False
 
 
 class Sampler(Protocol):
@@ -111,15 +111,40 @@ class AnswerBuilder:
         return ModeResult(result, plan.bound_of(self._certificate, recurrent, result.radius), latency)
 
     async def window(
-        self, plan: AnswerPlan, context_ids: NDArray[np.int64], ticket: Ticket, *, binding: bool = False
+        self,
+        plan: AnswerPlan,
+        context_ids: NDArray[np.int64],
+        ticket: Ticket,
+        *,
+        prove: bool,
+        binding: bool = False,
     ) -> ModeResult:
-        """Runs the window part of a plan, over the window's tokens.
+        """Runs the window part of a plan, over the window's tokens. `prove`: see `search`.
 
         Call it after the recurrent part, not concurrently: then each latency is what its mode alone would take.
         """
         mark = ticket.mark() if plan.mode is Mode.BOTH else None
         result = await self._forward.window(context_ids, ticket, binding=binding)
-        return self.part(plan, result, ticket.latency(since=mark), recurrent=False)
+        part = self.part(plan, result, ticket.latency(since=mark), recurrent=False)
+        return await self.search(part, ticket) if prove else part
+
+    async def search(self, part: ModeResult, ticket: Ticket) -> ModeResult:
+        """Returns the part with a sharper bound of the total variation, and a proof of its first token, both by
+        direction; unchanged if nothing was left out, or if the run has no trace.
+
+        Waits for the proofs' thread. A caller that leaves, or its deadline, ends the wait.
+        """
+        result, bound, direction = part.result, part.bound, self.direction
+        if bound is None or bound.runs is None or not bound.state or direction is None or result.trace is None:
+            return part
+        rivals: NDArray[np.intp] | None = None
+        if not self._leads(result, bound):
+            rivals = self._margin.rivals(result.logits, result.hidden, bound.runs, MOST_RIVALS)
+        ticket.proving = True
+        proved, variation = await asyncio.get_running_loop().run_in_executor(
+            self._prover, direction.search, result.trace, int(result.logits.argmax()), rivals
+        )
+        return part._replace(bound=bound._replace(variation=min(bound.variation, variation)), proved=proved)
 
     async def answer(
         self,
@@ -138,8 +163,8 @@ class AnswerBuilder:
         """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the recurrent
         one answers.
 
-        `input_ids` returns all available tokens up to the plan's position. `prove` searches for a proof by direction if
-        the margin proves nothing. `session` is the session at that position, if any.
+        `input_ids` returns all available tokens up to the plan's position. `prove`: the parts were searched, which the
+        answer's latency includes. `session` is the session at that position, if any.
         """
         answered = recurrent or window
         assert answered is not None, "a plan without a run: this is a bug"
@@ -147,11 +172,7 @@ class AnswerBuilder:
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
         if recurrent is not None and window is not None:
-            pair = self.apart(plan, recurrent, window)
-            if prove and not pair.top1_proved:
-                proved = await self._prove(window, _bound(plan, recurrent, window), ticket)
-                pair = replace(pair, top1_proved=proved)
-            self._stats.compared(pair, Source.BOTH)
+            pair = self.compared(plan, recurrent, window)
             modes = {
                 Mode.RECURRENT: ModeAnswer(found, recurrent.latency),
                 Mode.WINDOW: ModeAnswer(self.predictions(window.result, top_k), window.latency),
@@ -161,9 +182,6 @@ class AnswerBuilder:
         elif self.sampler is not None and self.sampler.chosen():
             self.sampler.offer(plan, input_ids(), answered)
         bound = answered.bound
-        proved = self._leads(answered.result, bound)
-        if prove and not proved:
-            proved = await self._prove(answered, bound, ticket)
         return Answer(
             mode=plan.mode,
             predictions=found,
@@ -171,7 +189,7 @@ class AnswerBuilder:
             state=plan.state,
             error_bound=None if bound is None else bound.variation,
             state_error_bound=None if bound is None else bound.state,
-            top1_proved=proved,
+            top1_proved=answered.proved or self._leads(answered.result, bound),
             window=plan.window,
             modes=modes,
             agreement=pair,
@@ -194,31 +212,12 @@ class AnswerBuilder:
         return pair
 
     def apart(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """Compares the two parts, with the proof by the margin only. May be called on any thread."""
+        """Compares the two parts. May be called on any thread."""
         bound = _bound(plan, recurrent, window)
         of_recurrent, of_window = recurrent.result, window.result
-        proved = self._leads(of_window, bound)
+        proved = (window.proved and bound is window.bound) or self._leads(of_window, bound)
         return agreement.compare(
             of_recurrent.logits, of_window.logits, of_recurrent.hidden, of_window.hidden, bound, proved
-        )
-
-    async def _prove(self, part: ModeResult, bound: Bound | None, ticket: Ticket) -> bool:
-        """Returns whether direction proves that every run within the bound has the part's first token.
-
-        Waits for `prover`. A caller that leaves, or its deadline, ends the wait.
-        """
-        result, direction = part.result, self.direction
-        if bound is None or bound is not part.bound or bound.runs is None or not bound.state:
-            return False
-        if direction is None or result.trace is None:
-            return False
-        rivals = self._margin.rivals(result.logits, result.hidden, bound.runs, MOST_RIVALS)
-        if rivals is None:
-            return False
-        first = int(result.logits.argmax())
-        ticket.proving = True
-        return await asyncio.get_running_loop().run_in_executor(
-            self._prover, direction.proves, result.trace, first, rivals
         )
 
     def _leads(self, result: RunResult, bound: Bound | None) -> bool:

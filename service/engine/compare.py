@@ -46,7 +46,7 @@ async def compare(
     share: Share,
 ) -> Comparison:
     """Runs all modes `repeat` times, in turns, so that a busy moment of the machine affects all alike. Reports progress
-    to `share`."""
+    to `share`. The bounds and proofs are those of `prove: true`; the latencies are without the search for them."""
     input_ids = sequence(vocabulary.eos_id, request.tokens)
     position = len(request.tokens)
     with pool.lease() as before, pool.lease() as after:
@@ -70,13 +70,14 @@ async def compare(
                     results.append(result)
             share.progress((repeat + 1) / request.repeat)
 
-    def part(index: int, plan: AnswerPlan) -> ModeResult:
-        return answer_builder.part(plan, results[index], latencies[index][0], recurrent=index == 0)
+    async def part(index: int, plan: AnswerPlan) -> ModeResult:
+        found = answer_builder.part(plan, results[index], latencies[index][0], recurrent=index == 0)
+        return await answer_builder.search(found, ticket)
 
-    def line(index: int, window: int | None) -> ComparedMode:
+    async def line(index: int, window: int | None) -> ComparedMode:
         result = results[index]
         plan = AnswerPlan(Mode.BOTH, position, window, StateSource.RESIDENT, context_length=position)
-        own = part(index, plan)
+        own = await part(index, plan)
         return ComparedMode(
             mode=Mode.RECURRENT if window is None else Mode.WINDOW,
             window=window,
@@ -88,15 +89,15 @@ async def compare(
                 total=_percentiles([latency.total_ms for latency in latencies[index]]),
             ),
             error_bound=None if own.bound is None else own.bound.variation,
-            agreement=None if window is None else answer_builder.compared(plan, part(0, plan), own),
+            agreement=None if window is None else answer_builder.compared(plan, await part(0, plan), own),
         )
 
     return Comparison(
         *identity,
         tokens=position,
         repeat=request.repeat,
-        recurrent=line(0, None),
-        windows=tuple(line(index, window) for index, window in enumerate(request.windows, 1)),
+        recurrent=await line(0, None),
+        windows=tuple([await line(index, window) for index, window in enumerate(request.windows, 1)]),
     )
 
 

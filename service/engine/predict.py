@@ -87,12 +87,13 @@ class Predictor:
 
     async def _recurrent(self, request: PredictRequest, plan: AnswerPlan, ticket: Ticket) -> ModeResult:
         result = await self._forward.full(self._sequence(request), ticket)
-        return self._answer_builder.part(plan, result, ticket.latency(), recurrent=True)
+        part = self._answer_builder.part(plan, result, ticket.latency(), recurrent=True)
+        return await self._answer_builder.search(part, ticket) if request.prove else part
 
     async def _window(self, request: PredictRequest, plan: AnswerPlan, k: int, ticket: Ticket) -> ModeResult:
         is_whole = k >= plan.position
         context_ids = self._sequence(request) if is_whole else np.array(request.tokens[-k:], np.int64)
-        return await self._answer_builder.window(plan, context_ids, ticket)
+        return await self._answer_builder.window(plan, context_ids, ticket, prove=request.prove)
 
     def _sequence(self, request: PredictRequest | GenerateRequest) -> NDArray[np.int64]:
         return sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)

@@ -176,7 +176,7 @@ class SessionSteps:
                     recurrent = self._answer_builder.part(plan, result, ticket.latency(), recurrent=True)
             if plan.window is not None:
                 window_ids = tail(input_ids, position, plan.window)
-                window = await self._answer_builder.window(plan, window_ids, ticket, binding=True)
+                window = await self._answer_builder.window(plan, window_ids, ticket, prove=False, binding=True)
             committed = await self._sessions.commit(record, request, write, dropped_tokens)
         finally:
             self._pool.release(read)
@@ -186,6 +186,9 @@ class SessionSteps:
             return None
         if own is Mode.RECURRENT:
             self._resident.add(committed)
+        if request.prove:  # after the commit: a search may take longer than the client waits
+            recurrent = None if recurrent is None else await self._answer_builder.search(recurrent, ticket)
+            window = None if window is None else await self._answer_builder.search(window, ticket)
         return await self._answer_builder.answer(
             plan,
             lambda: input_ids,
@@ -247,9 +250,12 @@ class SessionSteps:
             if rebuilt:
                 self._sessions.count_rebuilt()
             recurrent = self._answer_builder.part(plan, result, ticket.latency(), recurrent=True)
+            if prove:
+                recurrent = await self._answer_builder.search(recurrent, ticket)
         part: ModeResult | None = None
         if plan.window is not None:
-            part = await self._answer_builder.window(plan, tail(input_ids, plan.position, plan.window), ticket)
+            window_ids = tail(input_ids, plan.position, plan.window)
+            part = await self._answer_builder.window(plan, window_ids, ticket, prove=prove)
         answered = recurrent or part
         assert answered is not None, "a plan without a run: this is a bug"
         _check(answered.bound, tolerance)

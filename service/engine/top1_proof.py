@@ -1,5 +1,7 @@
 """Proves that an answer's first token is also the never-interrupted model's: by its margin, or by direction.
 
+The proof by direction also bounds the total variation.
+
 **By its margin** (`MarginProof`). With output rows V_a, logits are l_a = V_a . h + b_a. If the two models' h are at
 most E apart, the lead l_a - l_b of a token over another moves by at most |V_a - V_b|_2 E. So the first token is proved
 if, for every other b,
@@ -29,6 +31,8 @@ Which terms are theorems, and which are measured:
   few tokens, and the errors are products of gates. Their rounding is measured when the model is loaded, for windows of
   random tokens, of held tokens and of cycles, times the safety factor of the certificate's rounding.
 - E is the certificate's rounding of two runs at `hidden`: the measured error of one step, propagated by the theorem.
+  Half of it is the distance of either run from exact arithmetic, so the total variation of the two float32 runs exceeds
+  that of h and the exact run by at most tanh(D E / 4), D the diameter of the output matrix.
 - The rounding of the logits is a theorem (above). The answering run needs none: its first token is a by definition.
 """
 
@@ -43,6 +47,7 @@ from numpy.typing import NDArray
 from wane.models.certificate.interval_rounding import Matrix, roundoff
 from wane.models.certificate.request import RequestBound, WindowBound
 from wane.models.certificate.top1 import Top1
+from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.models.weights import Weights, head_weight
 from wane.service.batching.batch import Row, Top, WindowTrace
@@ -237,6 +242,7 @@ class DirectionProof:
         self._names = [tensor.name for tensor in self._architecture.state_tensors()[-self._architecture.layers :]]
         rounding = manifest.certificate.rounding
         self._error = rounding.between_runs
+        self._diameter = manifest.certificate.head_diameter
         states = max(error.ball for error in rounding.states.values())
         self.rounding = max(states, rounding.safety * self._measured(runner, manifest.window))
 
@@ -254,12 +260,18 @@ class DirectionProof:
             return None
         return cls(manifest, weights, request(), margin, runner)
 
-    def proves(self, trace: WindowTrace, first: int, rivals: NDArray[np.intp]) -> bool:
-        """Returns whether `first` comes before each rival in every run that ends in the trace's tokens. `rivals` are
-        ordered by their lead, the smallest first."""
+    def search(self, trace: WindowTrace, first: int, rivals: NDArray[np.intp] | None) -> tuple[bool, float]:
+        """Returns whether `first` comes before each rival in every run that ends in the trace's tokens, and the bound
+        of the total variation from any such run. `rivals` are ordered by their lead, the smallest first; None: no proof
+        is tried."""
         bound = self._bound(trace)
         if not np.isfinite(bound.radius[0]):
-            return False
+            return False, 1.0
+        rounding = float(total_variation(self._diameter, np.array(self._error)))
+        variation = min(float(self._top1.variation(bound)[0]) + rounding, 1.0)
+        return rivals is not None and self._proves(bound, first, rivals), variation
+
+    def _proves(self, bound: WindowBound, first: int, rivals: NDArray[np.intp]) -> bool:
         hidden = bound.hidden[0]
         length = float(np.linalg.norm(hidden)) * OUTWARD
         farthest = length + float(bound.radius[0]) + self._error

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.storm import FirstCome, Round, summary, timeline
 from wane.models.manifest import Role
 from wane.service.batching.batch import Work
+from wane.service.batching.scheduler import COLUMNS
 from wane.service.batching.ticket import Ticket, WorkItem
 
 
@@ -35,6 +36,17 @@ def test_a_batch_is_the_oldest_item_and_its_role_and_put_back_items_come_first(
     assert len(queue) == 4 and not queue.full
     assert queue.take(lambda _: True) == [window, second]
     assert [queue.take(lambda _: True) for _ in range(3)] == [[step], [third], []]
+
+
+def test_the_steps_in_columns_are_a_batch_of_their_own(loop: asyncio.AbstractEventLoop) -> None:
+    queue = FirstCome(max_batch_size=4)
+    first, second = (WorkItem(Work("step", np.ones(1, np.int64)), Ticket()) for _ in range(2))
+    columns = WorkItem(COLUMNS, Ticket())
+    for one in (first, columns, second):
+        queue.put(one)
+    assert queue.take(lambda _: True) == [first, second]
+    queue.put(first)
+    assert [queue.take(lambda _: True) for _ in range(3)] == [[columns], [first], []]
 
 
 def test_a_timeline_has_median_and_longest_of_every_slice_with_steps() -> None:

@@ -19,15 +19,16 @@ EXPERIMENT = "training/experiments/licence.toml"
 def test_each_block_is_run_by_a_test() -> None:
     """tests/training runs the command that audits an outside model, and serves its bundle."""
     own, outside = scripts((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert EXPERIMENT in own[1]
+    assert EXPERIMENT in own[2]
     assert ["examples/outside_lstm.py" in outside[0], " audit " in outside[1]] == [True, True]
     assert len(outside) == 3 and outside[2] == own[-1]
 
 
 @pytest.mark.slow
 def test_the_commands_that_train_a_custom_model_end_with_serving_it(tmp_path: Path) -> None:
-    install, *commands, serve = scripts((ROOT / "README.md").read_text(encoding="utf-8"))[0]
+    environment_made, install, *commands, serve = scripts((ROOT / "README.md").read_text(encoding="utf-8"))[0]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert environment_made == "python3 -m venv .venv"
     assert install == ".venv/bin/pip install -e '.[train]'" and "train" in extras
     port = free_port()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}

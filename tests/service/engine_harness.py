@@ -255,7 +255,7 @@ class FakeRunner:
 
 
 class FakeProof:
-    """Replaces an engine's proof by direction, and proves everything.
+    """Replaces an engine's proof by direction. Proves everything, and bounds nothing.
 
     `asked` counts the searches. While `gate` is clear a search waits; `busy` is set when one has begun.
     """
@@ -267,11 +267,11 @@ class FakeProof:
         self.gate.set()
         self.busy = threading.Event()
 
-    def proves(self, *_: object) -> bool:
+    def search(self, *_: object) -> tuple[bool, float]:
         self.asked += 1
         self.busy.set()
         assert self.gate.wait(TIMEOUT_S), "the gate was not opened"
-        return True
+        return True, 1.0
 
     async def until_busy(self) -> None:
         """Waits until a search has begun since the last call."""

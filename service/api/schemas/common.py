@@ -100,9 +100,10 @@ Truncated = Annotated[
 Prove = Annotated[
     bool,
     Field(
-        description="true: if the margin does not prove the first token, search for a proof. This takes several times "
-        "as long as a window's run, and a model runs one search at a time. It requires a model whose windows compute a "
-        "bound for their own tokens. false: top1_proved is the margin's result"
+        description="true: where tokens were left out, search for a proof of the first token and for a smaller "
+        "error_bound. This takes several times as long as a window's run, and a model runs one search at a time. It "
+        "requires a model whose windows compute a bound for their own tokens. false: top1_proved is the margin's "
+        "result, and error_bound that of the certificate or the run"
     ),
 ]
 Window = Annotated[

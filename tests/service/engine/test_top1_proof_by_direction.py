@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,20 @@ def logits_after(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int6
     return result
 
 
+def distribution(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the softmax of the last axis."""
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    result: NDArray[np.float64] = weights / weights.sum(axis=-1, keepdims=True)
+    return result
+
+
+def variations(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Returns the total variation of the window's distribution and the never-interrupted model's after each past."""
+    own = distribution(logits_after(small, pasts[:1, :0], window))
+    result: NDArray[np.float64] = np.abs(distribution(logits_after(small, pasts, window)) - own).sum(axis=1) / 2
+    return result
+
+
 def hold(small: Small, window: NDArray[np.int64], first: int, random: np.random.Generator) -> None:
     """Asserts that no past makes another token first: random, repeated, and changed to narrow the lead."""
     pasts = random.integers(VOCABULARY, size=(PASTS, LONGEST_PAST))
@@ -91,6 +106,48 @@ def test_no_past_changes_a_proved_token(seed: int, layers: int, front: bool, blo
     for window, first in zip(windows, proofs(small, windows), strict=True):
         if first is not None:
             hold(small, window, first, random)
+
+
+def bounds(small: Small, windows: list[NDArray[np.int64]], *, prove: bool) -> list[float]:
+    """Returns each window's `error_bound`."""
+
+    async def ask() -> list[float]:
+        found = []
+        for window in windows:
+            request = PredictRequest((0, *window.tolist()), mode=Mode.WINDOW, window=len(window), top_k=1, prove=prove)
+            answer = await small.engine.submit(request)
+            assert answer.error_bound is not None
+            found.append(answer.error_bound)
+        return found
+
+    return asyncio.run(ask())
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 10_000),
+    layers=st.integers(1, 3),
+    front=st.booleans(),
+    block=st.sampled_from(("plain", "residual")),
+)
+def test_no_past_moves_an_answer_beyond_its_searched_bound(seed: int, layers: int, front: bool, block: str) -> None:
+    small, random = model(seed, layers, front, block), np.random.default_rng(seed)
+    windows = [random.integers(VOCABULARY, size=length) for length in random.integers(2, 10, size=12)]
+    for window, plain, sharp in zip(
+        windows, bounds(small, windows, prove=False), bounds(small, windows, prove=True), strict=True
+    ):
+        assert sharp <= plain
+        pasts = random.integers(VOCABULARY, size=(PASTS, LONGEST_PAST))
+        pasts[:VOCABULARY] = np.arange(VOCABULARY)[:, None]
+        assert variations(small, pasts, window).max() <= sharp
+
+
+@pytest.mark.parametrize("front", [False, True], ids=["no front", "front"])
+def test_a_search_finds_smaller_bounds(front: bool) -> None:
+    small, random = model(0, 1, front), np.random.default_rng(0)
+    windows = [random.integers(VOCABULARY, size=12) for _ in range(20)]
+    plain, sharp = bounds(small, windows, prove=False), bounds(small, windows, prove=True)
+    assert np.median(sharp) < np.median(plain) / 2
 
 
 @pytest.mark.parametrize("front", [False, True], ids=["no front", "front"])
@@ -128,32 +185,47 @@ def test_there_is_no_direction_proof_without_a_stream() -> None:
     assert small.engine.answer_builder.direction is None
 
 
-async def test_a_shipped_model_searches_for_a_proof_only_on_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bundle, runner = opened(FOLDER / "gated-stable")
-    margin = MarginProof(bundle.weights())
-    direction = DirectionProof.of(bundle.manifest, bundle.weights(), bundle.request_bound, margin, runner)
-    assert direction is not None
-    engine = Engine(
-        bundle.manifest,
-        bundle.vocabulary,
-        margin,
-        runner,
-        MemoryStore(128, 3600, 2**20),
-        Settings(session_history_tokens=128),
-        Metrics(),
-        throughput=InOrder(),
-        direction=direction,
-    )
-    proves, found = direction.proves, list[bool]()
+MakeShipped = Callable[[], Engine]
 
-    def counted(*given: Any) -> bool:
-        found.append(proves(*given))
+
+@pytest.fixture
+def make_shipped() -> MakeShipped:
+    """Makes engines of the shipped gated-stable, whose direction proof is at `answer_builder.direction`."""
+
+    def make() -> Engine:
+        bundle, runner = opened(FOLDER / "gated-stable")
+        margin = MarginProof(bundle.weights())
+        direction = DirectionProof.of(bundle.manifest, bundle.weights(), bundle.request_bound, margin, runner)
+        assert direction is not None
+        return Engine(
+            bundle.manifest,
+            bundle.vocabulary,
+            margin,
+            runner,
+            MemoryStore(128, 3600, 2**20),
+            Settings(session_history_tokens=128),
+            Metrics(),
+            throughput=InOrder(),
+            direction=direction,
+        )
+
+    return make
+
+
+async def test_a_shipped_model_searches_for_a_proof_only_on_request(
+    monkeypatch: pytest.MonkeyPatch, make_shipped: MakeShipped
+) -> None:
+    engine = make_shipped()
+    direction = engine.answer_builder.direction
+    assert direction is not None
+    search, found = direction.search, list[tuple[bool, float]]()
+
+    def counted(*given: Any) -> tuple[bool, float]:
+        found.append(search(*given))
         return found[-1]
 
-    monkeypatch.setattr(direction, "proves", counted)
-    text = bundle.vocabulary.encode("The history of the town and of its old church " * 10)
+    monkeypatch.setattr(direction, "search", counted)
+    text = engine.vocabulary.encode("The history of the town and of its old church " * 10)
     prompts = [tuple(text[: 70 + each]) for each in range(8)]
 
     async def proved(mode: Mode, *, prove: bool) -> int:
@@ -165,8 +237,34 @@ async def test_a_shipped_model_searches_for_a_proof_only_on_request(
 
     for mode in (Mode.WINDOW, Mode.BOTH):
         by_margin = await proved(mode, prove=False)
-        await engine.compare(CompareRequest(prompts[0], windows=(64,), repeat=1))
         assert not found
-        assert await proved(mode, prove=True) == by_margin + sum(found) > by_margin
+        assert await proved(mode, prove=True) == by_margin + sum(proof for proof, _ in found) > by_margin
+        assert len(found) == len(prompts)
         found.clear()
+    await engine.close()
+
+
+async def test_a_comparison_has_the_searched_bound_of_every_window(make_shipped: MakeShipped) -> None:
+    engine = make_shipped()
+    text = engine.vocabulary.encode("The history of the town and of its old church " * 20)[:200]
+    found = await engine.compare(CompareRequest(tuple(text), windows=(64, 96), repeat=1))
+    for line in found.windows:
+        asked = PredictRequest(tuple(text), mode=Mode.WINDOW, window=line.window, prove=True)
+        answer = await engine.submit(asked)
+        assert line.agreement is not None and answer.error_bound is not None and line.error_bound is not None
+        assert line.error_bound == line.agreement.error_bound == pytest.approx(answer.error_bound, rel=1e-3)
+        assert line.agreement.total_variation <= line.error_bound < 0.2
+    await engine.close()
+
+
+async def test_a_search_meets_a_tolerance_that_the_radius_misses(make_shipped: MakeShipped) -> None:
+    engine = make_shipped()
+    tokens = tuple(engine.vocabulary.encode("The history of the town and of its old church " * 20)[:200])
+    plain = await engine.submit(PredictRequest(tokens, mode=Mode.WINDOW, window=96))
+    sharp = await engine.submit(PredictRequest(tokens, mode=Mode.WINDOW, window=96, prove=True))
+    assert plain.error_bound is not None and sharp.error_bound is not None
+    assert sharp.error_bound < plain.error_bound / 2
+    tolerance = (plain.error_bound + sharp.error_bound) / 2
+    ask = PredictRequest(tokens, window=96, tolerance=tolerance, prove=True)
+    assert (await engine.submit(ask)).mode is Mode.WINDOW
     await engine.close()
