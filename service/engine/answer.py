@@ -22,7 +22,6 @@ from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import MOST_RIVALS, DirectionProof, MarginProof
 from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Prediction, StateSource
 
-
 SMALL_ENOUGH = 1e-3
 """A total variation up to which no smaller bound is searched."""
 
