@@ -153,7 +153,7 @@ def main() -> None:
         for way in WAYS:
             told[way.name].append(measure(way, options.text, options.seconds))
     document = {
-        **provenance("benchmarks.processes", "torch"),
+        **provenance("benchmarks.processes", "torch", bundles=[]),
         "rounds": options.rounds,
         "experiments": summary(told),
     }

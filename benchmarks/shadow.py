@@ -24,6 +24,7 @@ from pathlib import Path
 
 import httpx
 import matplotlib
+from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
@@ -126,6 +127,7 @@ class Results(Frozen):
     versions: dict[str, str]
     command: str | None = None
     commit: str | None = None
+    bundles: dict[str, str] = Field(default_factory=dict)
     windows: dict[str, OfWindow]
 
 

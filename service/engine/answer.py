@@ -22,6 +22,9 @@ from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import MOST_RIVALS, DirectionProof, MarginProof
 from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Prediction, StateSource
 
+SMALL_ENOUGH = 1e-3
+"""A total variation up to which no smaller bound is searched."""
+
 
 class AnswerPlan(NamedTuple):
     """How a request at `position` is answered.
@@ -130,7 +133,8 @@ class AnswerBuilder:
 
     async def search(self, part: ModeResult, ticket: Ticket) -> ModeResult:
         """Returns the part with a sharper bound of the total variation, and a proof of its first token, both by
-        direction; unchanged if nothing was left out, or if the run has no trace.
+        direction. Unchanged if nothing was left out, if the margin proves the token and the bound is small already, or
+        if the run has no trace.
 
         Waits for the proofs' thread. A caller that leaves, or its deadline, ends the wait.
         """
@@ -138,7 +142,10 @@ class AnswerBuilder:
         if bound is None or bound.runs is None or not bound.state or direction is None or result.trace is None:
             return part
         rivals: NDArray[np.intp] | None = None
-        if not self._leads(result, bound):
+        leads = self._leads(result, bound)
+        if leads and bound.variation <= SMALL_ENOUGH:
+            return part
+        if not leads:
             rivals = self._margin.rivals(result.logits, result.hidden, bound.runs, MOST_RIVALS)
         ticket.proving = True
         proved, variation = await asyncio.get_running_loop().run_in_executor(

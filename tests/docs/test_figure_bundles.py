@@ -7,27 +7,34 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.summary import bundle_hashes
+from benchmarks.summary import BUNDLES, bundle_hashes
+from research.proof_results import Results
+from research.proofs import current
 from wane.models.bundle_checks import read_manifest
 
 ROOT = Path(__file__).parents[2]
 KEPT = sorted([*(ROOT / "docs" / "figures").glob("*.json"), *(ROOT / "research" / "figures").glob("*.json")])
 
-WITHOUT_HASHES = {
-    *("churn.json", "clusters.json", "lookup.json", "parallel_scan.json", "parked.json", "precision.json"),
-    *("processes.json", "routing.json", "shadow.json", "soak.json", "start.json", "stores.json", "storm.json"),
-    *("threads.json", "tracing.json", "proofs.json", "scaling.json", "scaling_check.json", "scaling_costs.json"),
-    "stability_price.json",
-}
-"""Measured before hashes were kept. A measurement that is made again leaves this list."""
+OF_OWN_RUNS = {"stability_price.json"}
+"""Measurements of models that they train themselves."""
+
+PROOFS = ROOT / "research" / "figures" / "proofs.json"
 
 
-def test_a_measurement_without_hashes_is_an_old_one() -> None:
+def test_every_measurement_names_its_bundles() -> None:
     without = {path.name for path in KEPT if "bundles" not in json.loads(path.read_text(encoding="utf-8"))}
-    assert without - {"bench.json"} == WITHOUT_HASHES
+    assert without == OF_OWN_RUNS | {"bench.json", PROOFS.name}
 
 
-@pytest.mark.parametrize("path", [path for path in KEPT if path.name not in WITHOUT_HASHES], ids=lambda path: path.name)
+def test_the_proofs_are_of_the_weights_and_certificates_that_ship() -> None:
+    kept = Results.read(PROOFS)
+    assert set(kept.models) == {path.name for path in BUNDLES.iterdir() if path.is_dir()}
+    assert current(kept, BUNDLES) == kept
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in KEPT if path.name not in OF_OWN_RUNS | {PROOFS.name}], ids=lambda path: path.name
+)
 def test_a_measurement_is_of_the_bundles_that_ship(path: Path) -> None:
     document = json.loads(path.read_text(encoding="utf-8"))
     if path.name == "bench.json":
