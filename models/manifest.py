@@ -17,9 +17,13 @@ SCHEMA_VERSION = 3
 LARGEST_WINDOW = 65_536
 """Tokens. A window is one input of a graph and is held in memory."""
 
+LARGEST_CACHE = 8_192
+"""Tokens of a cache. Each resident session holds them."""
+
 Role = Literal["step", "window", "advance", "scan", "head"]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
+NotNegativeShare = Annotated[float, Field(ge=0, le=1)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 VocabularyKind = Literal["bpe", "words", "events"]
@@ -297,6 +301,37 @@ class Certificate(Frozen):
         if k < 1:
             raise ValueError(f"a window has at least one token, not {k}")
         return curve[min(k, len(curve)) - 1] if curve else None
+
+
+CACHE_BINS = (1, 2, 3, 5, 9)
+"""The least numbers of occurrences of the bins of a cache's table after the first, which is for none."""
+
+
+class CacheModel(Frozen):
+    """A cache language model that is mixed with the network (`models/cache_mixture.py`).
+
+    `length`: N, the tokens that it holds. `weights`: by row, those of the network, the count of a token, its share
+    after the last token, and its share after the last two. The row is 6 times the bin of the number of earlier
+    occurrences of the last token in the cache, plus the bin of that of the last two tokens. The bins: 0, 1, 2, 3 to
+    4, 5 to 8, and more. The weights of a row sum to 1; a component without an occurrence has the weight 0.
+    """
+
+    length: int = Field(ge=2, le=LARGEST_CACHE)
+    weights: tuple[tuple[NotNegativeShare, NotNegativeShare, NotNegativeShare, NotNegativeShare], ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CacheModel:
+        bins = len(CACHE_BINS) + 1
+        if len(self.weights) != bins**2:
+            raise ValueError(f"cache.weights has {len(self.weights)} rows, but must have {bins**2}")
+        for row, weights in enumerate(self.weights):
+            if abs(sum(weights) - 1) > 1e-6:
+                raise ValueError(f"cache.weights[{row}] sums to {sum(weights)}, but must sum to 1")
+            if not weights[0]:
+                raise ValueError(f"cache.weights[{row}][0], the network's weight, must be above 0")
+            if (row < bins and weights[2]) or (row % bins == 0 and weights[3]):
+                raise ValueError(f"cache.weights[{row}] gives a weight to a component that has no occurrence")
+        return self
 
 
 class Provenance(Frozen):

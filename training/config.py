@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from wane.models.cell_registry import CELLS, Cell
-from wane.models.manifest import Architecture, Front, Frozen
+from wane.models.manifest import LARGEST_CACHE, Architecture, Front, Frozen
 from wane.training.errors import ConfigError
 
 LEAST_VOCABULARY = 258
@@ -50,6 +50,13 @@ class ModelConfig(Frozen):
         default=None,
         gt=0,
         description="largest spectral norm of a residual block's matrices, the LayerNorm's gain included; absent: any",
+    )
+    cache: int | None = Field(
+        default=None,
+        ge=2,
+        le=LARGEST_CACHE,
+        strict=True,
+        description="tokens of a cache language model that is mixed with the network, in the loss too; absent: none",
     )
 
     def architecture(self, vocabulary_size: int) -> Architecture:

@@ -43,6 +43,21 @@ class Lanes:
         """This process's share of all lanes, and therefore of all tokens."""
         return self.count / self.width
 
+    def positions(self, index: int) -> NDArray[np.int64]:
+        """Returns the places in the split of the tokens of chunk `index`: int64 (chunk, lanes)."""
+        rows = np.arange(index * self.chunk, (index + 1) * self.chunk)
+        return rows[:, None] + self._length * np.arange(self.width)[self.mine]
+
+    def every_position(self) -> NDArray[np.int64]:
+        """Returns the places in the split of the tokens of all chunks, in the lanes of all processes: int64
+        (chunks * chunk, width)."""
+        return np.arange(self.chunks * self.chunk)[:, None] + self._length * np.arange(self.width)
+
+    @property
+    def _length(self) -> int:
+        """The tokens of a lane."""
+        return len(self.rows) - 1
+
     def tokens(self, index: int, device: torch.device) -> Tensor:
         """Returns chunk `index` and the token after it: int64 (chunk + 1, lanes)."""
         part = self.rows[index * self.chunk : (index + 1) * self.chunk + 1]

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from wane.models.constraints import project
+from wane.models.manifest import CacheModel
 from wane.models.networks import Network
+from wane.training.cache import CacheTraining
 from wane.training.config import Experiment
 from wane.training.data import Corpus
 from wane.training.device import choose_device
@@ -40,6 +43,12 @@ class Progress:
     best_loss: float
 
 
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns -log p of each target, in nats: (chunk, lanes, V) and (chunk, lanes) -> float32 (chunk, lanes)."""
+    flat = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    return flat.view_as(targets)
+
+
 class Trainer:
     """Trains one experiment on one corpus in one run folder. `run()` yields after every step.
 
@@ -63,6 +72,7 @@ class Trainer:
             self.optimizer = self._optimizer()
             self.train_lanes = self._lanes("train", self._train_width())
             self.valid_lanes = self._lanes("valid", self._valid_width())
+            self.cache = CacheTraining.of(experiment, corpus, self.device)
         self.step = 0
         self.state = self.network.zero_state(self.train_lanes.count)
         self.best_loss, self.best_step = math.inf, 0
@@ -106,17 +116,21 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         lanes = self.train_lanes
-        tokens = lanes.tokens(self.step % lanes.chunks, self.device)
-        carried = self.config.regime == "recurrent" and self.step % lanes.chunks != 0
+        index = self.step % lanes.chunks
+        tokens = lanes.tokens(index, self.device)
+        carried = self.config.regime == "recurrent" and index != 0
         state = [tensor.detach() for tensor in self.state] if carried else None
         self.group.seed_noise(self.config.seed, self.step)
         with self._autocast():
             hidden, self.state = self.parallel(tokens[:-1], state)
             logits = self.network.logits(hidden)
-        loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[1:].flatten())
+        losses = token_losses(logits, tokens[1:])
+        positions = lanes.positions(index)
+        loss = (losses if self.cache is None else self.cache.losses("train", positions, losses)).mean()
         means = [loss.item()]
         if self.pressure is not None:
-            pressed, proved = self.pressure(self.step)
+            shares = None if self.cache is None else self.cache.shares("train", positions[-1])
+            pressed, proved = self.pressure(self.step, shares)
             loss = loss + pressed
             means.append(proved)
         loss = loss * (lanes.share * self.group.size)  # DDP averages over processes, not over lanes
@@ -136,24 +150,28 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> float:
-        """Returns the mean loss over the validation split, run as the regime trains it; keeps the best weights."""
+        """Returns the mean loss over the validation split, run as the regime trains it; keeps the best weights.
+
+        The weights of a cache are fitted to the split first.
+        """
         project(self.network, *self.constraints)
         self.group.check_same(f"weights after step {self.step}", self._digest)
         self.network.eval()
-        total, state, lanes = 0.0, None, self.valid_lanes
+        state, lanes = None, self.valid_lanes
+        losses: list[Tensor] = []
         for index in range(lanes.chunks if lanes.count else 0):
             tokens = lanes.tokens(index, self.device)
             with self._autocast():
                 hidden, after = self.network(tokens[:-1], state)
                 logits = self.network.logits(hidden)
             state = after if self.config.regime == "recurrent" else None
-            total += functional.cross_entropy(logits.float().flatten(0, 1), tokens[1:].flatten()).item()
+            losses.append(token_losses(logits, tokens[1:]))
         self.network.train()
-        (total,) = self.group.total([lanes.share * total])
-        loss = total / lanes.chunks
+        loss = self._mean(losses) if self.cache is None else self._fit(self.cache, losses)
         if loss < self.best_loss:
             self.best_loss, self.best_step = loss, self.step
-            self._save("best.pt", {"weights": self.network.weights(), "step": self.step, "valid_loss": loss})
+            best = {"weights": self.network.weights(), "step": self.step, "valid_loss": loss}
+            self._save("best.pt", best | self._saved_cache())
         self._log(
             {
                 "step": self.step,
@@ -162,6 +180,23 @@ class Trainer:
                 "wall_s": round(self.wall_s, 1),
             }
         )
+        return loss
+
+    def _mean(self, losses: list[Tensor]) -> float:
+        """Returns the mean over all lanes of this process's validation losses, (chunk, lanes) each."""
+        mean = torch.stack(losses).mean(dtype=torch.float64).item() if self.valid_lanes.count else 0.0
+        (total,) = self.group.total([self.valid_lanes.share * mean])
+        return total
+
+    def _fit(self, cache: CacheTraining, losses: list[Tensor]) -> float:
+        """Fits the cache's weights to the network's validation losses, (chunk, lanes) each, and returns the mean loss
+        of the mixture."""
+        lanes = self.valid_lanes
+        mine = torch.cat(losses) if lanes.count else torch.zeros(lanes.chunks * lanes.chunk, 0)
+        (whole,) = self.group.gather([mine.T.contiguous()])
+        network = whole.T.double().cpu().numpy()
+        fitted, loss = self.group.from_first(lambda: cache.fitted("valid", lanes.every_position(), network))
+        cache.model = fitted
         return loss
 
     def _maybe_decay(self) -> None:
@@ -233,6 +268,9 @@ class Trainer:
         if self.group.first:
             self.folder.save(name, record)
 
+    def _saved_cache(self) -> dict[str, Any]:
+        return {} if self.cache is None else {"cache": self.cache.model.model_dump_json()}
+
     def _checkpoint(self) -> None:
         self._save(
             "checkpoint.pt",
@@ -249,7 +287,8 @@ class Trainer:
                 "random": torch.get_rng_state(),
                 "random_cuda": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
                 "data": sorted(self.corpus.hashes.items()),
-            },
+            }
+            | self._saved_cache(),
         )
 
     def _resume(self, saved: dict[str, Any]) -> None:
@@ -260,6 +299,8 @@ class Trainer:
         self.state = [tensor[self.train_lanes.mine].to(self.device) for tensor in saved["state"]]
         self.best_loss, self.best_step = saved["best_loss"], saved["best_step"]
         self.wall_s = saved["wall_s"]
+        if self.cache is not None:
+            self.cache.model = CacheModel.model_validate_json(saved["cache"])
         if saved["decay_start"] is not None:
             self.decay_start, self.end = saved["decay_start"], saved["end"]
         torch.set_rng_state(saved["random"])

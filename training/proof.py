@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from wane.models.cells.gated import GatedCell
 from wane.models.networks import Network, ResidualLayer
@@ -26,6 +27,9 @@ from wane.training.config import ProofConfig
 
 LEAST_LEAD = 1e-3
 """Lower limit of a lead, in nats."""
+
+LEAST_ADDED = 1e-30
+"""In place of 0, whose logarithm is not finite."""
 
 TINY = 1e-9
 
@@ -48,9 +52,12 @@ class ProofPressure:
     def _watch(self, _: nn.Module, inputs: tuple[Tensor, Any], output: tuple[Tensor, tuple[Tensor, ...]]) -> None:
         self._below, (self._state,) = inputs[0][-1], output[1]
 
-    def __call__(self, step: int) -> tuple[Tensor, float]:
+    def __call__(self, step: int, shares: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, float]:
         """Returns the loss term at the end of the network's latest chunk, and the share of rows whose top-1 token is
         proved, to first order.
+
+        shares: the network's weight in each row's mixture with a cache, (lanes), and the probability that the cache
+        adds to each token, (lanes, V). The leads are then those of the mixture.
         """
         gates = self._cell.gates
         assert isinstance(gates, Tensor), "the network has not run: this is a bug"
@@ -62,6 +69,10 @@ class ProofPressure:
         with torch.autocast(below.device.type, enabled=False):
             hidden = self._network.norm(self._layer.above(below, state))
             logits = self._network.logits(hidden)
+            if shares is not None:
+                weight, added = shares
+                network = functional.log_softmax(logits, -1) + torch.log(weight)[:, None]
+                logits = torch.logaddexp(network, torch.log(added.clamp(min=LEAST_ADDED)))
             first, *rivals = logits.detach().topk(1 + config.rivals).indices.unsqueeze(2).unbind(1)
             excess = torch.full((len(logits),), -torch.inf, device=logits.device)
             for rival in rivals:

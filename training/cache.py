@@ -1,0 +1,217 @@
+"""Fits the weights of a cache mixture (`models/cache_mixture.py`) to a stream, and evaluates it.
+
+Only the probability of the token that came is needed, so each position has three numbers, which depend on the stream
+alone: the token's share in the cache, after the last token, and after the last two tokens. The weights of each row of
+the table are fitted by expectation maximisation over the positions that fall into the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wane.models.cache_mixture import CacheMixture, weight_rows
+from wane.models.manifest import CACHE_BINS, CacheModel
+from wane.models.vocabulary import Vocabulary
+from wane.training.config import Experiment
+from wane.training.data import Corpus
+
+ROWS = (len(CACHE_BINS) + 1) ** 2
+ITERATIONS = 200
+LEAST_NETWORK = 0.05
+"""Smallest weight of the network in a fitted table: a token that the cache does not expect must stay possible."""
+PRIOR = 20.0
+"""Positions that each row is assumed to have beside its own, with the weights of all positions together."""
+FIRST_GUESS = (0.85, 0.05, 0.05, 0.05)
+"""The weights that a fit begins with."""
+TINY = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """What a cache says about each token of a stream but the first, for n positions.
+
+    shares: float64 (n, 3): the count of the token that came over the cache's length; its share among the tokens after
+    earlier occurrences of the last token; its share among those after the last two. rows: int64 (n), the row of the
+    weights' table. filled: float64 (n), the share of the cache that holds tokens.
+    """
+
+    length: int
+    shares: NDArray[np.float64]
+    rows: NDArray[np.int64]
+    filled: NDArray[np.float64]
+
+    def at(self, positions: NDArray[np.int64]) -> CacheStatistics:
+        """Returns the statistics of some positions, an array of any shape."""
+        return CacheStatistics(self.length, self.shares[positions], self.rows[positions], self.filled[positions])
+
+    def parts(self, cache: CacheModel) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Returns the network's weight and the probability that the cache adds, float64 (n) each."""
+        weights = np.array(cache.weights)[self.rows]
+        network = weights[..., 0] + weights[..., 1] * (1 - self.filled)
+        return network, (weights[..., 1:] * self.shares).sum(axis=-1)
+
+    def losses(self, cache: CacheModel, network: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the mixture's -log p of each token, in nats. network: float64 (n), those of the network alone."""
+        weight, added = self.parts(cache)
+        losses: NDArray[np.float64] = -np.log(weight * np.exp(-network) + added)
+        return losses
+
+
+def cache_statistics(stream: NDArray[np.int64], length: int, start: int | None = None) -> CacheStatistics:
+    """Returns the statistics of a stream, whose first token is the start token and not in the cache.
+
+    `start`: a token that begins a new sequence with an empty cache, as `<eos>` does for events; None: the stream is one
+    sequence.
+    """
+    count = len(stream) - 1
+    at = np.arange(count)
+    begins = np.zeros(count, np.bool_) if start is None else stream[:-1] == start
+    begins[0] = True
+    oldest = np.maximum(np.maximum.accumulate(np.where(begins, at, 0)) + 1, at - length + 1)
+    size = int(stream.max()) + 1
+    pairs_of = np.unique(stream[:-1] * size + stream[1:], return_inverse=True)[1]
+    triples_of = np.unique(pairs_of[:-1] * size + stream[2:], return_inverse=True)[1]
+    ones, twos, threes = Occurrences(stream), Occurrences(pairs_of), Occurrences(triples_of)
+    known = at - oldest + 1
+    triples_end = np.where(known > 1, at - 2, -1)
+    pairs = ones(at, oldest, np.where(known > 0, at - 1, -1))
+    triples = twos(at - 1, oldest, triples_end)
+    shares = np.zeros((count, 3))
+    shares[:, 0] = ones(at + 1, oldest, at) / length
+    shares[:, 1] = twos(at, oldest, at - 1) / np.maximum(pairs, 1)
+    shares[:, 2] = threes(at - 1, oldest, triples_end) / np.maximum(triples, 1)
+    return CacheStatistics(length, shares, weight_rows(pairs, triples), known / length)
+
+
+class Occurrences:
+    """Counts the occurrences of an array's values, int64 (n), between two places."""
+
+    def __init__(self, values: NDArray[np.int64]) -> None:
+        self._values, self._count = values, len(values)
+        self._ordered = np.sort(values * self._count + np.arange(self._count))
+
+    def __call__(self, like: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns how often the value at each place `like` occurs from place `first` to `last`; 0 if `last` is before
+        `first`."""
+        base = self._values[like] * self._count
+        end = np.searchsorted(self._ordered, base + last, side="right")
+        found: NDArray[np.int64] = end - np.searchsorted(self._ordered, base + first)
+        return np.where(last >= first, found, 0)
+
+
+def fit_cache(statistics: CacheStatistics, network: NDArray[np.float64]) -> CacheModel:
+    """Returns the mixture with the largest likelihood of a stream. network: float64 (n), -log p of each token by the
+    network alone, in nats."""
+    of_network = np.exp(-network)
+    parts = np.column_stack([of_network, statistics.shares])
+    # What the first share lacks in a cache that is not full belongs to the network.
+    parts[:, 1] += (1 - statistics.filled) * of_network
+    whole = _fitted(parts, np.array(FIRST_GUESS), None)
+    priors = [_prior(row, whole) for row in range(ROWS)]
+    table = [_fitted(parts[statistics.rows == row], prior, prior) for row, prior in enumerate(priors)]
+    return CacheModel(length=statistics.length, weights=tuple(_rounded(weights) for weights in table))
+
+
+def unfitted_cache(length: int) -> CacheModel:
+    """Returns the mixture that training begins with, before the first fit."""
+    guess = np.array(FIRST_GUESS)
+    return CacheModel(length=length, weights=tuple(_rounded(_prior(row, guess)) for row in range(ROWS)))
+
+
+def _prior(row: int, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the weights without those of components that have no occurrence in a row of the table."""
+    bins = len(CACHE_BINS) + 1
+    possible = np.array([True, True, row >= bins, row % bins > 0])
+    prior: NDArray[np.float64] = weights * possible
+    return prior / prior.sum()
+
+
+def _fitted(
+    parts: NDArray[np.float64], weights: NDArray[np.float64], prior: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    """Returns the weights (4) that maximise the likelihood of the parts (n, 4), by expectation maximisation."""
+    extra = np.zeros(4) if prior is None else PRIOR * prior
+    for _ in range(ITERATIONS):
+        total = np.maximum(parts @ weights, TINY)
+        found = weights * (parts.T @ (1 / total)) + extra
+        weights = found / max(found.sum(), TINY)
+    if weights[0] < LEAST_NETWORK:
+        weights = np.concatenate([[LEAST_NETWORK], weights[1:] * (1 - LEAST_NETWORK) / weights[1:].sum()])
+    return weights
+
+
+def _rounded(weights: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """Returns the weights with 6 decimals; the network's takes up the rounding."""
+    _, one, two, three = (round(float(weight), 6) for weight in weights)
+    return round(1 - one - two - three, 6), one, two, three
+
+
+class CacheTraining:
+    """The mixture of a network in training with a cache: its weights so far, and what the cache says of each split."""
+
+    def __init__(
+        self,
+        streams: dict[str, NDArray[np.int64]],
+        size: int,
+        cache: CacheModel,
+        start: int | None,
+        device: torch.device,
+    ) -> None:
+        """streams: by split. size: V. start: as in `cache_statistics`."""
+        self.model = cache
+        self._streams, self._size, self._start, self._device = streams, size, start, device
+        self._statistics = {name: cache_statistics(stream, cache.length, start) for name, stream in streams.items()}
+
+    @classmethod
+    def of(cls, experiment: Experiment, corpus: Corpus, device: torch.device) -> CacheTraining | None:
+        """Returns the experiment's mixture, whose weights are not fitted yet; None without a cache."""
+        if experiment.model.cache is None:
+            return None
+        streams = {split: corpus.streams[split] for split in ("train", "valid")}
+        start = cache_start(corpus.vocabulary)
+        return cls(streams, corpus.vocabulary.size, unfitted_cache(experiment.model.cache), start, device)
+
+    def losses(self, split: str, positions: NDArray[np.int64], network: Tensor) -> Tensor:
+        """Returns -log p by the mixture from that by the network, both of the same shape as `positions`."""
+        weight, added = self._statistics[split].at(positions).parts(self.model)
+        log_added = self._tensor(np.log(np.maximum(added, TINY)))
+        return -torch.logaddexp(self._tensor(np.log(weight)) - network, log_added)
+
+    def fitted(
+        self, split: str, positions: NDArray[np.int64], network: NDArray[np.float64]
+    ) -> tuple[CacheModel, float]:
+        """Returns the mixture that fits the network's losses best, and its mean loss. Both arrays: (n, lanes)."""
+        statistics = self._statistics[split].at(positions.ravel())
+        found = fit_cache(statistics, network.ravel())
+        return found, float(statistics.losses(found, network.ravel()).mean())
+
+    def shares(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Returns the mixture's parts at some positions (B): the network's weight (B), and the probability that the
+        cache adds to each token (B, V)."""
+        mixture, stream = CacheMixture(self.model, self._size), self._streams[split]
+        rings = [mixture.ring(sequence_before(stream, int(at), self.model.length, self._start)) for at in positions]
+        found = mixture.shares(np.concatenate([ring for ring, _ in rings]), np.concatenate([new for _, new in rings]))
+        added = np.zeros((len(positions), self._size))
+        added.ravel()[found.keys] = found.shares
+        return self._tensor(found.network), self._tensor(added)
+
+    def _tensor(self, values: NDArray[np.float64]) -> Tensor:
+        return torch.from_numpy(values).to(self._device, torch.float32)
+
+
+def cache_start(vocabulary: Vocabulary) -> int | None:
+    """Returns the token that empties the cache: `<eos>` of event sequences; None for text, which is one sequence."""
+    return vocabulary.eos_id if vocabulary.kind == "events" else None
+
+
+def sequence_before(stream: NDArray[np.int64], at: int, length: int, start: int | None) -> NDArray[np.int64]:
+    """Returns the tokens in the cache after position `at` of a stream: at most `length`."""
+    known = stream[max(1, at - length + 1) : at + 1]
+    if start is not None and len(begins := np.flatnonzero(known == start)):
+        known = known[begins[-1] + 1 :]
+    return known
