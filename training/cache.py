@@ -128,7 +128,8 @@ def _prior(row: int, weights: NDArray[np.float64]) -> NDArray[np.float64]:
     bins = len(CACHE_BINS) + 1
     possible = np.array([True, True, row >= bins, row % bins > 0])
     prior: NDArray[np.float64] = weights * possible
-    return prior / prior.sum()
+    prior /= prior.sum()
+    return prior
 
 
 def _fitted(
