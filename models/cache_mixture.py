@@ -15,28 +15,48 @@ last N tokens alone: a window and a never-interrupted run that know these N toke
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.manifest import CACHE_BINS, CacheModel
 
-Tokens = NDArray[np.int64] | NDArray[np.uint32]
+Tokens = NDArray[np.unsignedinteger[Any]] | NDArray[np.int64]
+
+NEAR = 8
+"""Tokens of each row whose probability in the mixture is computed at least: the first by the network."""
+
+LEAST_LOG = -700.0
+"""Stands for the logarithm of 0."""
 
 
 class CacheShares(NamedTuple):
-    """The mixture's parts that do not depend on the network, for B rows.
+    """What the cache adds to the distributions of B rows, by token.
 
-    network: float64 (B), the weight of the network's distribution. keys: int64 (U), `row * V + token` of every token in
-    a row's cache, ascending. shares: float64 (U), what the cache adds to the probability of each key. tokens: int64
-    (B), the number of tokens in each row's cache.
+    network: float64 (B), the weight of the network's distribution. each: float64 (B), what each occurrence of a token
+    adds. keys: integers (B * N), `row * (V + 1) + token` for each place of each ring, ascending; token V: no token.
+    following: int64 (F), the keys of the tokens that followed the last one, ascending, and added: float64 (F), what
+    that adds. tokens: int64 (B), the number of tokens in each row's cache.
     """
 
     network: NDArray[np.float64]
-    keys: NDArray[np.int64]
-    shares: NDArray[np.float64]
+    each: NDArray[np.float64]
+    keys: NDArray[np.signedinteger[Any]]
+    following: NDArray[np.int64]
+    added: NDArray[np.float64]
     tokens: NDArray[np.int64]
+
+    def at(self, keys: NDArray[np.int64], rows: NDArray[np.intp]) -> NDArray[np.float64]:
+        """Returns what the cache adds to some keys of the given rows: float64, of their shape."""
+        sought = keys.astype(self.keys.dtype, copy=False)  # searchsorted would convert all keys
+        counts = np.searchsorted(self.keys, sought, side="right") - np.searchsorted(self.keys, sought)
+        result: NDArray[np.float64] = counts * self.each[rows]
+        if len(self.following):
+            place = np.minimum(np.searchsorted(self.following, keys), len(self.following) - 1)
+            result += np.where(self.following[place] == keys, self.added[place], 0.0)
+        return result
 
 
 class TopTokens(NamedTuple):
@@ -57,68 +77,71 @@ def weight_rows(pairs: NDArray[np.int64], triples: NDArray[np.int64]) -> NDArray
 
 
 class CacheMixture:
-    """The mixture of one model."""
+    """The mixture of one model. A ring holds the tokens of one cache: token i of a sequence is at place i % N."""
 
     def __init__(self, cache: CacheModel, vocabulary_size: int) -> None:
         self.length = cache.length
         self.vocabulary_size = vocabulary_size
         self.empty = vocabulary_size
         """The id of a place in a ring that holds no token."""
+        self.dtype: np.dtype[Any] = np.dtype(np.uint16 if vocabulary_size < 1 << 16 else np.uint32)
+        """The type of the rings: small ones are sorted faster."""
         self._weights = np.array(cache.weights, np.float64)
         self.least_network = float(self._weights[:, 0].min())
         """The smallest weight of the network, over all histories."""
-        self.largest_network = 1.0 if self.length else 0.0
-        """The largest weight of the network: that of an empty cache."""
 
-    def ring(self, history: Tokens) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns one row for `shares` from the tokens before the prediction: rings int64 (1, N) and newest (1)."""
-        known = history[-self.length :]
-        ring = np.full((1, self.length), self.empty, np.int64)
-        ring[0, : len(known)] = known
-        return ring, np.array([len(known) - 1])
+    def ring(self, history: Sequence[int] | Tokens) -> NDArray[np.unsignedinteger[Any]]:
+        """Returns the ring (N) of a sequence's tokens, at least the last N, without the start token. The last token is
+        at place `(len(history) - 1) % N`."""
+        known = np.asarray(history[-self.length :], self.dtype)
+        ring = np.full(self.length, self.empty, self.dtype)
+        ring[: len(known)] = known
+        return np.roll(ring, len(history) - len(known))
+
+    def of(self, history: Sequence[int] | Tokens) -> CacheShares:
+        """Returns the shares of one row from the tokens before the prediction, without the start token."""
+        return self.shares(self.ring(history)[None], np.array([(len(history) - 1) % self.length]))
 
     def shares(self, rings: Tokens, newest: NDArray[np.int64]) -> CacheShares:
         """Returns the cache's part of B distributions.
 
-        rings: (B, N), the tokens of each row's cache in a ring, `empty` where there is none; newest: int64 (B), the
-        place of the last token. Places are filled from 0.
+        rings: (B, N), `empty` where there is no token; newest: int64 (B), the place of the last token. Places are
+        filled from 0.
         """
         batch, length = rings.shape
         every = np.arange(batch)
+        stride = self.vocabulary_size + 1
+        kind = np.int32 if batch * stride < 1 << 31 else np.int64
+        keys = (np.sort(rings, axis=1) + (every * stride).astype(kind)[:, None]).ravel()
+        tokens = np.full(batch, length)
+        if rings[:, -1].max(initial=0) == self.empty:
+            tokens = (rings != self.empty).sum(axis=1)
         last, before = rings[every, newest], rings[every, newest - 1]
-        match = rings == last[:, None]
-        match[every, newest] = False
-        match[last == self.empty] = False
-        row, place = np.nonzero(match)
-        follows = place + 1
-        follows[follows == length] = 0
-        oldest = (newest + 1) % length  # of a full ring; else a place that is empty and never matches
+        place = np.flatnonzero(rings == last[:, None])
+        row = place // length
+        place -= row * length
+        earlier = (place != newest[row]) & (last[row] != self.empty)
+        row, place = row[earlier], place[earlier]
+        oldest = (newest + 1) % length  # of a full ring; otherwise a place that is empty and never matches
         is_triple = (rings[row, place - 1] == before[row]) & (place != oldest[row])
         pairs = np.bincount(row, minlength=batch)
         triples = np.bincount(row[is_triple], minlength=batch)
         weights = self._weights[weight_rows(pairs, triples)]
-        keys, counts, tokens = self._counted(rings)
-        shares = counts * (weights[keys // self.vocabulary_size, 1] / length)
-        if len(row):
-            added = weights[row, 2] / pairs[row]
-            added[is_triple] += (weights[:, 3] / np.maximum(triples, 1))[row[is_triple]]
-            found = np.searchsorted(keys, row * self.vocabulary_size + rings[row, follows])
-            shares += np.bincount(found, added, len(keys))
+        follows = place + 1
+        follows[follows == length] = 0
+        added = weights[row, 2] / pairs[row]
+        added[is_triple] += (weights[:, 3] / np.maximum(triples, 1))[row[is_triple]]
+        following, place = np.unique(row * stride + rings[row, follows], return_inverse=True)
         network = weights[:, 0] + weights[:, 1] * (1 - tokens / length)
-        return CacheShares(network, keys, shares, tokens)
+        each = weights[:, 1] / length
+        return CacheShares(network, each, keys, following, np.bincount(place, added, len(following)), tokens)
 
-    def _counted(self, rings: Tokens) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the different tokens of each row as keys, how often each occurs, and the tokens of each row."""
-        batch, size = len(rings), self.vocabulary_size
-        ordered = np.sort(rings, axis=1).astype(np.int64)
-        tokens = np.full(batch, rings.shape[1], np.int64)
-        keys = (ordered + (np.arange(batch, dtype=np.int64) * size)[:, None]).ravel()
-        if (ordered[:, -1] == self.empty).any():
-            filled = ordered != self.empty
-            tokens = filled.sum(axis=1)
-            keys = keys[filled.ravel()]
-        first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.zeros(0, np.int64)
-        return keys[first], np.diff(first, append=len(keys)), tokens
+    def added(self, found: CacheShares) -> NDArray[np.float64]:
+        """Returns the probability that the cache adds to each token: float64 (B, V)."""
+        batch, stride = len(found.network), self.vocabulary_size + 1
+        result = np.bincount(found.keys, minlength=batch * stride).reshape(batch, stride) * found.each[:, None]
+        result.ravel()[found.following] += found.added
+        return result[:, :-1]
 
     def log_probabilities(self, logits: NDArray[np.float32], found: CacheShares) -> NDArray[np.float64]:
         """Returns the mixture's log-probabilities at temperature 1 from the network's logits: (B, V) -> float64 (B, V).
@@ -129,8 +152,9 @@ class CacheMixture:
         shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
         network = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
         mixed: NDArray[np.float64] = network + np.log(found.network)[:, None]
-        flat = mixed.ravel()
-        flat[found.keys] = np.logaddexp(flat[found.keys], np.log(np.maximum(found.shares, 1e-300)))
+        added = self.added(found)
+        cached = np.nonzero(added)
+        mixed[cached] = np.logaddexp(mixed[cached], np.log(added[cached]))
         return np.minimum(mixed, 0.0)
 
     def top(
@@ -144,27 +168,42 @@ class CacheMixture:
         """Returns the `count` most probable tokens of the mixture without reading every logit.
 
         logits: (B, V); log_sum_exp: (B), of them; network_ids: (B, K >= count), the tokens with the largest logits in
-        falling order. A token outside of the cache is among the mixture's first `count` only if it is among the
-        network's.
+        falling order. A token outside of these is among the first only if the cache adds more than the network lacks.
         """
-        batch, size = logits.shape
-        every = np.arange(batch)[:, None]
-        row = found.keys // size
-        cached = found.network[row] * np.exp(logits.ravel()[found.keys] - log_sum_exp[row]) + found.shares
-        ids = network_ids[:, :count]
-        of_network = found.network[:, None] * np.exp(logits[every, ids] - log_sum_exp[:, None])
-        wanted = every * size + ids
-        if len(cached):
-            place = np.minimum(np.searchsorted(found.keys, wanted), len(cached) - 1)
-            in_cache = found.keys[place] == wanted
-            least = np.where(in_cache, cached[place], of_network).min(axis=1)
-        else:
-            in_cache, least = np.zeros(wanted.shape, np.bool_), of_network.min(axis=1)
-        near = np.flatnonzero(cached >= least[row])
-        keys = np.concatenate([found.keys[near], wanted[~in_cache]])
-        probabilities = np.concatenate([cached[near], of_network[~in_cache]])
-        order = np.lexsort((keys, -probabilities, keys // size))
-        keys, probabilities = keys[order], probabilities[order]
-        starts = np.searchsorted(keys // size, np.arange(batch))
-        first = starts[:, None] + np.arange(count)
-        return TopTokens(keys[first] % size, np.minimum(probabilities[first], 1.0))
+        batch, stride = len(logits), self.vocabulary_size + 1
+        every = np.arange(batch)
+        ids = network_ids[:, : max(NEAR, count)]
+        near_keys = ids + (every * stride)[:, None]
+        of_network = found.network[:, None] * np.exp(logits[every[:, None], ids] - log_sum_exp[:, None])
+        near = of_network + found.at(near_keys, every[:, None])
+        least = np.partition(near, near.shape[1] - count, axis=1)[:, near.shape[1] - count]
+        # Every other token has at most the network's probability of the last of these.
+        needed = least - of_network[:, -1] * (1 + 1e-9)
+        others = self._that_add(found, needed)
+        row = others // stride
+        far = (ids[row] != (others - row * stride)[:, None]).all(axis=1)
+        row, others = row[far], others[far]
+        of_others = found.network[row] * np.exp(logits[row, others - row * stride] - log_sum_exp[row])
+        of_others += found.at(others, row)
+        enough = of_others >= least[row]
+        row, others, of_others = row[enough], others[enough], of_others[enough]
+        first = np.flatnonzero(near >= least[:, None])
+        keys = np.concatenate([near_keys.ravel()[first], others])
+        probabilities = np.concatenate([near.ravel()[first], of_others])
+        row = np.concatenate([first // near.shape[1], row])
+        order = np.lexsort((keys, -probabilities, row))
+        starts = np.searchsorted(row[order], every)
+        chosen = order[starts[:, None] + np.arange(count)]
+        return TopTokens(keys[chosen] - (every * stride)[:, None], np.minimum(probabilities[chosen], 1.0))
+
+    def _that_add(self, found: CacheShares, needed: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Returns the keys, ascending, of the tokens to which the cache adds at least `needed` (B) of their row."""
+        stride = self.vocabulary_size + 1
+        wanted = np.maximum(needed, 0.0) / np.maximum(found.each, 1e-300)
+        starts = np.concatenate([[0], np.flatnonzero(found.keys[1:] != found.keys[:-1]) + 1])
+        counts = np.diff(starts, append=len(found.keys))
+        often = np.flatnonzero(counts >= wanted.min())
+        keys = found.keys[starts[often]]
+        row = keys // stride
+        often_enough = (counts[often] >= wanted[row] * (1 - 1e-9)) & (keys - row * stride != self.empty)
+        return np.unique(np.concatenate([keys[often_enough], found.following]))
