@@ -111,8 +111,8 @@ class CacheMixture:
         batch, length = rings.shape
         every = np.arange(batch)
         stride = self.vocabulary_size + 1
-        kind = np.int32 if batch * stride < 1 << 31 else np.int64
-        keys = (np.sort(rings, axis=1) + (every * stride).astype(kind)[:, None]).ravel()
+        starts = (every * stride).astype(np.int32 if batch * stride < 1 << 31 else np.int64)
+        keys: NDArray[Any] = np.add(np.sort(rings, axis=1), starts[:, None]).ravel()
         tokens = np.full(batch, length)
         if rings[:, -1].max(initial=0) == self.empty:
             tokens = (rings != self.empty).sum(axis=1)
@@ -131,10 +131,12 @@ class CacheMixture:
         follows[follows == length] = 0
         added = weights[row, 2] / pairs[row]
         added[is_triple] += (weights[:, 3] / np.maximum(triples, 1))[row[is_triple]]
-        following, place = np.unique(row * stride + rings[row, follows], return_inverse=True)
+        following, at = np.unique(row * stride + rings[row, follows], return_inverse=True)
+        of_following = np.zeros(len(following))
+        np.add.at(of_following, at, added)
         network = weights[:, 0] + weights[:, 1] * (1 - tokens / length)
         each = weights[:, 1] / length
-        return CacheShares(network, each, keys, following, np.bincount(place, added, len(following)), tokens)
+        return CacheShares(network, each, keys, following, of_following, tokens)
 
     def added(self, found: CacheShares) -> NDArray[np.float64]:
         """Returns the probability that the cache adds to each token: float64 (B, V)."""

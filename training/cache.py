@@ -195,11 +195,10 @@ class CacheTraining:
         """Returns the mixture's parts at some positions (B): the network's weight (B), and the probability that the
         cache adds to each token (B, V)."""
         mixture, stream = CacheMixture(self.model, self._size), self._streams[split]
-        rings = [mixture.ring(sequence_before(stream, int(at), self.model.length, self._start)) for at in positions]
-        found = mixture.shares(np.concatenate([ring for ring, _ in rings]), np.concatenate([new for _, new in rings]))
-        added = np.zeros((len(positions), self._size))
-        added.ravel()[found.keys] = found.shares
-        return self._tensor(found.network), self._tensor(added)
+        histories = [sequence_before(stream, int(at), self.model.length, self._start) for at in positions]
+        newest = np.array([(len(known) - 1) % self.model.length for known in histories])
+        found = mixture.shares(np.stack([mixture.ring(known) for known in histories]), newest)
+        return self._tensor(found.network), self._tensor(mixture.added(found))
 
     def _tensor(self, values: NDArray[np.float64]) -> Tensor:
         return torch.from_numpy(values).to(self._device, torch.float32)
