@@ -55,7 +55,7 @@ def outside_predictions(folder: Path, prompt: str, *, truncated: bool = False) -
 
 
 def readme_commands(outside: Path, bundles: Path) -> list[list[str]]:
-    """Returns the README's commands that train outside, audit and serve, with replaced folders, as Python's arguments."""
+    """Returns the README's commands to train outside, audit and serve, as Python's arguments, with replaced folders."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = [part for part in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "wane audit" in part]
     lines = block.replace("\\\n", " ").replace("runs/outside", str(outside)).replace("runs/bundles", str(bundles))
