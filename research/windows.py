@@ -1,4 +1,4 @@
-"""The README's figure, drawn from the manifests of the shipped bundles.
+"""The figure of perplexity by window in research/stability.md, drawn from the manifests of the shipped bundles.
 
 python -m research.windows research/figures/windows.png
 """

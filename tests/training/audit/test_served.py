@@ -55,7 +55,7 @@ def outside_predictions(folder: Path, prompt: str, *, truncated: bool = False) -
 
 
 def readme_commands(outside: Path, bundles: Path) -> list[list[str]]:
-    """Returns the README's two commands that train outside and audit, with replaced folders, as Python's arguments."""
+    """Returns the README's commands to train outside, audit and serve, as Python's arguments, with replaced folders."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = [part for part in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "wane audit" in part]
     lines = block.replace("\\\n", " ").replace("runs/outside", str(outside)).replace("runs/bundles", str(bundles))
@@ -77,7 +77,7 @@ def python_runs(*arguments: str) -> str:
 def test_a_foreign_torch_lstm_is_audited_exported_and_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # one thread is faster for small matrices
     outside, bundles = tmp_path / "outside", tmp_path / "bundles"
-    train, audit = readme_commands(outside, bundles)
+    train, audit, serve = readme_commands(outside, bundles)
     python_runs(*train, "--width", "32", "--steps", "40", "--vocabulary", "300")
     sample = ("--positions", "64", "--max-window", "64", "--report", str(tmp_path / "report"))
     printed = python_runs(*audit, *sample)
@@ -91,7 +91,7 @@ def test_a_foreign_torch_lstm_is_audited_exported_and_served(tmp_path: Path, mon
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = start("wane", "serve", "--bundles", bundles, "--port", port)
+    server = start(*serve[1:], "--port", port)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
             wait_until(lambda: is_ready(client), server)
