@@ -90,6 +90,11 @@ class CacheMixture:
         self.least_network = float(self._weights[:, 0].min())
         """The smallest weight of the network, over all histories."""
 
+    def unknown(self, tokens: int, position: int) -> float:
+        """Returns what the tokens that a cache lacks can add to the total variation, if it holds the last `tokens` of
+        `position` tokens."""
+        return 0.0 if tokens >= min(position, self.length) else 1 - self.least_network
+
     def ring(self, history: Sequence[int] | Tokens) -> NDArray[np.unsignedinteger[Any]]:
         """Returns the ring (N) of a sequence's tokens, at least the last N, without the start token. The last token is
         at place `(len(history) - 1) % N`."""

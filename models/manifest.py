@@ -370,6 +370,7 @@ class Manifest(Frozen):
     tokenizer: str
     files: dict[str, Sha256] = Field(description="SHA-256 of every file of the bundle except the manifest")
     certificate: Certificate
+    cache: CacheModel | None = None
     quality: Quality | None = None
     provenance: Provenance
 

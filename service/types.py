@@ -113,6 +113,7 @@ class PredictRequest:
     that auto may answer with. With a session, auto means the session's own mode, and an answer whose bound exceeds the
     tolerance is rejected. A field that the mode does not use is rejected too. `truncated`: the tokens end a longer
     sequence, and no start token is fed. `prove`: search for a proof of the first token if its margin proves nothing.
+    `cache`: mix the network with the model's cache, if it has one.
     """
 
     tokens: tuple[int, ...] = ()
@@ -124,6 +125,7 @@ class PredictRequest:
     deadline: float | None = None
     truncated: bool = False
     prove: bool = False
+    cache: bool = True
 
     def __post_init__(self) -> None:
         if self.session is None:
@@ -171,8 +173,8 @@ class History:
 
 @dataclass(slots=True)
 class StepRequest:
-    """Append `tokens` to a session and predict the next one. `mode` defaults to the session's own. `prove`: see
-    `PredictRequest`."""
+    """Append `tokens` to a session and predict the next one. `mode` defaults to the session's own. `prove` and `cache`:
+    see `PredictRequest`."""
 
     session: str
     tokens: tuple[int, ...]
@@ -182,6 +184,7 @@ class StepRequest:
     top_k: int = 5
     deadline: float | None = None
     prove: bool = False
+    cache: bool = True
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)
@@ -200,7 +203,8 @@ class ScoreRequest:
     """Compute the log-probability of each of `tokens`, given those before it.
 
     `tolerance` is the largest error that method parallel may add; method sequential adds none. `truncated`: the tokens
-    end a longer sequence, and no start token is fed, so the first token has no prediction.
+    end a longer sequence, and no start token is fed, so the first token has no prediction. `cache`: see
+    `PredictRequest`.
     """
 
     tokens: tuple[int, ...]
@@ -208,6 +212,7 @@ class ScoreRequest:
     tolerance: float | None = None
     deadline: float | None = None
     truncated: bool = False
+    cache: bool = True
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)
@@ -221,7 +226,7 @@ class GenerateRequest:
 
     `temperature` 0 is greedy. `top_k` and `top_p` of None keep every token. The same `seed` gives the same text. The
     text ends before the first of the `stop` strings. Mode auto means recurrent; `window` is for mode window.
-    `truncated`: the tokens end a longer sequence, and no start token is fed.
+    `truncated`: the tokens end a longer sequence, and no start token is fed. `cache`: see `PredictRequest`.
     """
 
     tokens: tuple[int, ...]
@@ -235,6 +240,7 @@ class GenerateRequest:
     window: int | None = None
     deadline: float | None = None
     truncated: bool = False
+    cache: bool = True
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)
@@ -264,12 +270,14 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompareRequest:
-    """Measure the recurrent mode and windows of several k, `repeat` times each, on the token after `tokens`."""
+    """Measure the recurrent mode and windows of several k, `repeat` times each, on the token after `tokens`. `cache`:
+    see `PredictRequest`."""
 
     tokens: tuple[int, ...]
     windows: tuple[int, ...] = (8, 16, 32, 64)
     repeat: int = 20
     deadline: float | None = None
+    cache: bool = True
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)
@@ -434,7 +442,8 @@ class Answer:
 
     `mode` is the one that was used, `window` the k of a windowed answer. `top1_proved`: the first prediction is proved
     to be the never-interrupted model's. `position` is present for sessions only, and `replayed` for steps only.
-    `durable` is present if replicas share the store: whether the store has the session's tokens.
+    `durable` is present if replicas share the store: whether the store has the session's tokens. `cache_tokens` is
+    present if the answer is a mixture with a cache: the number of tokens that the cache holds.
     """
 
     mode: Mode
@@ -451,6 +460,7 @@ class Answer:
     position: int | None = None
     replayed: bool | None = None
     durable: bool | None = None
+    cache_tokens: int | None = None
 
 
 Identity = tuple[str, str, str]

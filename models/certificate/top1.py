@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from wane.models.certificate.deviation import BEYOND, MARGIN, TINY
 from wane.models.certificate.interval_rounding import Matrix, Vector, roundoff
 from wane.models.certificate.logit_margins import LogitMargins
+from wane.models.certificate.mixture import LogitMoves, first_is_proved
 from wane.models.certificate.request import RequestBound, WindowBound
 from wane.models.certificate.total_variation import variation_by_token
 from wane.models.manifest import Architecture
@@ -74,20 +75,36 @@ class Top1:
 
     def variation(self, bound: WindowBound) -> Vector:
         """Returns the bound of the total variation of each window's distribution and any run's: (B)."""
-        return np.array([self._variation(bound, row) for row in range(len(bound.hidden))])
+        return np.array([variation(self.moves(bound, row)) for row in range(len(bound.hidden))])
+
+    def proved_in_mixture(self, bound: WindowBound, row: int, first: int, weight: float, added: Vector) -> bool:
+        """Returns whether `first` is the most probable token of every run's mixture with a cache, which gives the
+        network the weight `weight` and adds `added` (V)."""
+        moves = self.moves(bound, row)
+        length = float(np.linalg.norm(bound.hidden[row]))
+        off: Vector = 2 * roundoff(self.rows.shape[1]) * (length * self._norms + np.abs(self._bias))
+
+        def lead_moved(others: NDArray[np.intp]) -> Vector:
+            gap = self.rows[first] - self.rows[others]
+            moved: Vector = self.moved(bound, gap, np.full(len(others), row, np.intp)) + off[first] + off[others]
+            return moved
+
+        wider = moves._replace(moved=moves.moved + moves.off + off + off.max())
+        return first_is_proved(first, weight, added, wider, lead_moved)
 
     @cached_property
     def margins(self) -> LogitMargins:
         """The logit margins, built on first use because they are as large as the output layer."""
         return LogitMargins(self.rows, self._gain, self._mixes)
 
-    def _variation(self, bound: WindowBound, row: int) -> float:
+    def moves(self, bound: WindowBound, row: int) -> LogitMoves:
+        """Returns how far the logits of one window, as computed here, may be from any run's."""
         radius = float(bound.radius[row])
-        if not np.isfinite(radius):
-            return 1.0
         logits = self.rows @ bound.hidden[row] + self._bias
         shares = np.exp(logits - logits.max())
         shares /= shares.sum()
+        if not np.isfinite(radius):
+            return LogitMoves(logits, shares, np.full(len(shares), np.inf), np.inf)
         if bound.norm is None:
             gaps = self.rows - shares @ self.rows
             moved = self.moved(bound, gaps, np.full(len(gaps), row, np.intp))
@@ -98,7 +115,7 @@ class Top1:
         # distance of the sum of shares times moves from 0, by the rounding of the logits, the shares and the mean
         longest, largest = float(self._norms.max()), float(np.abs(self._bias).max())
         logit = roundoff(self.rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)
-        return variation_by_token(shares, moved, (2 * logit + roundoff(len(shares))) * longest * radius)
+        return LogitMoves(logits, shares, moved, (2 * logit + roundoff(len(shares))) * longest * radius)
 
     def moved(self, bound: WindowBound, gap: Matrix, rows: NDArray[np.intp]) -> Vector:
         """Returns the bound of the change of `gap . hidden` (P, H), each of one of the windows (P): (P)."""
@@ -131,6 +148,11 @@ class Top1:
             left = left + _support(g @ mix.weight, error.box[rows], error.ball[rows])
         result: Vector = left + np.linalg.norm(g, axis=1) * bound.below[rows]
         return result
+
+
+def variation(moves: LogitMoves) -> float:
+    """Returns the bound of the total variation of a window's distribution and any run's."""
+    return variation_by_token(moves.shares, moves.moved, moves.off)
 
 
 def _support(g: Matrix, box: Matrix, ball: Vector) -> Vector:

@@ -152,15 +152,15 @@ class Row:
 
     @property
     def logits(self) -> NDArray[np.float32] | None:
-        return self._of("logits")
+        return self.output("logits")
 
     @property
     def hidden(self) -> NDArray[np.float32] | None:
-        return self._of(HIDDEN)
+        return self.output(HIDDEN)
 
     @property
     def logprobs(self) -> NDArray[np.float32] | None:
-        return self._of("logprobs")
+        return self.output("logprobs")
 
     @property
     def top(self) -> Top | None:
@@ -175,7 +175,8 @@ class Row:
         """The 2-norm of `hidden`, which must be an output."""
         return self._outputs.lengths[self._row]
 
-    def _of(self, name: str) -> NDArray[np.float32] | None:
+    def output(self, name: str) -> Array | None:
+        """Returns the row of one of the graph's outputs; None if there is none of that name."""
         outputs = self._outputs.arrays.get(name)
         return None if outputs is None else outputs[self._row]
 

@@ -10,16 +10,19 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from wane.models.cache_mixture import CacheMixture
 from wane.models.manifest import Certificate, Manifest
 from wane.models.vocabulary import Vocabulary
+from wane.service.batching.batch import FEW
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import agreement, bounds
 from wane.service.engine.agreement import Source
 from wane.service.engine.bounds import Bound
 from wane.service.engine.forward import Forward, RunResult
 from wane.service.engine.logits import listed, predictions
+from wane.service.engine.mixed import Mixed
 from wane.service.engine.stats import Stats
-from wane.service.engine.top1_proof import MOST_RIVALS, DirectionProof, MarginProof
+from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Prediction, StateSource
 
 SMALL_ENOUGH = 1e-3
@@ -30,7 +33,8 @@ class AnswerPlan(NamedTuple):
     """How a request at `position` is answered.
 
     `mode` is recurrent, window or both; `window` is the k of the latter two. `origin` is the source of the recurrent
-    part's state, and `context_length` the number of latest tokens that this state knows.
+    part's state, and `context_length` the number of latest tokens that this state knows. `cache`: whether the answer is
+    mixed with the model's cache, if it has one.
     """
 
     mode: Mode
@@ -38,17 +42,20 @@ class AnswerPlan(NamedTuple):
     window: int | None
     origin: StateSource
     context_length: int
+    cache: bool = True
 
     @classmethod
-    def of_prompt(cls, mode: Mode, tokens: int, window: int | None, *, truncated: bool) -> AnswerPlan:
+    def of_prompt(
+        cls, mode: Mode, tokens: int, window: int | None, *, truncated: bool, cache: bool = True
+    ) -> AnswerPlan:
         """Plans a request that has `tokens` tokens of its own: a whole sequence, or the end of a longer one.
 
         The position of a truncated sequence is unknown. It is set to one more than the given tokens, so that no k
         covers the sequence. A window has at most the given tokens.
         """
         if not truncated:
-            return cls(mode, tokens, window, StateSource.FULL, tokens)
-        return cls(mode, tokens + 1, None if window is None else min(window, tokens), StateSource.FULL, tokens)
+            return cls(mode, tokens, window, StateSource.FULL, tokens, cache)
+        return cls(mode, tokens + 1, None if window is None else min(window, tokens), StateSource.FULL, tokens, cache)
 
     @property
     def state(self) -> StateSource:
@@ -98,37 +105,54 @@ class AnswerBuilder:
         forward: Forward,
         stats: Stats,
         prover: Executor,
+        cache: CacheMixture | None = None,
     ) -> None:
-        """`prover` runs the proofs by direction, one at a time: they take too long for the event loop."""
+        """`prover` runs the proofs by direction, one at a time: they take too long for the event loop. `cache` is that
+        of the model, if it has one."""
         self._certificate = manifest.certificate
         self._vocabulary = vocabulary
         self._margin = margin
         self._forward = forward
         self._stats = stats
         self._prover = prover
+        self.cache = cache
         self.direction: DirectionProof | None = None
         self.sampler: Sampler | None = None
 
-    def part(self, plan: AnswerPlan, result: RunResult, latency: Latency, *, recurrent: bool) -> ModeResult:
-        """Returns the recurrent or the window part of a plan, after its run."""
-        return ModeResult(result, plan.bound_of(self._certificate, recurrent, result.radius), latency)
+    def part(
+        self,
+        plan: AnswerPlan,
+        result: RunResult,
+        latency: Latency,
+        input_ids: NDArray[np.int64],
+        *,
+        recurrent: bool,
+    ) -> ModeResult:
+        """Returns the recurrent or the window part of a plan, after its run. `input_ids`: all available tokens up to
+        the plan's position, with the start token if they are the whole sequence."""
+        found = plan.bound_of(self._certificate, recurrent, result.radius)
+        if plan.cache and self.cache is not None:
+            history = input_ids[1:] if len(input_ids) > plan.position else input_ids
+            result = result.mix(self.cache, history, plan.position)
+        return ModeResult(result, bounds.of_mixture(found, result.mixed), latency)
 
     async def window(
         self,
         plan: AnswerPlan,
         context_ids: NDArray[np.int64],
+        input_ids: NDArray[np.int64],
         ticket: Ticket,
         *,
         prove: bool,
         binding: bool = False,
     ) -> ModeResult:
-        """Runs the window part of a plan, over the window's tokens. `prove`: see `search`.
+        """Runs the window part of a plan, over the window's tokens. `input_ids`: see `part`; `prove`: see `search`.
 
         Call it after the recurrent part, not concurrently: then each latency is what its mode alone would take.
         """
         mark = ticket.mark() if plan.mode is Mode.BOTH else None
         result = await self._forward.window(context_ids, ticket, binding=binding)
-        part = self.part(plan, result, ticket.latency(since=mark), recurrent=False)
+        part = self.part(plan, result, ticket.latency(since=mark), input_ids, recurrent=False)
         return await self.search(part, ticket) if prove else part
 
     async def search(self, part: ModeResult, ticket: Ticket) -> ModeResult:
@@ -141,17 +165,18 @@ class AnswerBuilder:
         result, bound, direction = part.result, part.bound, self.direction
         if bound is None or bound.runs is None or not bound.state or direction is None or result.trace is None:
             return part
-        rivals: NDArray[np.intp] | None = None
-        leads = self._leads(result, bound)
+        leads, mixed = self._leads(result, bound), result.mixed
         if leads and bound.variation <= SMALL_ENOUGH:
             return part
-        if not leads:
-            rivals = self._margin.rivals(result.logits, result.hidden, bound.runs, MOST_RIVALS)
+        first = None if leads or (mixed is not None and mixed.unknown) else int(result.logits.argmax())
+        weight, added = (1.0, None) if mixed is None else (mixed.weight, mixed.added)
         ticket.proving = True
         proved, variation = await asyncio.get_running_loop().run_in_executor(
-            self._prover, direction.search, result.trace, int(result.logits.argmax()), rivals
+            self._prover, direction.search, result.trace, first, weight, added
         )
-        return part._replace(bound=bound._replace(variation=min(bound.variation, variation)), proved=proved)
+        found = bounds.of_mixture(bound._replace(variation=variation), mixed)
+        assert found is not None, "a bound of a mixture is lost: this is a bug"
+        return part._replace(bound=bound._replace(variation=min(bound.variation, found.variation)), proved=proved)
 
     async def answer(
         self,
@@ -204,10 +229,12 @@ class AnswerBuilder:
             position=None if session is None else plan.position,
             replayed=replayed,
             durable=durable,
+            cache_tokens=None if answered.result.mixed is None else answered.result.mixed.tokens,
         )
 
     def predictions(self, result: RunResult, top_k: int) -> tuple[Prediction, ...]:
-        found = result.row.largest(top_k)
+        """Returns the `top_k` most probable tokens of a result."""
+        found = result.largest(top_k)
         if found is not None:
             return listed(found, top_k, self._vocabulary)
         return predictions(result.logits, top_k, self._vocabulary)
@@ -231,9 +258,27 @@ class AnswerBuilder:
         """Returns whether the margin alone proves the first token."""
         if bound is None or bound.runs is None:
             return False
+        if result.mixed is not None:
+            return self._leads_in_mixture(result, result.mixed, bound.runs)
         if result.has_length:
             return self._margin.proves_of_row(result.row, bound.runs)
-        return self._margin.proves(result.logits, result.hidden, bound.runs, result.top)
+        return self._margin.proves(result.logits, result.hidden, bound.runs, result.row.top)
+
+    def _leads_in_mixture(self, result: RunResult, mixed: Mixed, error: float) -> bool:
+        if mixed.unknown:
+            return False
+        top = mixed.top(FEW)
+        if top is None:
+            first = int(result.logits.argmax())
+            return self._margin.has_no_rival(
+                result.network_logits, result.hidden, error, first, mixed.weight, mixed.added
+            )
+        logits, hidden, weights = result.network_logits[None], result.hidden[None], np.array([mixed.weight])
+        return bool(
+            self._margin.proves_mixtures(
+                top, logits, mixed.log_sum_exp, hidden, weights, np.array([error]), lambda _: mixed.added
+            )[0]
+        )
 
 
 def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:

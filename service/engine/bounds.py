@@ -23,6 +23,7 @@ import numpy as np
 
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Certificate
+from wane.service.engine.mixed import Mixed
 
 
 class Bound(NamedTuple):
@@ -58,6 +59,13 @@ def bound(certificate: Certificate, k: int, position: int, radius: float | None 
     if not states or not variations:
         return None
     return Bound(min(states), min(variations), min(states))
+
+
+def of_mixture(found: Bound | None, mixed: Mixed | None) -> Bound | None:
+    """Returns the bound of a mixture with a cache from that of its network, whose distribution has a part in it."""
+    if found is None or mixed is None:
+        return found
+    return found._replace(variation=min(mixed.weight * found.variation + mixed.unknown, 1.0))
 
 
 def _variation(certificate: Certificate, state: float) -> float:

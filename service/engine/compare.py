@@ -12,7 +12,6 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
 from wane.service.engine.forward import Forward, RunResult, sequence, tail
-from wane.service.engine.logits import predictions
 from wane.service.state.pool import StatePool
 from wane.service.types import (
     ComparedMode,
@@ -71,18 +70,17 @@ async def compare(
             share.progress((repeat + 1) / request.repeat)
 
     async def part(index: int, plan: AnswerPlan) -> ModeResult:
-        found = answer_builder.part(plan, results[index], latencies[index][0], recurrent=index == 0)
+        found = answer_builder.part(plan, results[index], latencies[index][0], input_ids, recurrent=index == 0)
         return await answer_builder.search(found, ticket)
 
     async def line(index: int, window: int | None) -> ComparedMode:
-        result = results[index]
-        plan = AnswerPlan(Mode.BOTH, position, window, StateSource.RESIDENT, context_length=position)
+        plan = AnswerPlan(Mode.BOTH, position, window, StateSource.RESIDENT, position, request.cache)
         own = await part(index, plan)
         return ComparedMode(
             mode=Mode.RECURRENT if window is None else Mode.WINDOW,
             window=window,
             state=StateSource.RESIDENT if window is None else StateSource.WINDOW,
-            predictions=predictions(result.logits, PREDICTIONS, vocabulary, result.top),
+            predictions=answer_builder.predictions(own.result, PREDICTIONS),
             latency=Phases(
                 queue=_percentiles([latency.queue_ms for latency in latencies[index]]),
                 compute=_percentiles([latency.compute_ms for latency in latencies[index]]),

@@ -23,6 +23,7 @@ from functools import partial
 from random import Random
 
 from wane.models.bundle_checks import TOP
+from wane.models.cache_mixture import CacheMixture
 from wane.models.certificate.propagation import Propagation
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import TooManyTokens, Vocabulary
@@ -169,7 +170,10 @@ class Engine:
         self._stats = Stats(metrics, name)
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
         self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover)
-        self.answer_builder = AnswerBuilder(manifest, vocabulary, margin, self.forward, self._stats, self._prover)
+        cache = None if manifest.cache is None else CacheMixture(manifest.cache, vocabulary.size)
+        self.answer_builder = AnswerBuilder(
+            manifest, vocabulary, margin, self.forward, self._stats, self._prover, cache
+        )
         self.answer_builder.direction = direction
         self.shadow: Shadow | None = None
         if shadow_runner is not None:
@@ -325,7 +329,7 @@ class Engine:
 
     def _submit_step(self, request: StepRequest) -> Pending[Answer]:
         tokens, expected = request.tokens, request.expected_position
-        plain = request.idempotency_key is None and request.mode in IN_COLUMNS and not request.prove
+        plain = request.idempotency_key is None and request.mode in IN_COLUMNS and not request.prove and request.cache
         if len(tokens) == 1 and plain:
             pending = PendingStep()
             if self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending):

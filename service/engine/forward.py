@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.service.batching.batch import Outputs, Row, Top, WindowTrace, Work
+from wane.models.cache_mixture import CacheMixture
+from wane.service.batching.batch import Largest, Outputs, Row, WindowTrace, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
+from wane.service.engine.mixed import Mixed
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
 # Longest piece of a sequence in one run, so that a long input does not delay other requests, and its intermediate
@@ -19,14 +21,25 @@ PIECE_TOKENS = IN_ORDER["advance"]
 
 
 class RunResult:
-    """The output of a run over a sequence. Arrays are views into the batch's, made on access."""
+    """The output of a run over a sequence. Arrays are views into the batch's, made on access.
 
-    __slots__ = ("_hidden", "row")
+    With a `mixed`, the answer's distribution is that of the mixture with a cache; otherwise it is the network's.
+    """
 
-    def __init__(self, row: Row, hidden: NDArray[np.float32] | None = None) -> None:
+    __slots__ = ("_hidden", "mixed", "row")
+
+    def __init__(self, row: Row, hidden: NDArray[np.float32] | None = None, mixed: Mixed | None = None) -> None:
         """`row` is from a run with logits; `hidden` is given if the row has none."""
         self.row = row
+        self.mixed = mixed
         self._hidden = hidden
+
+    def mix(self, cache: CacheMixture | None, history: Sequence[int] | NDArray[np.int64], known: int) -> RunResult:
+        """Returns the result mixed with the `cache` after the last tokens of a sequence, without the start token. The
+        sequence has `known` tokens, of which `history` holds at least the cache's. Unchanged without a cache."""
+        if cache is None:
+            return self
+        return RunResult(self.row, self._hidden, Mixed(cache, history, self.network_logits, self.row, known))
 
     @classmethod
     def of(cls, logits: NDArray[np.float32], hidden: NDArray[np.float32], radius: float | None = None) -> RunResult:
@@ -35,8 +48,17 @@ class RunResult:
 
     @property
     def logits(self) -> NDArray[np.float32]:
+        """The logits of the answer's distribution, which are the log-probabilities of a mixture: float32 (V)."""
+        return self.network_logits if self.mixed is None else self.mixed.log_probabilities
+
+    @property
+    def network_logits(self) -> NDArray[np.float32]:
         """float32 (V)."""
         return _present(self.row.logits)
+
+    def largest(self, count: int) -> Largest | None:
+        """Returns at least the `count` most probable tokens; None if the graph's outputs do not tell."""
+        return self.row.largest(count) if self.mixed is None else self.mixed.largest(count)
 
     @property
     def hidden(self) -> NDArray[np.float32]:
@@ -57,11 +79,6 @@ class RunResult:
     def has_length(self) -> bool:
         """Whether the row has `hidden`, and so its length."""
         return self._hidden is None
-
-    @property
-    def top(self) -> Top | None:
-        """The largest logits; None if the graph does not output them."""
-        return self.row.top
 
 
 class Forward:

@@ -12,12 +12,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from wane.models.cache_mixture import CacheMixture
 from wane.models.manifest import Manifest
 from wane.models.vocabulary import Vocabulary
 from wane.service.aio.deadline import until
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.backlog import Share
-from wane.service.engine.bounds import bound, largest
+from wane.service.engine.bounds import bound, largest, of_mixture
 from wane.service.engine.forward import Forward, RunResult, tail
 from wane.service.engine.logits import Sampler
 from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Identity, Mode, StateSource
@@ -149,8 +150,10 @@ async def generate(
     source: Source,
     ticket: Ticket,
     share: Share,
+    cache: CacheMixture | None,
 ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-    """Yields the tokens as they are drawn, then a `Finish`. Reports progress to `share`."""
+    """Yields the tokens as they are drawn, then a `Finish`. Reports progress to `share`. `cache`: see
+    `RunResult.mix`."""
     sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
@@ -159,7 +162,9 @@ async def generate(
     while True:
         position = len(request.tokens) + len(stream.tokens)
         known = position if source.window is None else min(source.window, position)
+        result = result.mix(cache, [*request.tokens, *stream.tokens], position + request.truncated)
         found = bound(manifest.certificate, known, position + request.truncated, result.radius)
+        found = of_mixture(found, result.mixed)
         bounds.append(None if found is None else found.variation)
         token, logprob = sampler.draw(result.logits)
         is_last = len(stream.tokens) + 1 == request.max_tokens

@@ -17,7 +17,7 @@ from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import meets
-from wane.service.engine.forward import Forward, sequence
+from wane.service.engine.forward import Forward, sequence, tail
 from wane.service.engine.generate import RecurrentSource, Source, WindowSource, generate
 from wane.service.engine.limits import Limits
 from wane.service.state.pool import StatePool
@@ -75,7 +75,7 @@ class Predictor:
             mode = request.mode
             if mode is Mode.AUTO:
                 mode = Mode.RECURRENT if k is None else Mode.WINDOW
-            plan = AnswerPlan.of_prompt(mode, len(request.tokens), k, truncated=request.truncated)
+            plan = AnswerPlan.of_prompt(mode, len(request.tokens), k, truncated=request.truncated, cache=request.cache)
             recurrent = await self._recurrent(request, plan, ticket) if mode is not Mode.WINDOW else None
             window = await self._window(request, plan, plan.window, ticket) if plan.window is not None else None
             found = recurrent or window
@@ -86,14 +86,15 @@ class Predictor:
         )
 
     async def _recurrent(self, request: PredictRequest, plan: AnswerPlan, ticket: Ticket) -> ModeResult:
-        result = await self._forward.full(self._sequence(request), ticket)
-        part = self._answer_builder.part(plan, result, ticket.latency(), recurrent=True)
+        input_ids = self._sequence(request)
+        result = await self._forward.full(input_ids, ticket)
+        part = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
         return await self._answer_builder.search(part, ticket) if request.prove else part
 
     async def _window(self, request: PredictRequest, plan: AnswerPlan, k: int, ticket: Ticket) -> ModeResult:
-        is_whole = k >= plan.position
-        context_ids = self._sequence(request) if is_whole else np.array(request.tokens[-k:], np.int64)
-        return await self._answer_builder.window(plan, context_ids, ticket, prove=request.prove)
+        input_ids = self._sequence(request)
+        context_ids = tail(input_ids, plan.position, k)
+        return await self._answer_builder.window(plan, context_ids, input_ids, ticket, prove=request.prove)
 
     def _sequence(self, request: PredictRequest | GenerateRequest) -> NDArray[np.int64]:
         return sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
@@ -127,4 +128,5 @@ class Predictor:
         else:
             slot = held.enter_context(self._pool.lease())
             source = RecurrentSource(self._forward, input_ids, slot, ticket)
-        return generate(request, identity, self._manifest, self._vocabulary, source, ticket, share)
+        cache = self._answer_builder.cache if request.cache else None
+        return generate(request, identity, self._manifest, self._vocabulary, source, ticket, share, cache)

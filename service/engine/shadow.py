@@ -44,6 +44,7 @@ PIECE_TOKENS = 64
 PAUSE_S = 0.001
 """Pause after a batch before a shadow starts: the batch's answers are still to be sent."""
 
+NO_TOKENS = np.empty(0, np.int64)
 NO_TIME = Latency(0.0, 0.0, 0.0)
 
 
@@ -70,11 +71,13 @@ class ShadowProcess(Protocol):
 class Case:
     """A live answer, and the `tokens`, int64 (n), that the other mode runs from the zero state.
 
-    `plan` covers both modes; `live` is the part that answered, and `recurrent` its mode.
+    `plan` covers both modes; `live` is the part that answered, and `recurrent` its mode. `history`: int64, the tokens
+    of the model's cache.
     """
 
     plan: AnswerPlan
     tokens: NDArray[np.int64]
+    history: NDArray[np.int64]
     live: ModeResult
     recurrent: bool
 
@@ -151,7 +154,11 @@ class Shadow:
 
     def _case(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> Case:
         """Copies an answer into a case: its row is a view that would keep the whole batch in memory."""
-        result = RunResult.of(live.result.logits.copy(), live.result.hidden.copy(), live.result.radius)
+        result = RunResult.of(live.result.network_logits.copy(), live.result.hidden.copy(), live.result.radius)
+        cache, history = self._answer_builder.cache, NO_TOKENS
+        if cache is not None and live.result.mixed is not None:
+            history = input_ids[max(len(input_ids) - cache.length, len(input_ids) > plan.position) :].copy()
+            result = result.mix(cache, history, plan.position)
         recurrent = plan.mode is Mode.RECURRENT
         if recurrent:
             k = self._window if len(input_ids) > plan.position else min(self._window, len(input_ids))
@@ -160,7 +167,7 @@ class Shadow:
             tokens = input_ids
             context_length = plan.position if len(input_ids) > plan.position else len(input_ids)
             plan = plan._replace(mode=Mode.BOTH, context_length=context_length)
-        return Case(plan, tokens, ModeResult(result, live.bound, live.latency), recurrent)
+        return Case(plan, tokens, history, ModeResult(result, live.bound, live.latency), recurrent)
 
     def _wake(self) -> None:
         """Schedules the next piece, if there is one and none runs."""
@@ -219,7 +226,7 @@ class Shadow:
             raise FloatingPointError("the model's output is not finite")
         found = None if radius is None or not np.isfinite(radius[0]) else float(radius[0])
         result = RunResult.of(logits[0], outputs[HIDDEN][0], found)
-        other = self._answer_builder.part(case.plan, result, NO_TIME, recurrent=not case.recurrent)
+        other = self._answer_builder.part(case.plan, result, NO_TIME, case.history, recurrent=not case.recurrent)
         pair = (case.live, other) if case.recurrent else (other, case.live)
         yield self._answer_builder.apart(case.plan, *pair)
 

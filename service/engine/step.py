@@ -78,7 +78,15 @@ class SessionSteps:
                 )
             free = routing.is_free(request.mode, record.mode)
             return await self._answer_again(
-                record, mode, free, request.window, request.top_k, ticket, request.tolerance, prove=request.prove
+                record,
+                mode,
+                free,
+                request.window,
+                request.top_k,
+                ticket,
+                request.tolerance,
+                prove=request.prove,
+                cache=request.cache,
             )
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
@@ -100,7 +108,15 @@ class SessionSteps:
                     await sessions.touch(request.session)
                     free = routing.is_free(request.mode, record.mode)
                     return await self._answer_again(
-                        record, mode, free, None, request.top_k, ticket, prove=request.prove, replayed=True
+                        record,
+                        mode,
+                        free,
+                        None,
+                        request.top_k,
+                        ticket,
+                        prove=request.prove,
+                        cache=request.cache,
+                        replayed=True,
                     )
                 answer = await self._append(record, request, mode, ticket)
                 if answer is not None:
@@ -124,6 +140,10 @@ class SessionSteps:
             _, dropped_tokens = self._rebuilding(record.position, record.tail.ids(), dropped_tokens)
         plan = self._plan(mode, record.position, None, len(record.tail), resident is None, dropped_tokens)
         found = plan.bound(self._manifest.certificate)
+        cache = self._answer_builder.cache
+        if found is not None and cache is not None:
+            unknown = cache.unknown(len(record.tail), record.position)
+            found = found._replace(variation=min(found.variation + unknown, 1.0))
         return SessionView(
             *identity,
             session=id_of(record.session),
@@ -142,7 +162,9 @@ class SessionSteps:
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         # A run from a kept state needs only the new tokens, unless answers are sampled for shadows.
-        if base is None or mode is not Mode.RECURRENT or self._answer_builder.sampler is not None:
+        # A mixture with a cache needs its tokens too.
+        builder = self._answer_builder
+        if base is None or mode is not Mode.RECURRENT or builder.sampler is not None or builder.cache is not None:
             input_ids = np.concatenate([record.tail.ids(), np.array(request.tokens, np.int64)])
         else:
             input_ids = NO_TOKENS
@@ -150,7 +172,7 @@ class SessionSteps:
         if base is None and routing.is_free(request.mode, record.mode):
             context_ids, dropped_tokens = self._rebuilding(position, input_ids, dropped_tokens)
         held = len(record.tail) + len(request.tokens)
-        plan = self._plan(mode, position, None, held, rebuilt, dropped_tokens)
+        plan = self._plan(mode, position, None, held, rebuilt, dropped_tokens, cache=request.cache)
         # A step by window also advances an existing state, unless window is the session's own mode.
         keeps = base is not None and own is not Mode.WINDOW
         recurrent: ModeResult | None = None
@@ -173,10 +195,10 @@ class SessionSteps:
                 if rebuilt:
                     self._sessions.count_rebuilt()
                 if mode is not Mode.WINDOW:
-                    recurrent = self._answer_builder.part(plan, result, ticket.latency(), recurrent=True)
+                    recurrent = builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
             if plan.window is not None:
                 window_ids = tail(input_ids, position, plan.window)
-                window = await self._answer_builder.window(plan, window_ids, ticket, prove=False, binding=True)
+                window = await builder.window(plan, window_ids, input_ids, ticket, prove=False, binding=True)
             committed = await self._sessions.commit(record, request, write, dropped_tokens)
         finally:
             self._pool.release(read)
@@ -187,9 +209,9 @@ class SessionSteps:
         if own is Mode.RECURRENT:
             self._resident.add(committed)
         if request.prove:  # after the commit: a search may take longer than the client waits
-            recurrent = None if recurrent is None else await self._answer_builder.search(recurrent, ticket)
-            window = None if window is None else await self._answer_builder.search(window, ticket)
-        return await self._answer_builder.answer(
+            recurrent = None if recurrent is None else await builder.search(recurrent, ticket)
+            window = None if window is None else await builder.search(window, ticket)
+        return await builder.answer(
             plan,
             lambda: input_ids,
             recurrent,
@@ -213,6 +235,7 @@ class SessionSteps:
         tolerance: float | None = None,
         *,
         prove: bool,
+        cache: bool,
         replayed: bool | None = None,
     ) -> Answer:
         """Answers from a session without appending, in the cheapest way if `free`. A state that was rebuilt stays
@@ -229,9 +252,10 @@ class SessionSteps:
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         if base is None and free:
             context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)
-        plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens)
-        # A run that outputs a radius may give a better bound.
-        if not self._has_radius_output or plan.state is StateSource.RESIDENT:
+        plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, cache=cache)
+        mixes = cache and self._answer_builder.cache is not None
+        # A run that outputs a radius may give a better bound, and so may the network's part in a mixture.
+        if not mixes and (not self._has_radius_output or plan.state is StateSource.RESIDENT):
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
         if mode is not Mode.WINDOW:
@@ -249,13 +273,13 @@ class SessionSteps:
                     self._sessions.keep(record, slot, dropped_tokens)
             if rebuilt:
                 self._sessions.count_rebuilt()
-            recurrent = self._answer_builder.part(plan, result, ticket.latency(), recurrent=True)
+            recurrent = self._answer_builder.part(plan, result, ticket.latency(), input_ids, recurrent=True)
             if prove:
                 recurrent = await self._answer_builder.search(recurrent, ticket)
         part: ModeResult | None = None
         if plan.window is not None:
             window_ids = tail(input_ids, plan.position, plan.window)
-            part = await self._answer_builder.window(plan, window_ids, ticket, prove=prove)
+            part = await self._answer_builder.window(plan, window_ids, input_ids, ticket, prove=prove)
         answered = recurrent or part
         assert answered is not None, "a plan without a run: this is a bug"
         _check(answered.bound, tolerance)
@@ -327,7 +351,15 @@ class SessionSteps:
         return self.share_found
 
     def _plan(
-        self, mode: Mode, position: int, window: int | None, held: int, rebuilt: bool, dropped_tokens: int
+        self,
+        mode: Mode,
+        position: int,
+        window: int | None,
+        held: int,
+        rebuilt: bool,
+        dropped_tokens: int,
+        *,
+        cache: bool = True,
     ) -> AnswerPlan:
         """Plans the answer of a session with `held` tokens, whose state knows all but `dropped_tokens`.
 
@@ -343,7 +375,7 @@ class SessionSteps:
                     )
                 k = held
         origin = StateSource.REBUILT if rebuilt else StateSource.RESIDENT
-        return AnswerPlan(mode, position, k, origin, context_length=position - dropped_tokens)
+        return AnswerPlan(mode, position, k, origin, context_length=position - dropped_tokens, cache=cache)
 
 
 def _check(found: Bound | None, tolerance: float | None) -> None:

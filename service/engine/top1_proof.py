@@ -44,9 +44,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from wane.models.cache_mixture import TopTokens
 from wane.models.certificate.interval_rounding import Matrix, roundoff
+from wane.models.certificate.mixture import SLACK, LogitMoves, first_is_proved
 from wane.models.certificate.request import RequestBound, WindowBound
-from wane.models.certificate.top1 import Top1
+from wane.models.certificate.top1 import Top1, variation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
 from wane.models.weights import Weights, head_weight
@@ -54,8 +56,8 @@ from wane.service.batching.batch import Row, Top, WindowTrace
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
 UNIT = 2.0**-24  # u of float32
+LARGEST_EXPONENT = 700.0  # exp of more overflows float64
 OUTWARD = 1 + 1e-9  # factor: far above float64's rounding of distances and norms
-AT_ONCE = 64  # rows whose distance from the first token's row is computed together
 
 
 class MarginProof:
@@ -75,6 +77,8 @@ class MarginProof:
             zip(self._of_norm.tolist(), self._of_bias.tolist(), strict=True)
         )
         self._largest_norm = float(self._norms.max())
+        self._of_sum = (len(rows) + 256) * UNIT
+        """Bound of the relative rounding of a sum of exponentials, and of its logarithm, in float32."""
         self._largest_of_norm = float(self._of_norm.max())
         self._largest_of_bias = float(self._of_bias.max())
 
@@ -84,7 +88,7 @@ class MarginProof:
         """Returns whether the first token of `logits` (V), computed from `hidden` (H), is first for every h within
         `error` of `hidden`, in any float32 run of the output layer. `top` holds the largest of the same logits."""
         settled = self.at_a_look(logits, hidden, error, top)
-        return self.has_no_rival(logits, hidden, error) if settled is None else settled
+        return self.has_no_rival(logits, hidden, error, int(logits.argmax())) if settled is None else settled
 
     def proves_of_row(self, row: Row, error: float) -> bool:
         """Like `proves`, for a row that has logits and hidden."""
@@ -121,9 +125,7 @@ class MarginProof:
         if len(rows):
             first, second = first[rows], second[rows]
             left = lead[rows] - (self._of_norm[second] * lengths[rows] + self._of_bias[second])
-            gaps = self._rows[second].astype(np.float64) - self._rows[first]
-            apart = np.sqrt(np.einsum("bh,bh->b", gaps, gaps)) * OUTWARD
-            found[rows[left > apart * errors[rows]]] = -1
+            found[rows[left > self._apart(first, second) * errors[rows]]] = -1
         return found
 
     def at_a_look(
@@ -163,57 +165,103 @@ class MarginProof:
             return False
         return None
 
-    def has_no_rival(self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float) -> bool:
-        found = self.rivals(logits, hidden, error, most=0)
-        return found is not None and not len(found)
-
-    def rivals(
-        self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, most: int
-    ) -> NDArray[np.intp] | None:
-        """Returns the tokens that may come before the first one of `logits` for an h within `error`, the smallest lead
-        first; empty if the first token is proved. None: there are more than `most`, or no proof is possible."""
+    def has_no_rival(
+        self,
+        logits: NDArray[np.float32],
+        hidden: NDArray[np.float32],
+        error: float,
+        first: int,
+        weight: float = 1.0,
+        added: NDArray[np.float64] | None = None,
+    ) -> bool:
+        """Returns whether no token comes before `first` for any h within `error` of `hidden`, in any float32 run of the
+        output layer. weight, added (V): of the mixture with a cache, as in `DirectionProof.search`."""
         if not math.isfinite(error):
-            return None
-        first = int(logits.argmax())
+            return False
+        exact = logits.astype(np.float64)
+        shares = np.exp(exact - exact.max())
+        shares /= shares.sum()
         length = float(np.sqrt(np.square(hidden, dtype=np.float64).sum())) * OUTWARD + error
-        lead: NDArray[np.float64] = float(logits[first]) - logits.astype(np.float64)
-        lead -= self.rounding(slice(None), length)
-        lead -= float(self.rounding(first, length))
-        lead[first] = np.inf
-        second = int(lead.argmin())
-        if lead[second] <= 0 or (most == 0 and not self._leads(lead, first, np.array([second]), error).all()):
-            return None
-        # |V_a - V_b| <= |V_a| + |V_b| settles nearly all; the others are checked, nearest first.
-        unsettled = np.flatnonzero(lead <= (self._norms + self._norms[first]) * error)
-        unsettled = unsettled[np.argsort(lead[unsettled])]
-        left: list[NDArray[np.intp]] = []
-        for start in range(0, len(unsettled), AT_ONCE):
-            chunk = unsettled[start : start + AT_ONCE]
-            left.append(chunk[~self._leads(lead, first, chunk, error)])
-            if sum(map(len, left)) > most:
-                return None
-        return np.concatenate([*left, unsettled[:0]])
+        rounding = self.rounding(slice(None), length)
+        moved = (self._norms + self._largest_norm) * error + rounding + float(rounding.max())
+        moves = LogitMoves(exact, shares, moved, SLACK * float(moved.max()))
+
+        def lead_moved(others: NDArray[np.intp]) -> NDArray[np.float64]:
+            moved: NDArray[np.float64] = self._apart(first, others) * error + rounding[first] + rounding[others]
+            return moved
+
+        return first_is_proved(first, weight, added, moves, lead_moved)
 
     def rounding(self, tokens: NDArray[np.intp] | slice | int, length: float) -> NDArray[np.float64]:
         """Returns the float32 rounding of these tokens' logits in two runs, for an h of at most this length."""
         result: NDArray[np.float64] = np.asarray(self._of_norm[tokens] * length + self._of_bias[tokens])
         return result
 
-    def _leads(
-        self, lead: NDArray[np.float64], first: int, others: NDArray[np.intp], error: float
-    ) -> NDArray[np.bool_]:
-        """Returns whether the first token's lead over each of the others exceeds what the error can take away."""
-        apart = np.sqrt(np.square(self._rows[others].astype(np.float64) - self._rows[first]).sum(axis=1)) * OUTWARD
-        result: NDArray[np.bool_] = lead[others] > apart * error
+    def _apart(self, first: int | NDArray[np.intp], others: NDArray[np.intp]) -> NDArray[np.float64]:
+        """Returns the distances of output rows, from above."""
+        gaps = self._rows[others].astype(np.float64) - self._rows[first]
+        result: NDArray[np.float64] = np.sqrt(np.einsum("bh,bh->b", gaps, gaps)) * OUTWARD
         return result
 
+    # In a mixture with a cache
 
-MOST_RIVALS = 2048
-"""With more rivals, the test is not tried. It takes about a millisecond if the nearest rival is unsettled, and some
-tens of milliseconds for all of them, on a separate thread."""
+    def proves_mixtures(
+        self,
+        top: TopTokens,
+        logits: NDArray[np.float32],
+        log_sum_exp: NDArray[np.float64],
+        hidden: NDArray[np.float32],
+        weights: NDArray[np.float64],
+        errors: NDArray[np.float64],
+        added: Callable[[int], NDArray[np.float64]],
+    ) -> NDArray[np.bool_]:
+        """Returns, for B mixtures with a cache, whether the first token is proved to be first, as in `proves`.
 
-FIRST, MOST_AT_ONCE = 16, 512
-"""Rivals in the first chunk, and the most in any chunk."""
+        top: at least two tokens of each mixture; logits (B, V), log_sum_exp (B) and hidden (B, H): of the networks;
+        weights (B): of the networks' distributions; errors (B); added: returns what the cache adds to each token's
+        probability in a row, (V).
+        """
+        found = self._settled_mixtures(top, logits, log_sum_exp, hidden, weights, errors)
+        proved: NDArray[np.bool_] = found == 1
+        for row in np.flatnonzero(found < 0).tolist():
+            first, weight = top.ids.item(row, 0), weights.item(row)
+            proved[row] = self.has_no_rival(logits[row], hidden[row], errors.item(row), first, weight, added(row))
+        return proved
+
+    def _settled_mixtures(
+        self,
+        top: TopTokens,
+        logits: NDArray[np.float32],
+        log_sum_exp: NDArray[np.float64],
+        hidden: NDArray[np.float32],
+        weights: NDArray[np.float64],
+        errors: NDArray[np.float64],
+    ) -> NDArray[np.int8]:
+        """Like `settled`, for mixtures: by the first two tokens only, with any change of the network's probabilities
+        that the largest rows of the output layer allow."""
+        ids, probabilities = top
+        exact = hidden.astype(np.float64)
+        lengths = np.sqrt(np.einsum("bh,bh->b", exact, exact)) * OUTWARD + errors
+        of_network = np.exp(logits[np.arange(len(ids))[:, None], ids[:, :2]] - log_sum_exp[:, None])
+        spread = 2 * self._largest_norm * errors + 2 * (self._largest_of_norm * lengths + self._largest_of_bias)
+        lead = probabilities[:, 0] - probabilities[:, 1]
+        proved = lead > 2 * weights * np.tanh(spread / 4) * OUTWARD + self._of_sum
+        found: NDArray[np.int8] = proved.astype(np.int8)
+        rows = np.flatnonzero(~proved)
+        if len(rows):
+            first, second = ids[rows, 0], ids[rows, 1]
+            one, other = of_network[rows, 0], of_network[rows, 1]
+            rounding = (self._of_norm[first] + self._of_norm[second]) * lengths[rows]
+            rounding += self._of_bias[first] + self._of_bias[second]
+            left = logits[rows, first].astype(np.float64) - logits[rows, second]
+            left -= self._apart(first, second) * errors[rows] + rounding
+            ahead = lead[rows] - weights[rows] * (one - other)
+            factor = np.exp(np.minimum(spread[rows], LARGEST_EXPONENT))
+            behind = weights[rows] * np.minimum(other * factor, 1.0) * -np.expm1(np.minimum(left, 0.0))
+            kept = weights[rows] * one / factor * -np.expm1(-np.maximum(left, 0.0))
+            found[rows[np.where(ahead >= 0, (left > 0) | (behind < ahead), kept > -ahead)]] = -1
+        return found
+
 
 WINDOWS = 12
 """Number of windows that measure the float32 rounding of stream and errors."""
@@ -235,9 +283,7 @@ class DirectionProof:
         self._request = request
         self._top1 = Top1(self._architecture, weights, request)
         self._rows: Matrix = self._top1.rows
-        self._squares = (self._rows**2).sum(axis=1)
-        self._longest = float(np.sqrt(self._squares.max())) * OUTWARD
-        self._slight = 8 * roundoff(self._rows.shape[1]) * self._longest**2
+        self._longest = float(np.sqrt((self._rows**2).sum(axis=1).max())) * OUTWARD
         self._bias = weights["head.bias"].astype(np.float64)
         self._names = [tensor.name for tensor in self._architecture.state_tensors()[-self._architecture.layers :]]
         rounding = manifest.certificate.rounding
@@ -260,39 +306,37 @@ class DirectionProof:
             return None
         return cls(manifest, weights, request(), margin, runner)
 
-    def search(self, trace: WindowTrace, first: int, rivals: NDArray[np.intp] | None) -> tuple[bool, float]:
-        """Returns whether `first` comes before each rival in every run that ends in the trace's tokens, and the bound
-        of the total variation from any such run. `rivals` are ordered by their lead, the smallest first; None: no proof
-        is tried."""
+    def search(
+        self, trace: WindowTrace, first: int | None, weight: float, added: NDArray[np.float64] | None
+    ) -> tuple[bool, float]:
+        """Returns whether `first` is first in every run that ends in the trace's tokens, and the bound of the total
+        variation of the network's distribution from that of any such run. first: None: no proof is tried. weight, added
+        (V): of the mixture with a cache; 1 and None for a network alone."""
         bound = self._bound(trace)
         if not np.isfinite(bound.radius[0]):
             return False, 1.0
+        moves = self._top1.moves(bound, 0)
         rounding = float(total_variation(self._diameter, np.array(self._error)))
-        variation = min(float(self._top1.variation(bound)[0]) + rounding, 1.0)
-        return rivals is not None and self._proves(bound, first, rivals), variation
+        found = min(variation(moves) + rounding, 1.0)
+        return first is not None and self._proves(bound, moves, first, weight, added), found
 
-    def _proves(self, bound: WindowBound, first: int, rivals: NDArray[np.intp]) -> bool:
-        hidden = bound.hidden[0]
-        length = float(np.linalg.norm(hidden)) * OUTWARD
-        farthest = length + float(bound.radius[0]) + self._error
-        along = self._rows @ self._rows[first]
-        squares = along[first] + self._squares[rivals] - 2 * along[rivals]
-        apart = np.sqrt(np.maximum(0, squares) + self._slight) * OUTWARD
-        biases = np.abs(self._bias[first]) + np.abs(self._bias[rivals])
-        logits = self._rows @ hidden + self._bias
-        lead = logits[first] - logits[rivals]
-        lead -= 4 * roundoff(len(hidden)) * (2 * self._longest * length + biases)
-        lead -= self._margin.rounding(first, farthest) + self._margin.rounding(rivals, farthest)
-        lead -= apart * self._error
-        left = np.flatnonzero(~(lead > apart * bound.radius[0]))  # the radius proves the others already
-        start, size = 0, FIRST  # an unsettled rival is mostly one of the nearest
-        while start < len(left):
-            now = left[start : start + size]
-            start, size = start + size, min(8 * size, MOST_AT_ONCE)
-            gap = self._rows[first] - self._rows[rivals[now]]
-            if not (lead[now] > self._top1.moved(bound, gap, np.zeros(len(now), np.intp))).all():
-                return False
-        return True
+    def _proves(
+        self, bound: WindowBound, moves: LogitMoves, first: int, weight: float, added: NDArray[np.float64] | None
+    ) -> bool:
+        length = float(np.linalg.norm(bound.hidden[0])) * OUTWARD
+        off = self._margin.rounding(slice(None), length + float(bound.radius[0]) + self._error)
+        off += 4 * roundoff(self._rows.shape[1]) * (self._longest * length + np.abs(self._bias))
+
+        def lead_moved(others: NDArray[np.intp]) -> NDArray[np.float64]:
+            gap = self._rows[first] - self._rows[others]
+            apart = np.sqrt(np.einsum("vh,vh->v", gap, gap)) * OUTWARD
+            moved: NDArray[np.float64] = self._top1.moved(bound, gap, np.zeros(len(others), np.intp))
+            moved = np.minimum(moved, apart * float(bound.radius[0])) + apart * self._error
+            moved += off[first] + off[others]
+            return moved
+
+        wider = moves._replace(moved=moves.moved + moves.off + self._diameter * self._error + off + float(off.max()))
+        return first_is_proved(first, weight, added, wider, lead_moved)
 
     def _bound(self, trace: WindowTrace) -> WindowBound:
         """Returns the bound of an exact run that ends in the trace's tokens."""

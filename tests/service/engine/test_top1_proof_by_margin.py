@@ -123,7 +123,7 @@ def test_the_first_two_tokens_settle_most_answers(seed: int) -> None:
         settled = margin.at_a_look(logits, hidden, error)
         assert margin.at_a_look(logits, hidden, error, Top(put_out, 0)) is settled
         assert margin.proves_of_row(Row(put_out, 0, None, None), error) is margin.proves(logits, hidden, error)
-        assert settled in (None, margin.has_no_rival(logits, hidden, error))
+        assert settled in (None, margin.has_no_rival(logits, hidden, error, int(ids[0])))
         counts[settled] += 1
     assert counts[True] and counts[False]
     assert counts[None] < CASES // 6 / 2

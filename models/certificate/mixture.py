@@ -1,0 +1,83 @@
+"""Proves the first token of a network's distribution, or of its mixture with a cache (`models/cache_mixture.py`).
+
+Let q be the network's distribution at a window's end, and p = w q + c the mixture, where w and c depend on the last
+tokens alone: a run that ends in the same tokens has the same w and c, but another q~ and so p~. Token a is first in p~
+if p~_a > p~_b for every other b. What is known of q~:
+
+- Relative to their mean under q, the logits move by at most M_t, so `log q~_t - log q_t` is at least
+  `-M_t - log sum_u q_u exp(M_u)`. It is at most `M_t + off`, if `sum_u q_u eta_u` of the moves eta is at least -off:
+  then the sum of exponentials is at least exp(-off) (Jensen).
+- The lead z_a - z_b moves by at most R_ab. Let d be what is left of it, z_a - z_b - R_ab. Then q~_b <= q~_a exp(-d).
+
+For nearly all b the first is enough: w q~_a + c_a from below exceeds w q~_b + c_b from above. The others need the
+second. If c_a >= c_b, a leads if d > 0, or if w q~_b (1 - exp(d)) < c_a - c_b with q~_b from above. If c_a < c_b, a
+leads if d > 0 and w q~_a (1 - exp(-d)) > c_b - c_a with q~_a from below.
+
+Without a cache w is 1 and c is 0. All is evaluated in float64; SLACK covers its rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.certificate.interval_rounding import Vector
+
+SLACK = 1e-10
+"""Relative, and far above the rounding of probabilities and shares in float64."""
+
+FIRST, MOST_AT_ONCE = 16, 512
+"""Rivals in the first chunk, and the most in any chunk. An unsettled rival is mostly one of the most probable."""
+
+
+class LogitMoves(NamedTuple):
+    """How far the logits of one window may be from a run's.
+
+    logits: (V), of the window; shares: (V), the network's distribution q; moved: (V), M; off: see above.
+    """
+
+    logits: Vector
+    shares: Vector
+    moved: Vector
+    off: float
+
+
+def first_is_proved(
+    first: int, weight: float, added: Vector | None, moves: LogitMoves, lead_moved: Callable[[NDArray[np.intp]], Vector]
+) -> bool:
+    """Returns whether `first` has the largest probability in every run's mixture.
+
+    weight: w; added: (V), c, or None for a network alone. lead_moved: returns R_ab for tokens b (P) of a large enough
+    probability: (P).
+    """
+    if not math.isfinite(moves.off):
+        return False
+    log_shares = moves.logits - _log_sum_exp(moves.logits)  # a share may be too small for a float64
+    fallen = max(_log_sum_exp(log_shares + moves.moved), 0.0) + moves.moved[first]
+    lowest_share = weight * np.exp(log_shares[first] - fallen) * (1 - SLACK)
+    highest_shares = weight * np.exp(np.minimum(log_shares + moves.moved + moves.off, 0.0)) * (1 + SLACK)
+    cached = np.zeros_like(log_shares) if added is None else added
+    left_of_first = cached[first] * (1 - SLACK)
+    rivals = np.flatnonzero(~(highest_shares + cached * (1 + SLACK) < lowest_share + left_of_first))
+    rivals = rivals[rivals != first]
+    rivals = rivals[np.argsort(-(highest_shares + cached)[rivals], kind="stable")]
+    start, size = 0, FIRST
+    while start < len(rivals):
+        now = rivals[start : start + size]
+        start, size = start + size, min(8 * size, MOST_AT_ONCE)
+        left = moves.logits[first] - moves.logits[now] - lead_moved(now)
+        ahead = left_of_first - cached[now] * (1 + SLACK)
+        behind = highest_shares[now] * -np.expm1(np.minimum(left, 0.0))
+        lead = lowest_share * -np.expm1(-np.maximum(left, 0.0))
+        if not np.where(ahead >= 0, (left > 0) | (behind < ahead), lead > -ahead).all():
+            return False
+    return True
+
+
+def _log_sum_exp(values: Vector) -> float:
+    highest = float(values.max())
+    return highest + float(np.log(np.exp(values - highest).sum())) if math.isfinite(highest) else highest

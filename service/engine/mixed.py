@@ -1,0 +1,75 @@
+"""One answer of a model with a cache: the mixture of its network's distribution with the cache's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wane.models.cache_mixture import CacheMixture, TopTokens
+from wane.service.batching.batch import FEW, Largest, Row
+from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS
+
+
+class Mixed:
+    """The mixture after one sequence."""
+
+    def __init__(
+        self,
+        cache: CacheMixture,
+        history: Sequence[int] | NDArray[np.int64],
+        logits: NDArray[np.float32],
+        row: Row,
+        known: int,
+    ) -> None:
+        """See `RunResult.mix`. logits: the network's, float32 (V), in `row`."""
+        self._cache = cache
+        self._logits = logits
+        self._row = row
+        self._found = cache.of(np.asarray(history, np.int64))
+        self.weight = self._found.network.item(0)
+        """The weight of the network's distribution."""
+        self.tokens = self._found.tokens.item(0)
+        """Number of tokens in the cache."""
+        self.unknown = cache.unknown(self.tokens, known)
+        """What the tokens that the cache lacks can add to the total variation."""
+
+    @cached_property
+    def added(self) -> NDArray[np.float64]:
+        """What the cache adds to the probability of each token: float64 (V)."""
+        found: NDArray[np.float64] = self._cache.added(self._found)[0]
+        return found
+
+    @cached_property
+    def log_probabilities(self) -> NDArray[np.float32]:
+        """float32 (V), at temperature 1."""
+        found: NDArray[np.float32] = self._cache.log_probabilities(self._logits[None], self._found)[0].astype(
+            np.float32
+        )
+        return found
+
+    def top(self, count: int) -> TopTokens | None:
+        """Returns the `count` most probable tokens; None if the graph outputs fewer of the network's."""
+        ids = self._row.output(TOP_IDS)
+        if ids is None or count > len(ids):
+            return None
+        return self._cache.top(self._logits[None], self.log_sum_exp, ids[None], self._found, count)
+
+    @property
+    def log_sum_exp(self) -> NDArray[np.float64]:
+        """The logarithm of the sum of the exponentials of the network's logits: float64 (1)."""
+        found = self._row.output(LOG_SUM_EXP)
+        assert found is not None, "a graph with the first tokens lacks the sum: this is a bug"
+        sums: NDArray[np.float64] = found.astype(np.float64).reshape(1)
+        return sums
+
+    def largest(self, count: int) -> Largest | None:
+        """Like `top`, with at least `count` of them."""
+        found = self.top(min(max(count, FEW), self._cache.vocabulary_size))
+        if found is None:
+            return None
+        probabilities = found.probabilities[0]
+        logprobs = np.log(probabilities).tolist()
+        return Largest(found.ids[0].tolist(), logprobs, logprobs, probabilities.tolist())
