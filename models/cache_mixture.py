@@ -95,31 +95,31 @@ class CacheMixture:
         `position` tokens."""
         return 0.0 if tokens >= min(position, self.length) else 1 - self.least_network
 
-    def ring(self, history: Sequence[int] | Tokens) -> NDArray[np.unsignedinteger[Any]]:
-        """Returns the ring (N) of a sequence's tokens, at least the last N, without the start token. The last token is
-        at place `(len(history) - 1) % N`."""
+    def ring(self, history: Sequence[int] | Tokens, position: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Returns the ring (N) of a sequence at `position`, of which `history` holds at least the last N tokens that
+        are known, without the start token."""
         known = np.asarray(history[-self.length :], self.dtype)
         ring = np.full(self.length, self.empty, self.dtype)
-        ring[: len(known)] = known
-        return np.roll(ring, len(history) - len(known))
+        ring[np.arange(position - len(known), position) % self.length] = known
+        return ring
 
     def of(self, history: Sequence[int] | Tokens) -> CacheShares:
         """Returns the shares of one row from the tokens before the prediction, without the start token."""
-        return self.shares(self.ring(history)[None], np.array([(len(history) - 1) % self.length]))
+        return self.shares(self.ring(history, len(history))[None], np.array([(len(history) - 1) % self.length]))
 
     def shares(self, rings: Tokens, newest: NDArray[np.int64]) -> CacheShares:
         """Returns the cache's part of B distributions.
 
-        rings: (B, N), `empty` where there is no token; newest: int64 (B), the place of the last token. Places are
-        filled from 0.
+        rings: (B, N), `empty` where there is no token; newest: int64 (B), the place of the last token.
         """
         batch, length = rings.shape
         every = np.arange(batch)
         stride = self.vocabulary_size + 1
         starts = (every * stride).astype(np.int32 if batch * stride < 1 << 31 else np.int64)
-        keys: NDArray[Any] = np.add(np.sort(rings, axis=1), starts[:, None]).ravel()
+        ordered = np.sort(rings, axis=1)
+        keys: NDArray[Any] = np.add(ordered, starts[:, None]).ravel()
         tokens = np.full(batch, length)
-        if rings[:, -1].max(initial=0) == self.empty:
+        if ordered[:, -1].max(initial=0) == self.empty:
             tokens = (rings != self.empty).sum(axis=1)
         last, before = rings[every, newest], rings[every, newest - 1]
         place = np.flatnonzero(rings == last[:, None])
@@ -127,7 +127,7 @@ class CacheMixture:
         place -= row * length
         earlier = (place != newest[row]) & (last[row] != self.empty)
         row, place = row[earlier], place[earlier]
-        oldest = (newest + 1) % length  # of a full ring; otherwise a place that is empty and never matches
+        oldest = (newest + 1) % length  # of a full ring; otherwise the place is empty and never matches
         is_triple = (rings[row, place - 1] == before[row]) & (place != oldest[row])
         pairs = np.bincount(row, minlength=batch)
         triples = np.bincount(row[is_triple], minlength=batch)

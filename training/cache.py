@@ -197,7 +197,7 @@ class CacheTraining:
         mixture, stream = CacheMixture(self.model, self._size), self._streams[split]
         histories = [sequence_before(stream, int(at), self.model.length, self._start) for at in positions]
         newest = np.array([(len(known) - 1) % self.model.length for known in histories])
-        found = mixture.shares(np.stack([mixture.ring(known) for known in histories]), newest)
+        found = mixture.shares(np.stack([mixture.ring(known, len(known)) for known in histories]), newest)
         return self._tensor(found.network), self._tensor(mixture.added(found))
 
     def _tensor(self, values: NDArray[np.float64]) -> Tensor:

@@ -134,7 +134,7 @@ class AnswerBuilder:
         if plan.cache and self.cache is not None:
             history = input_ids[1:] if len(input_ids) > plan.position else input_ids
             result = result.mix(self.cache, history, plan.position)
-        return ModeResult(result, bounds.of_mixture(found, result.mixed), latency)
+        return ModeResult(result, result.bound(found), latency)
 
     async def window(
         self,
@@ -174,7 +174,7 @@ class AnswerBuilder:
         proved, variation = await asyncio.get_running_loop().run_in_executor(
             self._prover, direction.search, result.trace, first, weight, added
         )
-        found = bounds.of_mixture(bound._replace(variation=variation), mixed)
+        found = result.bound(bound._replace(variation=variation))
         assert found is not None, "a bound of a mixture is lost: this is a bug"
         return part._replace(bound=bound._replace(variation=min(bound.variation, found.variation)), proved=proved)
 

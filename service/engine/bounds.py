@@ -23,7 +23,6 @@ import numpy as np
 
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Certificate
-from wane.service.engine.mixed import Mixed
 
 
 class Bound(NamedTuple):
@@ -61,11 +60,12 @@ def bound(certificate: Certificate, k: int, position: int, radius: float | None 
     return Bound(min(states), min(variations), min(states))
 
 
-def of_mixture(found: Bound | None, mixed: Mixed | None) -> Bound | None:
-    """Returns the bound of a mixture with a cache from that of its network, whose distribution has a part in it."""
-    if found is None or mixed is None:
+def of_mixture(found: Bound | None, weight: float, unknown: float) -> Bound | None:
+    """Returns the bound of a mixture with a cache from that of its network, whose distribution has the part `weight` in
+    it. unknown: what the tokens that the cache lacks can add."""
+    if found is None or (not found.variation and not unknown):
         return found
-    return found._replace(variation=min(mixed.weight * found.variation + mixed.unknown, 1.0))
+    return found._replace(variation=min(weight * found.variation + unknown, 1.0))
 
 
 def _variation(certificate: Certificate, state: float) -> float:

@@ -11,6 +11,7 @@ A step that has entered a batch is committed, even if its client has left.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import copy
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from wane.models.cache_mixture import CacheMixture, CacheShares
 from wane.models.manifest import Certificate
 from wane.models.vocabulary import Vocabulary
 from wane.service.aio.deadline import TOO_LATE
@@ -78,12 +80,14 @@ number at the receiver, and when it was queued, by `time.perf_counter`."""
 class StepResults:
     """The answers to the steps of one batch: for each field, a list of B rows.
 
-    ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch.
+    ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
+    tokens in the model's cache; None if it has none.
     """
 
     __slots__ = (
         "batch_items",
         "bounds",
+        "cache_tokens",
         "compute_ms",
         "ids",
         "logprobs",
@@ -103,6 +107,7 @@ class StepResults:
     proved: list[bool]
     positions: list[int]
     bounds: Sequence[Bound | None]
+    cache_tokens: list[int] | None
     sessions: Sequence[str]
     top_k: Sequence[int]
     queue_ms: list[float]
@@ -139,6 +144,7 @@ class StepAnswer(Answer):
             session=results.sessions[row],
             position=results.positions[row],
             replayed=False,
+            cache_tokens=None if results.cache_tokens is None else results.cache_tokens[row],
         )
         return object.__getattribute__(self, name)
 
@@ -243,10 +249,11 @@ class StepColumns:
         most_predictions: int,
         max_queue: int,
         queue_columns: Callable[[], None],
+        cache: CacheMixture | None = None,
     ) -> None:
         """`procedure` takes any admitted step, and releases its session's lock. `most_predictions` is the largest top_k
         that the step graph outputs; 0: no step is taken. `max_queue` limits the queued steps. `queue_columns` notifies
-        the batcher that steps are queued.
+        the batcher that steps are queued. `cache` is that of the model, if it has one.
         """
         self._vocabulary = vocabulary
         self._size = vocabulary.size
@@ -254,6 +261,7 @@ class StepColumns:
         self._slots = state_cache.order
         self._buffered = resident.buffered
         self._resident = resident
+        self._cache = cache
         self._locks = locks
         self._margin = margin
         self._admission = admission
@@ -469,13 +477,6 @@ class StepColumns:
         """Returns the answers of the committed rows."""
         results, outputs = StepResults(), batch.outputs
         results.top_k = batch.top_k
-        width = max(FEW, *batch.top_k)
-        ids = outputs[TOP_IDS][:, :width]
-        logits = outputs[TOP_LOGITS][:, :width].astype(np.float64)
-        # The sum is rounded: for an almost certain token the difference may be above 0.
-        logprobs = np.minimum(logits - outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
-        results.ids, results.logprobs = ids.tolist(), logprobs.tolist()
-        results.probabilities = np.exp(logprobs).tolist()
         positions = self._state_cache.positions[batch.slots]
         results.positions = positions.tolist()
         dropped = self._state_cache.dropped_tokens[batch.slots]
@@ -486,7 +487,11 @@ class StepColumns:
             ]
         else:
             results.bounds = [self._bound_of_all] * len(batch)
-        results.proved = self._proved(results.bounds, ids, logits, outputs)
+        width = max(FEW, *batch.top_k)
+        if self._cache is None:
+            self._largest(results, outputs, width)
+        else:
+            self._largest_of_mixtures(results, self._cache, self._resident.shares(batch.slots), outputs, width)
         results.sessions = batch.sessions
         results.compute_ms = 1e3 * compute_s
         results.queue_ms = (1e3 * (started_s - batch.queued_s)).tolist()
@@ -494,6 +499,46 @@ class StepColumns:
         results.batch_items = batch_items
         results.vocabulary = self._vocabulary
         return results
+
+    def _largest(self, results: StepResults, outputs: Mapping[str, Array], width: int) -> None:
+        """Fills in the most probable tokens, and which of the first ones are proved."""
+        ids = outputs[TOP_IDS][:, :width]
+        logits = outputs[TOP_LOGITS][:, :width].astype(np.float64)
+        # The sum is rounded: for an almost certain token the difference may be above 0.
+        logprobs = np.minimum(logits - outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
+        results.ids, results.logprobs = ids.tolist(), logprobs.tolist()
+        results.probabilities = np.exp(logprobs).tolist()
+        results.cache_tokens = None
+        results.proved = self._proved(results.bounds, ids, logits, outputs)
+
+    def _largest_of_mixtures(
+        self, results: StepResults, cache: CacheMixture, found: CacheShares, outputs: Mapping[str, Array], width: int
+    ) -> None:
+        """Like `_largest`, for mixtures with a cache, and fills in their bounds. found: what the cache adds."""
+        logits, ids = outputs["logits"], outputs[TOP_IDS]
+        sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
+        top = cache.top(logits, sums, ids, found, min(width, ids.shape[1]))
+        results.ids, results.probabilities = top.ids.tolist(), top.probabilities.tolist()
+        results.logprobs = np.log(top.probabilities).tolist()
+        results.cache_tokens = found.tokens.tolist()
+        unknown = [cache.unknown(*known) for known in zip(results.cache_tokens, results.positions, strict=True)]
+        errors = [
+            math.inf if one is None or one.runs is None or more else one.runs
+            for one, more in zip(results.bounds, unknown, strict=True)
+        ]
+        results.bounds = [*map(bounds.of_mixture, results.bounds, found.network.tolist(), unknown)]
+        if min(errors) == math.inf:
+            results.proved = [False] * len(errors)
+            return
+
+        def added(row: int) -> NDArray[np.float64]:
+            of_row: NDArray[np.float64] = cache.added(found)[row]
+            return of_row
+
+        weights, hidden = found.network, outputs[HIDDEN]
+        results.proved = self._margin.proves_mixtures(
+            top, logits, sums, hidden, weights, np.array(errors), added
+        ).tolist()
 
     def _proved(
         self,

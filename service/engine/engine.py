@@ -201,7 +201,7 @@ class Engine:
         )
         self.has_state = pool.has_state
         """Whether a session's state is in the cache, by the session's key."""
-        self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock)
+        self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock, cache)
         outputs = runner.outputs("step")
         self._columns = StepColumns(
             manifest.certificate,
@@ -218,6 +218,7 @@ class Engine:
             most_predictions=min(settings.top_k_limit, TOP, vocabulary.size) if TOP_IDS in outputs else 0,
             max_queue=settings.max_queue,
             queue_columns=self.batcher.queue_columns,
+            cache=cache,
         )
         self.batcher.columns = self._columns
         self.steps = SessionSteps(

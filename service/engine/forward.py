@@ -12,6 +12,7 @@ from wane.service.batching.batch import Largest, Outputs, Row, WindowTrace, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
+from wane.service.engine.bounds import Bound, of_mixture
 from wane.service.engine.mixed import Mixed
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
@@ -50,6 +51,11 @@ class RunResult:
     def logits(self) -> NDArray[np.float32]:
         """The logits of the answer's distribution, which are the log-probabilities of a mixture: float32 (V)."""
         return self.network_logits if self.mixed is None else self.mixed.log_probabilities
+
+    def bound(self, of_network: Bound | None) -> Bound | None:
+        """Returns the bound of the answer's distribution from that of the network's."""
+        mixed = self.mixed
+        return of_network if mixed is None else of_mixture(of_network, mixed.weight, mixed.unknown)
 
     @property
     def network_logits(self) -> NDArray[np.float32]:

@@ -18,7 +18,7 @@ from wane.models.vocabulary import Vocabulary
 from wane.service.aio.deadline import until
 from wane.service.batching.ticket import Ticket
 from wane.service.engine.backlog import Share
-from wane.service.engine.bounds import bound, largest, of_mixture
+from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
 from wane.service.engine.logits import Sampler
 from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Identity, Mode, StateSource
@@ -164,7 +164,7 @@ async def generate(
         known = position if source.window is None else min(source.window, position)
         result = result.mix(cache, [*request.tokens, *stream.tokens], position + request.truncated)
         found = bound(manifest.certificate, known, position + request.truncated, result.radius)
-        found = of_mixture(found, result.mixed)
+        found = result.bound(found)
         bounds.append(None if found is None else found.variation)
         token, logprob = sampler.draw(result.logits)
         is_last = len(stream.tokens) + 1 == request.max_tokens

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from wane.models.cache_mixture import CacheMixture, CacheShares
 from wane.service.runners.runner import Array
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import SessionRecord, Store
@@ -33,9 +34,15 @@ class ResidentSessions:
     """
 
     def __init__(
-        self, state_cache: StateCache, store: Store, ttl_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        state_cache: StateCache,
+        store: Store,
+        ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        cache: CacheMixture | None = None,
     ) -> None:
-        """`ttl_s`: idle time after which a session ends. `clock` in seconds."""
+        """`ttl_s`: idle time after which a session ends. `clock` in seconds. `cache`: that of the model, if it has
+        one: the last tokens of every session are kept for it."""
         self._state_cache = state_cache
         self._store = store if isinstance(store, MemoryStore) else None
         self._ttl_s = ttl_s
@@ -44,6 +51,9 @@ class ResidentSessions:
         self.buffered = np.zeros(state_cache.capacity, np.uint8).data
         self._recent = np.zeros((state_cache.capacity, RECENT), np.uint32)
         self._counts = np.zeros(state_cache.capacity, np.int64)  # tokens of each row of `_recent`
+        self._cache = cache
+        length = 0 if cache is None else cache.length
+        self._rings = np.zeros((state_cache.capacity, length), np.uint8 if cache is None else cache.dtype)
         self.flushes = 0
         """How many sessions were flushed to the store."""
         self.hits = 0
@@ -58,6 +68,10 @@ class ResidentSessions:
             self._store.buffer(record.session, self)
             self.buffered[slot] = True
             self._counts[slot] = 0
+            if self._cache is not None:
+                tail = record.tail.ids()
+                history = tail[1:] if len(tail) > record.position else tail
+                self._rings[slot] = self._cache.ring(history, record.position)
 
     def slot(self, session: str) -> int | None:
         """Returns the session's row, which is its state's slot, or None if the session is not stepped here."""
@@ -80,6 +94,8 @@ class ResidentSessions:
         self._recent[slots, counts] = tokens
         counts += 1
         self._counts[slots] = counts
+        if self._cache is not None:
+            self._rings[slots, self._newest(slots)] = tokens
         if counts.max() == RECENT:
             assert self._store is not None, "sessions are stepped here without a store in memory: this is a bug"
             for row in np.flatnonzero(counts == RECENT).tolist():
@@ -87,6 +103,16 @@ class ResidentSessions:
                 if self.buffered[slot]:  # else the store, short of memory, has flushed it for one of those before
                     self._counts[slot] = 0
                     self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
+
+    def shares(self, slots: NDArray[np.intp]) -> CacheShares:
+        """Returns what the model's cache adds to the next predictions of B sessions."""
+        assert self._cache is not None, "a model without a cache: this is a bug"
+        return self._cache.shares(self._rings[slots], self._newest(slots))
+
+    def _newest(self, slots: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Returns the places of the last tokens in the rings of B sessions: int64 (B)."""
+        newest: NDArray[np.int64] = (self._state_cache.positions[slots] - 1) % self._rings.shape[1]
+        return newest
 
     def flush(self, session: str) -> tuple[Sequence[int], float]:
         """See `WriteBuffer`."""

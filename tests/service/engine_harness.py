@@ -31,7 +31,7 @@ from wane.service.state.pool import StatePool
 from wane.service.types import Answer
 
 HIDDEN = 4
-MANIFEST_FIELDS = ("window", "max_window", "certificate")
+MANIFEST_FIELDS = ("window", "max_window", "certificate", "cache")
 TIMEOUT_S = 120.0  # limit of a test's wait for another thread
 
 

@@ -1,6 +1,7 @@
 """Plays one random history of steps on two engines, of which only one takes steps in columns.
 
     python -m tests.service.engine.columns_fuzz --steps 1000000
+    python -m tests.service.engine.columns_fuzz --steps 100000 --cache
     python -m tests.service.engine.columns_fuzz --steps 50000 --bundle models/bundles/lstm
 
 Compares every answer, error and session record, bit for bit, except for latencies and, with a bundle, rounding.
@@ -25,8 +26,10 @@ from typing import Any, cast
 
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tests.models.caches import random_cache
 from tests.service.engine_harness import Clock, EngineHarness, InOrder, LinearCosts, name_vocabulary
 from wane.models.bundle import Bundle
+from wane.models.manifest import CacheModel
 from wane.service.engine.columns import StepAnswer
 from wane.service.engine.engine import Engine
 from wane.service.engine.pending import Pending
@@ -45,6 +48,7 @@ SESSIONS = 40
 MAX_BATCH = 8
 EPISODE_STEPS = 2_000
 TTL_S = 512.0
+CACHE_TOKENS = 12
 BRANCH_BITS = 32  # low bits of a revision; the higher ones are random
 SLOTS_OF_FEW = 2 + 3 * MAX_BATCH
 FIELDS = [field.name for field in fields(Answer) if field.name != "latency"]
@@ -80,13 +84,20 @@ class Difference:
     general: object
 
 
-def fake_engine(store: Store, clock: Clock, settings: Settings) -> tuple[Engine, Metrics, Any]:
-    """Makes an engine on the fake runner; returns it with its metrics and runner."""
-    names = [f"t{index}" for index in range(TOKENS)]
+def fake_engine(
+    store: Store, clock: Clock, settings: Settings, cache: CacheModel | None = None
+) -> tuple[Engine, Metrics, Any]:
+    """Makes an engine on the fake runner, of a model with the given cache; returns it with its metrics and runner."""
+    vocabulary = name_vocabulary(names=[f"t{index}" for index in range(TOKENS)])
     given = settings.model_dump(exclude_unset=True)
-    harness = EngineHarness(vocabulary=name_vocabulary(names=names), store=store, certified=True, clock=clock, **given)
+    harness = EngineHarness(vocabulary=vocabulary, store=store, certified=True, clock=clock, cache=cache, **given)
     harness.runner.poison, harness.runner.hot = POISON, HOT
     return harness.engine, harness.metrics, harness.runner
+
+
+def cached_engine(store: Store, clock: Clock, settings: Settings) -> tuple[Engine, Metrics, Any]:
+    """Like `fake_engine`, of a model with a cache of a few tokens."""
+    return fake_engine(store, clock, settings, random_cache(Random(4), CACHE_TOKENS))
 
 
 def bundle_engine(path: Path) -> MakeEngine:
@@ -419,9 +430,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--bundle", type=Path, help="a bundle to run in place of the fake model")
+    parser.add_argument("--cache", action="store_true", help="give the fake model a cache")
     given = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
     make = fake_engine if given.bundle is None else bundle_engine(given.bundle)
+    if given.cache:
+        make = cached_engine
     columns = "{task.description}", MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*[TextColumn(one) if isinstance(one, str) else one for one in columns]) as bar:
         task = bar.add_task("steps", total=given.steps)
