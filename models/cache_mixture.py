@@ -80,6 +80,7 @@ class CacheMixture:
     """The mixture of one model. A ring holds the tokens of one cache: token i of a sequence is at place i % N."""
 
     def __init__(self, cache: CacheModel, vocabulary_size: int) -> None:
+        self.model = cache
         self.length = cache.length
         self.vocabulary_size = vocabulary_size
         self.empty = vocabulary_size

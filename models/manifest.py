@@ -17,6 +17,9 @@ SCHEMA_VERSION = 3
 LARGEST_WINDOW = 65_536
 """Tokens. A window is one input of a graph and is held in memory."""
 
+REWOUND_TOKENS = 512
+"""The tokens by which a session can be rewound without a loss to its cache."""
+
 LARGEST_CACHE = 8_192
 """Tokens of a cache. Each resident session holds them."""
 
@@ -373,6 +376,12 @@ class Manifest(Frozen):
     cache: CacheModel | None = None
     quality: Quality | None = None
     provenance: Provenance
+
+    @property
+    def history_tokens(self) -> int:
+        """The latest tokens of a session that its answers may need: those of the largest window, and those of the
+        cache, which is to be full after a rewind too."""
+        return max(self.max_window, 0 if self.cache is None else self.cache.length + REWOUND_TOKENS)
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:

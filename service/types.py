@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
@@ -348,6 +348,13 @@ def _never_null(schema: dict[str, Any]) -> None:
 LEFT_OUT = Field(json_schema_extra=_never_null)
 """Marks a field that JSON omits if it is None, so that it is never null."""
 
+CACHE_TOKENS = "only if the model has a cache and the request uses it: the number of tokens that the cache holds"
+CacheTokens = Annotated[
+    int | None,
+    Field(description=CACHE_TOKENS),
+    LEFT_OUT,
+]
+
 DURABLE = (
     "only if replicas share the session store: whether the store has acknowledged the session's latest tokens; "
     "if false, they may be lost"
@@ -535,6 +542,7 @@ class ScoreSummary(Served):
     state: StateSource
     error_bound: ErrorBound
     latency: Latency
+    cache_tokens: CacheTokens = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -580,6 +588,7 @@ class Finish(Served):
     state: StateSource
     error_bound: ErrorBound
     latency: Latency
+    cache_tokens: CacheTokens = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -628,3 +637,4 @@ class Comparison(Served):
     repeat: int
     recurrent: ComparedMode
     windows: tuple[ComparedMode, ...]
+    cache_tokens: CacheTokens = field(default=None, kw_only=True)

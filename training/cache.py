@@ -1,20 +1,18 @@
 """Fits the weights of a cache mixture (`models/cache_mixture.py`) to a stream, and evaluates it.
 
-Only the probability of the token that came is needed, so each position has three numbers, which depend on the stream
-alone: the token's share in the cache, after the last token, and after the last two tokens. The weights of each row of
-the table are fitted by expectation maximisation over the positions that fall into the row.
+The weights of each row of the table are fitted by expectation maximisation over the positions that fall into the row
+(`models/cache_statistics.py`).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wane.models.cache_mixture import CacheMixture, weight_rows
+from wane.models.cache_mixture import CacheMixture
+from wane.models.cache_statistics import CacheStatistics, cache_statistics
 from wane.models.manifest import CACHE_BINS, CacheModel
 from wane.models.vocabulary import Vocabulary
 from wane.training.config import Experiment
@@ -29,79 +27,6 @@ PRIOR = 20.0
 FIRST_GUESS = (0.85, 0.05, 0.05, 0.05)
 """The weights that a fit begins with."""
 TINY = 1e-30
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStatistics:
-    """What a cache says about each token of a stream but the first, for n positions.
-
-    shares: float64 (n, 3): the count of the token that came over the cache's length; its share among the tokens after
-    earlier occurrences of the last token; its share among those after the last two. rows: int64 (n), the row of the
-    weights' table. filled: float64 (n), the share of the cache that holds tokens.
-    """
-
-    length: int
-    shares: NDArray[np.float64]
-    rows: NDArray[np.int64]
-    filled: NDArray[np.float64]
-
-    def at(self, positions: NDArray[np.int64]) -> CacheStatistics:
-        """Returns the statistics of some positions, an array of any shape."""
-        return CacheStatistics(self.length, self.shares[positions], self.rows[positions], self.filled[positions])
-
-    def parts(self, cache: CacheModel) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Returns the network's weight and the probability that the cache adds, float64 (n) each."""
-        weights = np.array(cache.weights)[self.rows]
-        network = weights[..., 0] + weights[..., 1] * (1 - self.filled)
-        return network, (weights[..., 1:] * self.shares).sum(axis=-1)
-
-    def losses(self, cache: CacheModel, network: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the mixture's -log p of each token, in nats. network: float64 (n), those of the network alone."""
-        weight, added = self.parts(cache)
-        losses: NDArray[np.float64] = -np.log(weight * np.exp(-network) + added)
-        return losses
-
-
-def cache_statistics(stream: NDArray[np.int64], length: int, start: int | None = None) -> CacheStatistics:
-    """Returns the statistics of a stream, whose first token is the start token and not in the cache.
-
-    `start`: a token that begins a new sequence with an empty cache, as `<eos>` does for events; None: the stream is one
-    sequence.
-    """
-    count = len(stream) - 1
-    at = np.arange(count)
-    begins = np.zeros(count, np.bool_) if start is None else stream[:-1] == start
-    begins[0] = True
-    oldest = np.maximum(np.maximum.accumulate(np.where(begins, at, 0)) + 1, at - length + 1)
-    size = int(stream.max()) + 1
-    pairs_of = np.unique(stream[:-1] * size + stream[1:], return_inverse=True)[1]
-    triples_of = np.unique(pairs_of[:-1] * size + stream[2:], return_inverse=True)[1]
-    ones, twos, threes = Occurrences(stream), Occurrences(pairs_of), Occurrences(triples_of)
-    known = at - oldest + 1
-    triples_end = np.where(known > 1, at - 2, -1)
-    pairs = ones(at, oldest, np.where(known > 0, at - 1, -1))
-    triples = twos(at - 1, oldest, triples_end)
-    shares = np.zeros((count, 3))
-    shares[:, 0] = ones(at + 1, oldest, at) / length
-    shares[:, 1] = twos(at, oldest, at - 1) / np.maximum(pairs, 1)
-    shares[:, 2] = threes(at - 1, oldest, triples_end) / np.maximum(triples, 1)
-    return CacheStatistics(length, shares, weight_rows(pairs, triples), known / length)
-
-
-class Occurrences:
-    """Counts the occurrences of an array's values, int64 (n), between two places."""
-
-    def __init__(self, values: NDArray[np.int64]) -> None:
-        self._values, self._count = values, len(values)
-        self._ordered = np.sort(values * self._count + np.arange(self._count))
-
-    def __call__(self, like: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns how often the value at each place `like` occurs from place `first` to `last`; 0 if `last` is before
-        `first`."""
-        base = self._values[like] * self._count
-        end = np.searchsorted(self._ordered, base + last, side="right")
-        found: NDArray[np.int64] = end - np.searchsorted(self._ordered, base + first)
-        return np.where(last >= first, found, 0)
 
 
 def fit_cache(statistics: CacheStatistics, network: NDArray[np.float64]) -> CacheModel:
@@ -189,7 +114,7 @@ class CacheTraining:
         """Returns the mixture that fits the network's losses best, and its mean loss. Both arrays: (n, lanes)."""
         statistics = self._statistics[split].at(positions.ravel())
         found = fit_cache(statistics, network.ravel())
-        return found, float(statistics.losses(found, network.ravel()).mean())
+        return found, float(-statistics.log_probabilities(found, -network.ravel()).mean())
 
     def shares(self, split: str, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Returns the mixture's parts at some positions (B): the network's weight (B), and the probability that the

@@ -152,6 +152,8 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
         document["replayed"] = given.replayed
     if given.durable is not None:
         document["durable"] = given.durable
+    if given.cache_tokens is not None:
+        document["cache_tokens"] = given.cache_tokens
     return document
 
 
@@ -167,7 +169,7 @@ def _step(engine: Engine, results: StepResults, row: int) -> AnswerDocument:
         for document in found:
             if (partial := vocabulary.partials[document["token_id"]]) is not None:
                 document["bytes"] = list(partial)
-    return {
+    whole: AnswerDocument = {
         "model": engine.name,
         "model_version": engine.version,
         "device": engine.device,
@@ -187,6 +189,9 @@ def _step(engine: Engine, results: StepResults, row: int) -> AnswerDocument:
         "position": results.positions[row],
         "replayed": False,
     }
+    if results.cache_tokens is not None:
+        whole["cache_tokens"] = results.cache_tokens[row]
+    return whole
 
 
 StepResult = tuple[Engine, Answer] | Exception
@@ -202,6 +207,7 @@ COLUMNS = (
     "error_bound",
     "state_error_bound",
     "top1_proved",
+    "cache_tokens",
 )
 """Columns of many steps. Each has the name of an answer's field."""
 

@@ -90,12 +90,15 @@ async def compare(
             agreement=None if window is None else answer_builder.compared(plan, await part(0, plan), own),
         )
 
+    cache = answer_builder.cache if request.cache else None
+    cache_tokens = None if cache is None else min(cache.length, position)
     return Comparison(
         *identity,
         tokens=position,
         repeat=request.repeat,
         recurrent=await line(0, None),
         windows=tuple([await line(index, window) for index, window in enumerate(request.windows, 1)]),
+        cache_tokens=cache_tokens,
     )
 
 

@@ -169,8 +169,8 @@ class Engine:
         )
         self._stats = Stats(metrics, name)
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
-        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover)
         cache = None if manifest.cache is None else CacheMixture(manifest.cache, vocabulary.size)
+        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, cache)
         self.answer_builder = AnswerBuilder(
             manifest, vocabulary, margin, self.forward, self._stats, self._prover, cache
         )

@@ -191,4 +191,5 @@ async def generate(
         state=StateSource.FULL if source.window is None else StateSource.WINDOW,
         error_bound=largest(bounds),
         latency=ticket.latency(),
+        cache_tokens=None if result.mixed is None else result.mixed.tokens,
     )

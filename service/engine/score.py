@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wane.models.cache_mixture import CacheMixture
+from wane.models.cache_statistics import cache_statistics
 from wane.models.certificate.propagation import MAX_TOKENS, Propagation
 from wane.models.certificate.total_variation import total_variation
 from wane.models.manifest import Manifest
@@ -58,6 +60,30 @@ LARGEST_EXPONENT = 700.0  # exp of more overflows float64
 Item = ScoreProgress | ScoredTokens | ScoreSummary
 
 
+class MixedScore:
+    """The mixtures of a text's tokens with a cache."""
+
+    def __init__(self, cache: CacheMixture, input_ids: NDArray[np.int64], *, truncated: bool) -> None:
+        """input_ids: as in `cache_statistics`."""
+        self.cache = cache
+        self._statistics = cache_statistics(input_ids, cache.length, truncated=truncated)
+
+    def mix(self, start: int, network: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the log-probabilities of n tokens, of which `start` are before them, from the network's (n)."""
+        here = self._statistics.at(np.arange(start, start + len(network)))
+        return here.log_probabilities(self.cache.model, network)
+
+    def bounds(self, start: int, found: Sequence[float | None]) -> list[float | None]:
+        """Returns the bounds of these tokens' distributions in a truncated text from those of the network's."""
+        here = self._statistics.at(np.arange(start, start + len(found)))
+        weights, _ = here.parts(self.cache.model)
+        unknown = np.where(here.filled < 1, 1 - self.cache.least_network, 0.0)
+        return [
+            None if one is None else min(weight * one + more, 1.0)
+            for one, weight, more in zip(found, weights.tolist(), unknown.tolist(), strict=True)
+        ]
+
+
 class Scorer:
     """Scores with one model."""
 
@@ -68,8 +94,9 @@ class Scorer:
         pool: StatePool,
         cost_model: CostModel,
         executor: Executor,
+        cache: CacheMixture | None = None,
     ) -> None:
-        """`executor` runs arithmetic that would block the event loop."""
+        """`executor` runs arithmetic that would block the event loop. `cache` is that of the model, if it has one."""
         self.propagation: Propagation | None = None
         self._certificate = manifest.certificate
         self._state = manifest.state
@@ -79,6 +106,7 @@ class Scorer:
         self._cost_model = cost_model
         self._eos_id = manifest.vocabulary.eos_id
         self._executor = executor
+        self._cache = cache
 
     @cached_property
     def _cut_off(self) -> tuple[float | None, ...]:
@@ -105,12 +133,15 @@ class Scorer:
         progress to `share`."""
         await asyncio.sleep(0)  # checking a long text took a turn of the event loop
         input_ids = await self._input_ids(request)
+        with until(request.deadline):
+            mixed = await self._mixed(request, input_ids)
         demand = None
         if request.method is ScoreMethod.PARALLEL:
             with until(request.deadline):
                 demand = await self._demand(request.tolerance)
         unpredicted = (None,) if request.truncated else ()  # without a start token nothing predicts the first token
         settled, total, plan = 0, 0.0, ChunkPlan()
+        predicted = 0
         worst: list[float | None] = []
         with self._pool.lease() as slot:
             pieces = self.parallel.run("scan", input_ids[:-1], input_ids[1:], ticket, demand, read=ZERO, write=slot)
@@ -120,18 +151,22 @@ class Scorer:
                     share.progress(piece.done / len(request.tokens))
                     if piece.logprobs is not None:
                         before = () if settled else unpredicted
-                        logprobs = (*before, *piece.logprobs.tolist())
+                        found_here = piece.logprobs if mixed is None else mixed.mix(predicted, piece.logprobs)
+                        predicted += len(found_here)
+                        logprobs = (*before, *found_here.tolist())
                         error_bounds: tuple[float | None, ...] | None = None
                         if request.truncated:
                             known = range(settled + len(before), settled + len(logprobs))
                             with until(request.deadline):
                                 found = self._cut_off_at(known, await self._bound(plan))
+                            if mixed is not None:
+                                found = mixed.bounds(predicted - len(found), found)
                             worst.append(bounds.largest(found))
                             error_bounds = (*before, *found)
                         end = settled + len(logprobs)
                         yield ScoredTokens(settled, request.tokens[settled:end], logprobs, error_bounds)
                         settled = end
-                        total += float(piece.logprobs.sum())
+                        total += float(found_here.sum())
                     yield ScoreProgress(piece.done + len(unpredicted), len(request.tokens))
             finally:
                 await pieces.aclose()
@@ -142,7 +177,6 @@ class Scorer:
             settled, worst = 1, [None]
         with until(request.deadline):
             bound = bounds.largest(worst) if request.truncated else await self._bound(plan)
-        predicted = settled - len(unpredicted)
         yield ScoreSummary(
             *identity,
             perplexity=math.exp(min(-total / predicted, LARGEST_EXPONENT)) if predicted else None,
@@ -153,7 +187,15 @@ class Scorer:
             state=StateSource.FULL,
             error_bound=bound,
             latency=ticket.latency(),
+            cache_tokens=None if mixed is None else min(mixed.cache.length, len(request.tokens)),
         )
+
+    async def _mixed(self, request: ScoreRequest, input_ids: NDArray[np.int64]) -> MixedScore | None:
+        """Returns the mixtures of the predicted tokens; None if the model has no cache, or the request wants none."""
+        if self._cache is None or not request.cache or len(input_ids) < 2:
+            return None
+        make = partial(MixedScore, self._cache, input_ids, truncated=request.truncated)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, make)
 
     async def _input_ids(self, request: ScoreRequest) -> NDArray[np.int64]:
         """Returns the model's input, like `forward.sequence`, but in several turns of the event loop."""

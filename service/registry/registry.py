@@ -118,8 +118,7 @@ class ModelRegistry:
         self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self.default, item[0])))
         if self._status != "loading":  # closed meanwhile: the next process reads the sessions
             return
-        # Every session then has enough tokens for any window of its model.
-        longest = max(self._settings.session_history_tokens, *(one.max_window for one in found.values()))
+        longest = max(self._settings.session_history_tokens, *(one.history_tokens for one in found.values()))
         store = self.session_store = make_store(self._settings, longest, self._metrics)
         await store.open()
         if self._status != "loading":

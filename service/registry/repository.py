@@ -27,14 +27,14 @@ class RepositoryError(Exception):
 @dataclass(frozen=True, slots=True)
 class FoundBundle:
     """A bundle as its manifest describes it. An unreadable bundle has its folder's name, no version, and a `reason`.
-    `max_window`: in tokens."""
+    `history_tokens`: see `Manifest`."""
 
     path: Path
     name: str
     version: str
     digest: str
     reason: str | None = None
-    max_window: int = 1
+    history_tokens: int = 1
 
 
 class Repository:
@@ -101,7 +101,7 @@ def look(path: Path) -> FoundBundle:
         manifest = read_manifest(path)
     except (BundleError, OSError) as error:
         return FoundBundle(path, path.name, "", "", tell(error, path))
-    return FoundBundle(path, manifest.name, manifest.version, digest, max_window=manifest.max_window)
+    return FoundBundle(path, manifest.name, manifest.version, digest, history_tokens=manifest.history_tokens)
 
 
 def tell(error: Exception, path: Path) -> str:

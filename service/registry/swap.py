@@ -275,7 +275,7 @@ class ModelLifecycle:
         self.loading = found
         try:
             opened = await asyncio.to_thread(self.read, found)
-            longest = opened.bundle.manifest.max_window
+            longest = opened.bundle.manifest.history_tokens
             self.store.session_history_tokens = max(self.store.session_history_tokens, longest)
             return await loader.start(opened, self.store, self._settings, self._metrics)
         except (BundleError, DeviceError, ValueError) as error:

@@ -45,6 +45,7 @@ async def generate(request: Request) -> Response:
             window=body.window,
             deadline=deadline(request),
             truncated=body.truncated,
+            cache=body.cache,
         )
         generated = await engine.generate(wanted)
         if not body.stream:

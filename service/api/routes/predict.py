@@ -53,6 +53,7 @@ def asked(request: Request, body: PredictBody, tokens: tuple[int, ...], session:
         deadline=deadline(request),
         truncated=body.truncated,
         prove=body.prove,
+        cache=body.cache,
     )
 
 
@@ -94,6 +95,6 @@ async def compare(request: Request) -> Response:
         for engine in engines:
             note_model(request, engine)
             tokens = await tokens_of(engine, body.sequence, deadline(request))
-            wanted = CompareRequest(tokens, tuple(body.windows), body.repeat, deadline(request))
+            wanted = CompareRequest(tokens, tuple(body.windows), body.repeat, deadline(request), body.cache)
             compared.append(await engine.compare(wanted))
     return encode.reply({"device": registry(request).device, "models": compared})

@@ -160,7 +160,9 @@ def step_request(
     idempotency_key: str | None,
 ) -> StepRequest:
     """Returns the engine's request for a body. `session` is the session's key. Raises InvalidRequest."""
-    return StepRequest(session, tokens, body.mode, expected_position, idempotency_key, body.top_k, deadline, body.prove)
+    return StepRequest(
+        session, tokens, body.mode, expected_position, idempotency_key, body.top_k, deadline, body.prove, body.cache
+    )
 
 
 def position(given: str | None, in_body: int | None) -> int | None:

@@ -106,6 +106,10 @@ Prove = Annotated[
         "result, and error_bound that of the certificate or the run"
     ),
 ]
+Cache = Annotated[
+    bool,
+    Field(description="false: the network's distribution alone, if the model has a cache language model"),
+]
 Window = Annotated[
     Positive,
     AtMost("max_window"),

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
-from wane.service.api.schemas.common import HISTORY, AtMost, Model, Name, Positive, SequenceBody, Window
+from wane.service.api.schemas.common import HISTORY, AtMost, Cache, Model, Name, Positive, SequenceBody, Window
 from wane.service.types import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_REPEAT, Comparison
 
 
@@ -27,6 +27,7 @@ class CompareBody(SequenceBody):
     repeat: Annotated[Positive, AtMost(MAX_REPEAT)] = Field(
         default=20, description="runs of each, for the latency's percentiles"
     )
+    cache: Cache = True
 
 
 class ComparisonDocument(TypedDict):

@@ -9,6 +9,7 @@ from pydantic import Field
 from wane.service.api.schemas.common import (
     HISTORY,
     AtMost,
+    Cache,
     Model,
     Natural,
     Positive,
@@ -58,4 +59,5 @@ class GenerateBody(SequenceBody):
     mode: Annotated[WireMode, modes(GENERATED_MODES)] = Mode.AUTO
     window: Window | None = None
     truncated: Truncated = False
+    cache: Cache = True
     stream: bool = Field(default=False, description="answer with server-sent events: `token`, then `finish` or `error`")

@@ -11,6 +11,7 @@ from wane.service.api.schemas.common import (
     AUTO,
     HISTORY,
     AtMost,
+    Cache,
     Model,
     Prove,
     SequenceBody,
@@ -25,6 +26,7 @@ from wane.service.api.schemas.common import (
     absent,
 )
 from wane.service.types import (
+    CACHE_TOKENS,
     DURABLE,
     TOLERANCE_MODES,
     WINDOW_MODES,
@@ -70,6 +72,7 @@ class PredictBody(SequenceBody):
     top_k: TopK = 5
     truncated: Truncated = False
     prove: Prove = False
+    cache: Cache = True
 
 
 class AnswerDocument(ModelDocument):
@@ -90,6 +93,7 @@ class AnswerDocument(ModelDocument):
     position: NotRequired[int]
     replayed: NotRequired[bool]
     durable: NotRequired[Annotated[bool, Field(description=DURABLE)]]
+    cache_tokens: NotRequired[Annotated[int, Field(description=CACHE_TOKENS)]]
 
 
 class FailureDocument(TypedDict):
@@ -130,5 +134,6 @@ class StepColumnsDocument(TypedDict):
     error_bound: list[float | None]
     state_error_bound: list[float | None]
     top1_proved: list[bool | None]
+    cache_tokens: list[int | None]
     error: list[dict[str, object] | None]
     latency: LatencyDocument

@@ -9,6 +9,7 @@ from pydantic import Field
 from wane.service.api.schemas.common import (
     HISTORY,
     AtMost,
+    Cache,
     Model,
     SequenceBody,
     Tokens,
@@ -36,6 +37,7 @@ class ScoreBody(SequenceBody):
         default=None, description="the largest accepted error of concurrent chunks, as total variation, 0 to 1"
     )
     truncated: Truncated = False
+    cache: Cache = True
     stream: bool = Field(
         default=False, description="answer with server-sent events: `progress`, `tokens`, then `finish` or `error`"
     )

@@ -12,6 +12,7 @@ from wane.service.api.schemas.common import (
     IDEMPOTENCY,
     AtMost,
     Body,
+    Cache,
     IdempotencyKey,
     Model,
     Natural,
@@ -79,6 +80,7 @@ class StepBody(SequenceBody):
     top_k: TopK = 5
     mode: WireMode | None = Field(default=None, description="default: the session's own")
     prove: Prove = False
+    cache: Cache = True
 
 
 class SessionStepBody(StepBody):
