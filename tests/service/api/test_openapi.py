@@ -61,7 +61,9 @@ def assert_as_described(name: str, document: object, openapi: dict[str, Any]) ->
     """Checks that the document has exactly the described fields: validated and serialized, it is unchanged."""
     adapter: TypeAdapter[object] = TypeAdapter(RESULTS[name])
     read = adapter.validate_python(document)
-    written = json.loads(json_bytes(read)) if is_dataclass(read) else adapter.dump_python(read, mode="json")
+    # Dataclasses leave out a None; those of a comparison are inside a document.
+    is_result = is_dataclass(read) or name == "ComparisonDocument"
+    written = json.loads(json_bytes(read)) if is_result else adapter.dump_python(read, mode="json")
     assert written == document
     if name in openapi["components"]["schemas"]:  # which lacks the events of streams
         Draft202012Validator({"$ref": f"#/components/schemas/{name}", **openapi}).validate(document)
