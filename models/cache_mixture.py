@@ -51,8 +51,10 @@ class CacheShares(NamedTuple):
     def at(self, keys: NDArray[np.int64], rows: NDArray[np.intp]) -> NDArray[np.float64]:
         """Returns what the cache adds to some keys of the given rows: float64, of their shape."""
         sought = keys.astype(self.keys.dtype, copy=False)  # searchsorted would convert all keys
-        counts = np.searchsorted(self.keys, sought, side="right") - np.searchsorted(self.keys, sought)
-        result: NDArray[np.float64] = counts * self.each[rows]
+        result = np.zeros(keys.shape)
+        if len(self.keys):
+            counts = np.searchsorted(self.keys, sought, side="right") - np.searchsorted(self.keys, sought)
+            result += counts * self.each[rows]
         if len(self.following):
             place = np.minimum(np.searchsorted(self.following, keys), len(self.following) - 1)
             result += np.where(self.following[place] == keys, self.added[place], 0.0)
@@ -88,6 +90,7 @@ class CacheMixture:
         self.dtype: np.dtype[Any] = np.dtype(np.uint16 if vocabulary_size < 1 << 16 else np.uint32)
         """The type of the rings: small ones are sorted faster."""
         self._weights = np.array(cache.weights, np.float64)
+        self._has_counts = bool(self._weights[:, 1].any())
         self.least_network = float(self._weights[:, 0].min())
         """The smallest weight of the network, over all histories."""
 
@@ -116,11 +119,13 @@ class CacheMixture:
         batch, length = rings.shape
         every = np.arange(batch)
         stride = self.vocabulary_size + 1
-        starts = (every * stride).astype(np.int32 if batch * stride < 1 << 31 else np.int64)
-        ordered = np.sort(rings, axis=1)
-        keys: NDArray[Any] = np.add(ordered, starts[:, None]).ravel()
+        keys: NDArray[Any] = np.empty(0, np.int64)
+        if self._has_counts:
+            starts = (every * stride).astype(np.int32 if batch * stride < 1 << 31 else np.int64)
+            keys = np.add(np.sort(rings, axis=1), starts[:, None]).ravel()
+        oldest = (newest + 1) % length
         tokens = np.full(batch, length)
-        if ordered[:, -1].max(initial=0) == self.empty:
+        if rings[every, oldest].max(initial=0) == self.empty:
             tokens = (rings != self.empty).sum(axis=1)
         last, before = rings[every, newest], rings[every, newest - 1]
         place = np.flatnonzero(rings == last[:, None])
@@ -128,7 +133,7 @@ class CacheMixture:
         place -= row * length
         earlier = (place != newest[row]) & (last[row] != self.empty)
         row, place = row[earlier], place[earlier]
-        oldest = (newest + 1) % length  # of a full ring; otherwise the place is empty and never matches
+        # What is before the oldest token of a full ring is the newest one.
         is_triple = (rings[row, place - 1] == before[row]) & (place != oldest[row])
         pairs = np.bincount(row, minlength=batch)
         triples = np.bincount(row[is_triple], minlength=batch)
@@ -137,19 +142,35 @@ class CacheMixture:
         follows[follows == length] = 0
         added = weights[row, 2] / pairs[row]
         added[is_triple] += (weights[:, 3] / np.maximum(triples, 1))[row[is_triple]]
-        following, at = np.unique(row * stride + rings[row, follows], return_inverse=True)
-        of_following = np.zeros(len(following))
-        np.add.at(of_following, at, added)
+        following = row * stride + rings[row, follows]
+        order = np.argsort(following, kind="stable")
+        following, added = following[order], added[order]
+        if len(following):
+            first = np.concatenate([[0], np.flatnonzero(following[1:] != following[:-1]) + 1])
+            following, added = following[first], np.add.reduceat(added, first)
         network = weights[:, 0] + weights[:, 1] * (1 - tokens / length)
         each = weights[:, 1] / length
-        return CacheShares(network, each, keys, following, of_following, tokens)
+        return CacheShares(network, each, keys, following, added, tokens)
 
     def added(self, found: CacheShares) -> NDArray[np.float64]:
         """Returns the probability that the cache adds to each token: float64 (B, V)."""
         batch, stride = len(found.network), self.vocabulary_size + 1
-        result = np.bincount(found.keys, minlength=batch * stride).reshape(batch, stride) * found.each[:, None]
+        result = np.zeros((batch, stride))
+        if self._has_counts:
+            result += np.bincount(found.keys, minlength=batch * stride).reshape(batch, stride) * found.each[:, None]
         result.ravel()[found.following] += found.added
         return result[:, :-1]
+
+    def added_to(self, found: CacheShares, row: int) -> NDArray[np.float64]:
+        """Like `added`, for one row: float64 (V)."""
+        stride, places = self.vocabulary_size + 1, slice(row * self.length, (row + 1) * self.length)
+        result = np.zeros(stride)
+        if self._has_counts:
+            result += np.bincount(found.keys[places] - row * stride, minlength=stride) * found.each[row]
+        ends = np.searchsorted(found.following, [row * stride, (row + 1) * stride])
+        following = slice(int(ends[0]), int(ends[1]))
+        result[found.following[following] - row * stride] += found.added[following]
+        return result[:-1]
 
     def log_probabilities(self, logits: NDArray[np.float32], found: CacheShares) -> NDArray[np.float64]:
         """Returns the mixture's log-probabilities at temperature 1 from the network's logits: (B, V) -> float64 (B, V).
@@ -205,13 +226,14 @@ class CacheMixture:
         return TopTokens(keys[chosen] - (every * stride)[:, None], np.minimum(probabilities[chosen], 1.0))
 
     def _that_add(self, found: CacheShares, needed: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Returns the keys, ascending, of the tokens to which the cache adds at least `needed` (B) of their row."""
+        """Returns the keys, ascending, of the tokens to which the cache may add at least `needed` (B) of their row."""
+        rows = np.flatnonzero(found.each * self.length >= needed)  # in the others even N occurrences are too few
+        if not len(rows) or not len(found.keys):
+            return found.following
         stride = self.vocabulary_size + 1
-        wanted = np.maximum(needed, 0.0) / np.maximum(found.each, 1e-300)
-        starts = np.concatenate([[0], np.flatnonzero(found.keys[1:] != found.keys[:-1]) + 1])
-        counts = np.diff(starts, append=len(found.keys))
-        often = np.flatnonzero(counts >= wanted.min())
-        keys = found.keys[starts[often]]
+        keys = found.keys.reshape(-1, self.length)[rows].ravel()
+        starts = np.concatenate([[0], np.flatnonzero(keys[1:] != keys[:-1]) + 1])
+        counts, keys = np.diff(starts, append=len(keys)), keys[starts]
         row = keys // stride
-        often_enough = (counts[often] >= wanted[row] * (1 - 1e-9)) & (keys - row * stride != self.empty)
-        return np.unique(np.concatenate([keys[often_enough], found.following]))
+        often = (counts * found.each[row] >= needed[row]) & (keys - row * stride != self.empty)
+        return np.unique(np.concatenate([keys[often], found.following])) if often.any() else found.following

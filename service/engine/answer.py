@@ -273,12 +273,8 @@ class AnswerBuilder:
             return self._margin.has_no_rival(
                 result.network_logits, result.hidden, error, first, mixed.weight, mixed.added
             )
-        logits, hidden, weights = result.network_logits[None], result.hidden[None], np.array([mixed.weight])
-        return bool(
-            self._margin.proves_mixtures(
-                top, logits, mixed.log_sum_exp, hidden, weights, np.array([error]), lambda _: mixed.added
-            )[0]
-        )
+        weights, errors = np.array([mixed.weight]), np.array([error])
+        return bool(self._margin.proves_mixtures(top.probabilities, result.hidden[None], weights, errors)[0])
 
 
 def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:

@@ -531,13 +531,8 @@ class StepColumns:
             results.proved = [False] * len(errors)
             return
 
-        def added(row: int) -> NDArray[np.float64]:
-            of_row: NDArray[np.float64] = cache.added(found)[row]
-            return of_row
-
-        weights, hidden = found.network, outputs[HIDDEN]
         results.proved = self._margin.proves_mixtures(
-            top, logits, sums, hidden, weights, np.array(errors), added
+            top.probabilities, outputs[HIDDEN], found.network, np.array(errors)
         ).tolist()
 
     def _proved(

@@ -39,8 +39,7 @@ class Mixed:
     @cached_property
     def added(self) -> NDArray[np.float64]:
         """What the cache adds to the probability of each token: float64 (V)."""
-        found: NDArray[np.float64] = self._cache.added(self._found)[0]
-        return found
+        return self._cache.added_to(self._found, 0)
 
     @cached_property
     def log_probabilities(self) -> NDArray[np.float32]:

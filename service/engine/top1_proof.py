@@ -44,7 +44,6 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.models.cache_mixture import TopTokens
 from wane.models.certificate.interval_rounding import Matrix, roundoff
 from wane.models.certificate.mixture import SLACK, LogitMoves, first_is_proved
 from wane.models.certificate.request import RequestBound, WindowBound
@@ -56,7 +55,6 @@ from wane.service.batching.batch import Row, Top, WindowTrace
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
 UNIT = 2.0**-24  # u of float32
-LARGEST_EXPONENT = 700.0  # exp of more overflows float64
 OUTWARD = 1 + 1e-9  # factor: far above float64's rounding of distances and norms
 
 
@@ -207,60 +205,24 @@ class MarginProof:
 
     def proves_mixtures(
         self,
-        top: TopTokens,
-        logits: NDArray[np.float32],
-        log_sum_exp: NDArray[np.float64],
+        probabilities: NDArray[np.float64],
         hidden: NDArray[np.float32],
         weights: NDArray[np.float64],
         errors: NDArray[np.float64],
-        added: Callable[[int], NDArray[np.float64]],
     ) -> NDArray[np.bool_]:
-        """Returns, for B mixtures with a cache, whether the first token is proved to be first, as in `proves`.
+        """Returns, for B mixtures with a cache, whether the first token is proved to be first, as in `proves`, by the
+        two largest probabilities only.
 
-        top: at least two tokens of each mixture; logits (B, V), log_sum_exp (B) and hidden (B, H): of the networks;
-        weights (B): of the networks' distributions; errors (B); added: returns what the cache adds to each token's
-        probability in a row, (V).
+        probabilities (B, K >= 2), the largest first; hidden (B, H): of the networks; weights (B): of the networks'
+        distributions; errors (B). Two logits part by at most `spread`, so two tokens' probabilities in the network's
+        distribution by at most twice its total variation, tanh(spread / 4).
         """
-        found = self._settled_mixtures(top, logits, log_sum_exp, hidden, weights, errors)
-        proved: NDArray[np.bool_] = found == 1
-        for row in np.flatnonzero(found < 0).tolist():
-            first, weight = top.ids.item(row, 0), weights.item(row)
-            proved[row] = self.has_no_rival(logits[row], hidden[row], errors.item(row), first, weight, added(row))
-        return proved
-
-    def _settled_mixtures(
-        self,
-        top: TopTokens,
-        logits: NDArray[np.float32],
-        log_sum_exp: NDArray[np.float64],
-        hidden: NDArray[np.float32],
-        weights: NDArray[np.float64],
-        errors: NDArray[np.float64],
-    ) -> NDArray[np.int8]:
-        """Like `settled`, for mixtures: by the first two tokens only, with any change of the network's probabilities
-        that the largest rows of the output layer allow."""
-        ids, probabilities = top
         exact = hidden.astype(np.float64)
         lengths = np.sqrt(np.einsum("bh,bh->b", exact, exact)) * OUTWARD + errors
-        of_network = np.exp(logits[np.arange(len(ids))[:, None], ids[:, :2]] - log_sum_exp[:, None])
         spread = 2 * self._largest_norm * errors + 2 * (self._largest_of_norm * lengths + self._largest_of_bias)
         lead = probabilities[:, 0] - probabilities[:, 1]
-        proved = lead > 2 * weights * np.tanh(spread / 4) * OUTWARD + self._of_sum
-        found: NDArray[np.int8] = proved.astype(np.int8)
-        rows = np.flatnonzero(~proved)
-        if len(rows):
-            first, second = ids[rows, 0], ids[rows, 1]
-            one, other = of_network[rows, 0], of_network[rows, 1]
-            rounding = (self._of_norm[first] + self._of_norm[second]) * lengths[rows]
-            rounding += self._of_bias[first] + self._of_bias[second]
-            left = logits[rows, first].astype(np.float64) - logits[rows, second]
-            left -= self._apart(first, second) * errors[rows] + rounding
-            ahead = lead[rows] - weights[rows] * (one - other)
-            factor = np.exp(np.minimum(spread[rows], LARGEST_EXPONENT))
-            behind = weights[rows] * np.minimum(other * factor, 1.0) * -np.expm1(np.minimum(left, 0.0))
-            kept = weights[rows] * one / factor * -np.expm1(-np.maximum(left, 0.0))
-            found[rows[np.where(ahead >= 0, (left > 0) | (behind < ahead), kept > -ahead)]] = -1
-        return found
+        proved: NDArray[np.bool_] = lead > 2 * weights * np.tanh(spread / 4) * OUTWARD + self._of_sum
+        return proved
 
 
 WINDOWS = 12
