@@ -28,9 +28,6 @@ Tokens = NDArray[np.unsignedinteger[Any]] | NDArray[np.int64]
 NEAR = 8
 """Tokens of each row whose probability in the mixture is computed at least: the first by the network."""
 
-LEAST_LOG = -700.0
-"""Stands for the logarithm of 0."""
-
 
 class CacheShares(NamedTuple):
     """What the cache adds to the distributions of B rows, by token.

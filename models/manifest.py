@@ -174,7 +174,8 @@ class Quality(Frozen):
     """The claimed perplexity by split: recurrent over the whole split, and as a window at sampled positions.
 
     `window_within_half_percent`: the smallest evaluated k from which on the validation perplexity per token of the
-    window is within 0.5 % of recurrent; null if none is.
+    window is within 0.5 % of recurrent; null if none is. All are of the mixture with the cache, if there is one;
+    `without_cache`: those of the network alone, recurrent over the whole split.
     """
 
     tokens: dict[str, NotNegative]
@@ -182,6 +183,7 @@ class Quality(Frozen):
     recurrent: dict[str, Perplexity]
     window: dict[str, WindowPerplexity]
     window_within_half_percent: Positive | None
+    without_cache: dict[str, Perplexity] | None = None
 
 
 class Condition(Frozen):

@@ -24,6 +24,8 @@ LEAST_NETWORK = 0.05
 """Smallest weight of the network in a fitted table: a token that the cache does not expect must stay possible."""
 PRIOR = 20.0
 """Positions that each row is assumed to have beside its own, with the weights of all positions together."""
+WORTH = 0.005
+"""Nats a token by which the counts of single tokens must lower the loss of the stream that a cache is fitted to."""
 FIRST_GUESS = (0.85, 0.05, 0.05, 0.05)
 """The weights that a fit begins with."""
 TINY = 1e-30
@@ -31,12 +33,22 @@ TINY = 1e-30
 
 def fit_cache(statistics: CacheStatistics, network: NDArray[np.float64]) -> CacheModel:
     """Returns the mixture with the largest likelihood of a stream. network: float64 (n), -log p of each token by the
-    network alone, in nats."""
+    network alone, in nats.
+
+    The counts of single tokens get a weight only if that is WORTH it: without them a step is cheaper.
+    """
+    found = [_best(statistics, network, np.array([True, counts, True, True])) for counts in (False, True)]
+    losses = [-float(statistics.log_probabilities(one, -network).mean()) for one in found]
+    return found[losses[0] - losses[1] > WORTH]
+
+
+def _best(statistics: CacheStatistics, network: NDArray[np.float64], used: NDArray[np.bool_]) -> CacheModel:
+    """Returns the mixture with the largest likelihood whose components are those `used`, bool (4)."""
     of_network = np.exp(-network)
     parts = np.column_stack([of_network, statistics.shares])
     # What the first share lacks in a cache that is not full belongs to the network.
     parts[:, 1] += (1 - statistics.filled) * of_network
-    whole = _fitted(parts, np.array(FIRST_GUESS), None)
+    whole = _fitted(parts, np.array(FIRST_GUESS) * used, None)
     priors = [_prior(row, whole) for row in range(ROWS)]
     table = [_fitted(parts[statistics.rows == row], prior, prior) for row, prior in enumerate(priors)]
     return CacheModel(length=statistics.length, weights=tuple(_rounded(weights) for weights in table))

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from wane.models.manifest import Perplexity, Quality, WindowPerplexity
+from wane.models.cache_statistics import cache_statistics
+from wane.models.manifest import CacheModel, Perplexity, Quality, WindowPerplexity
 from wane.models.networks import Network
+from wane.training.cache import cache_start
 from wane.training.data import Corpus
 
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -33,7 +35,8 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class SplitLosses:
-    """Mean negative log-probabilities of one split, in nats per token."""
+    """Mean negative log-probabilities of one split, in nats per token: of the mixture with the cache, if there is one.
+    `without_cache`: `recurrent`, of the network alone; None if there is no cache."""
 
     tokens: int
     words: int | None
@@ -41,6 +44,7 @@ class SplitLosses:
     positions: int
     recurrent_at_positions: float
     window: dict[int, float]
+    without_cache: float | None = None
 
     def perplexity(self, nats: float) -> Perplexity:
         """Converts a mean loss to perplexity per token and, for text, per word (total loss divided by the words)."""
@@ -131,20 +135,38 @@ def evaluate_split(
     windows: Sequence[int] = WINDOWS,
     count: int = POSITIONS,
     advance: Advance | None = None,
+    cache: CacheModel | None = None,
 ) -> SplitLosses:
-    """Evaluates one split both ways, without the windows that are longer than the split."""
+    """Evaluates one split both ways, without the windows that are longer than the split. With a `cache`, a window has
+    the same cache as recurrent."""
     network.eval()
     stream = corpus.streams[split]
     windows = [k for k in windows if k <= len(stream) - 1]
-    recurrent = recurrent_losses(network, stream, advance)
+    statistics = None
+    if cache is not None:
+        statistics = cache_statistics(stream, cache.length, cache_start(corpus.vocabulary))
+
+    def mixed(losses: NDArray[np.float64], at: NDArray[np.int64]) -> NDArray[np.float64]:
+        if cache is None or statistics is None:
+            return losses
+        return -statistics.at(at).log_probabilities(cache, -losses)
+
+    network_losses = recurrent_losses(network, stream, advance).double().numpy(force=True)
+    recurrent = mixed(network_losses, np.arange(len(network_losses)))
     positions = spread_positions(stream, count, max(windows))
+
+    def of_window(k: int) -> float:
+        losses = window_losses(network, stream, k, positions, advance).double().numpy(force=True)
+        return float(mixed(losses, positions).mean())
+
     return SplitLosses(
         tokens=len(stream) - 1,
         words=corpus.words.get(split),
-        recurrent=recurrent.double().mean().item(),
+        recurrent=float(recurrent.mean()),
+        without_cache=None if cache is None else float(network_losses.mean()),
         positions=len(positions),
-        recurrent_at_positions=recurrent[torch.from_numpy(positions)].double().mean().item(),
-        window={k: window_losses(network, stream, k, positions, advance).double().mean().item() for k in windows},
+        recurrent_at_positions=float(recurrent[positions].mean()),
+        window={k: of_window(k) for k in windows},
     )
 
 
@@ -170,6 +192,12 @@ def quality(splits: dict[str, SplitLosses], judged: str = "valid") -> Quality:
             for name, losses in splits.items()
         },
         window_within_half_percent=smallest_close_window(splits[judged]) if judged in splits else None,
+        without_cache={
+            name: losses.perplexity(losses.without_cache)
+            for name, losses in splits.items()
+            if losses.without_cache is not None
+        }
+        or None,
     )
 
 

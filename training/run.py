@@ -26,7 +26,7 @@ from rich.table import Table
 
 from wane.models.bundle import BundleExistsError, check_place
 from wane.models.export import ExportError, export_bundle
-from wane.models.manifest import Precision, Provenance, Quality
+from wane.models.manifest import CacheModel, Perplexity, Precision, Provenance, Quality
 from wane.models.networks import Network
 from wane.training.config import Experiment
 from wane.training.data import Corpus, load_corpus
@@ -126,6 +126,7 @@ class Trained:
     corpus: Corpus
     network: Network
     best_step: int
+    cache: CacheModel | None
 
 
 def open_run(path: Path, data: Path | None) -> Trained:
@@ -142,7 +143,8 @@ def open_run(path: Path, data: Path | None) -> Trained:
         network.load_weights(best["weights"])
     except (KeyError, RuntimeError) as error:
         raise RunError(f"{path / 'best.pt'} does not fit the experiment: {error}") from error
-    return Trained(folder, experiment, corpus, network.eval(), best["step"])
+    cache = CacheModel.model_validate_json(best["cache"]) if "cache" in best else None
+    return Trained(folder, experiment, corpus, network.eval(), best["step"], cache)
 
 
 def evaluate_run(path: Path, data: Path | None, positions: int, console: Console) -> Quality:
@@ -163,7 +165,7 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
 
         found = quality(
             {
-                split: evaluate_split(run.network, run.corpus, split, windows, positions, advance)
+                split: evaluate_split(run.network, run.corpus, split, windows, positions, advance, run.cache)
                 for split in EVALUATED_SPLITS
             }
         )
@@ -184,20 +186,20 @@ def quality_table(name: str, found: Quality) -> Table:
     def cell(split: str, k: int | None) -> str:
         window = found.window[split]
         perplexity = window.recurrent if k is None else window.by_k.get(k)
-        if perplexity is None:
-            return "-"
-        word = "" if perplexity.per_word is None else f" ({perplexity.per_word:.1f})"
-        return f"{perplexity.per_token:.3f}{word}"
+        return "-" if perplexity is None else _perplexity(perplexity)
 
     for k in sorted({k for window in found.window.values() for k in window.by_k}):
         table.add_row(f"window {k}", *(cell(split, k) for split in found.window))
     table.add_row("recurrent, same positions", *(cell(split, None) for split in found.window))
-    whole = (
-        f"{p.per_token:.3f}" + ("" if p.per_word is None else f" ({p.per_word:.1f})")
-        for p in (found.recurrent[split] for split in found.window)
-    )
-    table.add_row("recurrent, whole split", *whole)
+    table.add_row("recurrent, whole split", *(_perplexity(found.recurrent[split]) for split in found.window))
+    if (alone := found.without_cache) is not None:
+        table.add_row("the same without the cache", *(_perplexity(alone[split]) for split in found.window))
     return table
+
+
+def _perplexity(found: Perplexity) -> str:
+    """Returns the perplexity per token, and that per word in parentheses."""
+    return f"{found.per_token:.3f}" + ("" if found.per_word is None else f" ({found.per_word:.1f})")
 
 
 def export_run(
@@ -242,6 +244,7 @@ def export_run(
             torch_network=network,
             precision=precision,
             replace=replace,
+            cache=run.cache,
         )
     size = sum(file.stat().st_size for file in target.iterdir())
     contractive = "contractive" if manifest.certificate.contractive else "not contractive by the simple bounds"

@@ -23,6 +23,7 @@ from wane.models.export.rounding import measure_rounding
 from wane.models.manifest import (
     SCHEMA_VERSION,
     Architecture,
+    CacheModel,
     Manifest,
     Precision,
     Provenance,
@@ -58,11 +59,13 @@ def export_bundle(
     torch_network: Network | None = None,
     precision: Precision = "float32",
     replace: bool = False,
+    cache: CacheModel | None = None,
 ) -> Manifest:
     """Writes the bundle `directory` after checking that its graphs, the oracle and `torch_network` agree.
 
     `weights` are float32, by the names of `models/weights.py`; `sample_tokens` is real text for the parity check.
     `precision`: the number format of the products; int8 graphs are faster, slightly different and not certified.
+    `cache`: the cache language model that the server mixes with the network.
     `replace`: whether to replace a bundle of the same or a higher version. Raises BundleExistsError if such a bundle
     may not be replaced, and ExportError if the arguments do not fit together or if the graphs, the oracle and
     `torch_network` differ. On an error nothing is written.
@@ -105,6 +108,7 @@ def export_bundle(
             tokenizer=TOKENIZER,
             files={},
             certificate=certificate,
+            cache=cache,
             quality=quality,
             provenance=provenance,
         )
