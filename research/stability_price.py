@@ -179,7 +179,8 @@ def measure(bases: dict[str, Experiment], runs: Path, longest: int, console: Con
         for optimizer, (one, two) in distance_runs(bases, cap).items()
         if is_done(folder(one), one) and is_done(folder(two), two)
     ]
-    origins = list({json.dumps(price.pop("origin")): None for price in prices})  # of runs that were stopped, several
+    # A run that was stopped and resumed has an origin for each start.
+    origins = list({json.dumps(price.pop("origin")): None for price in prices})
     return {
         "epsilon": EPSILON,
         "longest_window": longest,

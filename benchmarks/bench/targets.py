@@ -95,7 +95,7 @@ def _stateful(rounds: Rounds, model: str, name: str, load: str, figure: Getter) 
 
 
 def _scan(rounds: Rounds, model: str, kind: str, ways: tuple[str, ...], wanted: float) -> Target | None:
-    """Returns the ratio of the parallel scan to the fastest of those ways."""
+    """Returns the ratio of the parallel scan to the fastest of the other `ways` to run the sequence."""
     ordered = {way: [rate(found) for found in rounds.of(model, SCAN, f"{kind}-{way}")] for way in ways}
     above = [rate(found) for found in rounds.of(model, SCAN, f"{kind}-parallel")]
     if not all(ordered.values()):

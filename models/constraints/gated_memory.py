@@ -108,7 +108,8 @@ def nearest(matrix: Tensor, make: Callable[[Tensor], Comparison], target: float)
         rows = way_back(shrink(rows, by_unit), matrix, by_unit)
         if (rows - matrix).norm() < (best - matrix).norm():
             best = rows
-    as_far = float((best - matrix).norm() / matrix.norm())  # search for a common factor only if it may be as near
+    # A common factor is searched for only if it can come as close to the matrix.
+    as_far = float((best - matrix).norm() / matrix.norm())
     return shrink(matrix, by_any_rule) if by_any_rule((1 - as_far) * matrix) else best
 
 

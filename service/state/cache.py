@@ -58,7 +58,7 @@ class StateCache(StatePool):
         self.has_state: Callable[[str], bool] = self.order.__contains__
         """Returns whether a session's state is resident."""
         # Data of the resident state, by slot. The system commits zeroed memory only when it is first written.
-        self.sessions: list[str | None] = [None] * RESERVED  # of the slots ever used: it grows with them
+        self.sessions: list[str | None] = [None] * RESERVED  # one item for each slot that was ever used
         self._revisions = np.zeros(self.capacity, np.uint64)
         self.dropped_tokens = np.zeros(self.capacity, np.int64)
         self.positions = np.zeros(self.capacity, np.int64)

@@ -104,7 +104,7 @@ def test_tokens_that_row_norms_do_not_settle_are_checked_individually() -> None:
     _, bears = leads(weights, logits)
     least = float(bears.min())
     assert least > 1.0, "row norms alone prove only a hundredth of this error"
-    assert margin.proves(logits, hidden, 0.95 * least)  # the rest is rounding: the rows are long
+    assert margin.proves(logits, hidden, 0.95 * least)  # the other 5 % are rounding, because the rows are long
     assert not margin.proves(logits, hidden, 1.001 * least)
 
 
