@@ -11,7 +11,7 @@ WORKERS = int(os.environ["BENCH_WORKERS"])
 
 
 class Window(litserve.LitAPI):
-    """A model in LitServe: decodes requests, joins up to `max_batch_size` of them with `batch`, and runs `predict` on those."""
+    """A model in LitServe. `batch` joins up to `max_batch_size` decoded requests, and `predict` runs on the result."""
 
     def setup(self, device: str) -> None:  # noqa: ARG002 LitServe names it
         self.model = WindowModel.served()
