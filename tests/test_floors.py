@@ -47,6 +47,8 @@ ROOMS = (
 """The folders and modules of `service/`, top first: each imports only from itself and from those below."""
 
 LIGHT_MODELS = (
+    "wane.models.cache_mixture",
+    "wane.models.cache_statistics",
     "wane.models.cell_registry",
     "wane.models.manifest",
     "wane.models.bundle",
