@@ -214,15 +214,15 @@ class MarginProof:
         two largest probabilities only.
 
         probabilities (B, K >= 2), the largest first; hidden (B, H): of the networks; weights (B): of the networks'
-        distributions; errors (B). Two logits part by at most `spread`, so two tokens' probabilities in the network's
-        distribution by at most twice its total variation, tanh(spread / 4).
+        distributions; errors (B), infinite where nothing can be proved. Two logits part by at most `spread`, so two
+        tokens' probabilities in the network's distribution part by at most twice its total variation, tanh(spread / 4).
         """
         exact = hidden.astype(np.float64)
         lengths = np.sqrt(np.einsum("bh,bh->b", exact, exact)) * OUTWARD + errors
         spread = 2 * self._largest_norm * errors + 2 * (self._largest_of_norm * lengths + self._largest_of_bias)
         lead = probabilities[:, 0] - probabilities[:, 1]
         proved: NDArray[np.bool_] = lead > 2 * weights * np.tanh(spread / 4) * OUTWARD + self._of_sum
-        return proved
+        return proved & np.isfinite(errors)
 
 
 WINDOWS = 12

@@ -175,10 +175,12 @@ async def test_a_session_that_begins_with_a_history(harness: EngineHarness, know
     assert answer.error_bound is not None and view.error_bound is not None
     if known < LENGTH:
         assert min(answer.error_bound, view.error_bound) >= 1 - LEAST_NETWORK
+        assert not answer.top1_proved
     for token in words(LENGTH, seed=4):  # in columns
         answer = await engine.submit(StepRequest("a", (token,)))
         history.append(token)
         assert answer.cache_tokens == min(len(history), LENGTH)
+        assert not (answer.top1_proved and len(history) < LENGTH)
         assert_is(answer.predictions, expected(harness, history, history))
 
 

@@ -127,3 +127,11 @@ def test_the_first_two_tokens_settle_most_answers(seed: int) -> None:
         counts[settled] += 1
     assert counts[True] and counts[False]
     assert counts[None] < CASES // 6 / 2
+
+
+def test_a_mixture_of_an_unknown_error_proves_nothing() -> None:
+    _, margin = make(0)
+    hidden = np.zeros((2, WIDTH), np.float32)
+    probabilities, of_network = np.array([[0.9, 0.05], [0.9, 0.05]]), np.array([0.1, 0.1])
+    proved = margin.proves_mixtures(probabilities, hidden, of_network, np.array([1e-6, np.inf]))
+    assert proved.tolist() == [True, False]
