@@ -7,15 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.service.engine.columns_fuzz import EPISODE_STEPS, run
+from tests.service.engine.columns_fuzz import EPISODE_STEPS, MakeEngine, cached_engine, fake_engine, run
 from wane.service.sessions.resident import ResidentSessions
 
 SEED = 1
 STEPS = 4 * EPISODE_STEPS  # an episode of each kind: with and without evictions, on the event loop and on a thread
 
 
-async def test_columns_equal_the_general_procedure() -> None:
-    counted, differences = await run(STEPS, SEED)
+@pytest.mark.parametrize("make", [fake_engine, cached_engine])
+async def test_columns_equal_the_general_procedure(make: MakeEngine) -> None:
+    counted, differences = await run(STEPS, SEED, make)
     assert differences == []
     assert counted["in columns"] > STEPS / 4
     kinds = ("conflicts", "replays", "evictions", "late", "cancelled before a batch", "cancelled in a batch")
