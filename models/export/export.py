@@ -29,16 +29,17 @@ from wane.models.manifest import (
     Provenance,
     Quality,
     Role,
+    Unknown,
     VocabularyInfo,
     VocabularyKind,
 )
 from wane.models.networks import Network
 from wane.models.parity import Run
+from wane.models.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_config, with_decoder
 from wane.models.vocabulary import Vocabulary
 from wane.models.weights import Weights, WeightsError, check_weights, encode_weights, head_weight, tensor_extents
 
 WEIGHTS = "weights.safetensors"
-TOKENIZER = "tokenizer.json"
 
 
 def export_bundle(
@@ -60,16 +61,19 @@ def export_bundle(
     precision: Precision = "float32",
     replace: bool = False,
     cache: CacheModel | None = None,
+    unknown: Unknown = "refuse",
 ) -> Manifest:
     """Writes the bundle `directory` after checking that its graphs, the oracle and `torch_network` agree.
 
     `weights` are float32, by the names of `models/weights.py`; `sample_tokens` is real text for the parity check.
     `precision`: the number format of the products; int8 graphs are faster, slightly different and not certified.
-    `cache`: the cache language model that the server mixes with the network.
+    `cache`: the cache language model that the server mixes with the network. `unknown`: what the server does with a
+    word or an event that the vocabulary lacks.
     `replace`: whether to replace a bundle of the same or a higher version. Raises BundleExistsError if such a bundle
     may not be replaced, and ExportError if the arguments do not fit together or if the graphs, the oracle and
     `torch_network` differ. On an error nothing is written.
     """
+    tokenizer_json = with_decoder(vocabulary_kind, tokenizer_json)
     vocabulary = Vocabulary(vocabulary_kind, tokenizer_json)
     try:
         check_weights(architecture, weights)
@@ -98,6 +102,7 @@ def export_bundle(
             vocabulary=VocabularyInfo(
                 kind=vocabulary_kind, size=vocabulary.size, eos_id=vocabulary.eos_id, sha256=vocabulary.sha256
             ),
+            unknown=unknown,
             state=architecture.state_tensors(),
             window=window,
             max_window=max_window,
@@ -116,6 +121,7 @@ def export_bundle(
         raise ExportError(f"the manifest would be invalid: {error}") from error
     files = {graph_names[role]: data for role, data in graphs.items()}
     files |= {WEIGHTS: weights_data, TOKENIZER: tokenizer_json.encode()}
+    files[TOKENIZER_CONFIG] = tokenizer_config(vocabulary).encode()
 
     def check(bundle: Bundle) -> None:
         check_bundle(bundle, sample_tokens, torch_network)
