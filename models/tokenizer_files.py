@@ -35,6 +35,6 @@ def tokenizer_config(vocabulary: Vocabulary) -> str:
         "eos_token": EOS,
         "clean_up_tokenization_spaces": False,
     }
-    if UNK in vocabulary.texts:
+    if vocabulary.has_unknown:
         config["unk_token"] = UNK
     return json.dumps(config, indent=2) + "\n"
