@@ -1,39 +1,43 @@
-"""Proves that an answer's first token is also the never-interrupted model's: by its margin, or by direction.
+"""Proves that an answer's most probable token is also the never-interrupted model's, by margin or by gradient.
 
-The proof by direction also bounds the total variation.
+The gradient proof also bounds the total variation.
 
-**By its margin** (`MarginProof`). With output rows V_a, logits are l_a = V_a . h + b_a. If the two models' h are at
-most E apart, the lead l_a - l_b of a token over another moves by at most |V_a - V_b|_2 E. So the first token is proved
-if, for every other b,
+**Margin proof** (`MarginProof`). With output rows V_a, logits are l_a = V_a . h + b_a. If the h of the two models are
+at most E apart, the lead l_a - l_b of token a over token b differs by at most |V_a - V_b|_2 E. So the most probable
+token a is proved if, for every other token b,
 
     l_a - l_b  >  |V_a - V_b|_2 E + rounding of the four logits.
 
-Tokens for which that fails are rivals, which the proof by direction may rule out.
+A token b for which this inequality fails is a rival. The gradient proof may still rule out a rival.
 
-The rounding is a theorem too: n terms summed in float32, in any order, are off by at most gamma = n u / (1 - n u) of
-the sum of their magnitudes, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2). Here
-that sum is |V_a|_2 |h|_2 + |b_a|, with |h|_2 + E for the other run. All of it is evaluated in float64.
+The rounding is a theorem too. The error of a float32 sum of n terms, in any order, is at most gamma = n u / (1 - n u)
+times the sum of the terms' magnitudes, where u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002,
+section 4.2). Here the sum of the magnitudes is |V_a|_2 |h|_2 + |b_a|. For the other run, |h|_2 + E replaces |h|_2. The
+whole inequality is evaluated in float64.
 
-**By direction** (`DirectionProof`), on request, if the margin leaves rivals. The margin test lets the output layer's
-input move anywhere within a radius. A gated model's window gives more: how far each unit of each state may be from the
-run's. A lead is a function of these units, so it moves by `sum_i |gradient_i| error_i` plus the remainder that the
-gradient leaves out (`models/certificate/top1.py`). Let h be the result of exact arithmetic from the state and the
-stream that the graph output. Token a is first, in the never-interrupted run in float32, if for every rival b
+**Gradient proof** (`DirectionProof`). It runs on request, if the margin proof leaves rivals. The margin proof lets the
+output layer's input move in any direction within a radius. For a window of a gated model more is known: how far each
+unit of each state may be from this run's. A lead is a function of these units. It therefore moves by at most
+`sum_i |gradient_i| error_i` plus the remainder of the first-order expansion (`models/certificate/top1.py`). Let h be
+computed in exact arithmetic from the state and the stream that the graph output. Token a is the most probable token of
+the never-interrupted float32 run if, for every rival b,
 
     (V_a - V_b) . h + b_a - b_b  >  moved + |V_a - V_b|_2 E + rounding of two logits.
 
-Which terms are theorems, and which are measured:
+Some of these terms are theorems, and some are measured:
 
-- `moved` bounds the difference between the lead at h and that of any *exact* run that ends in these tokens. It is a
-  theorem, if the output stream, states and errors are within R of an exact window's: then both runs are around h, at a
-  distance that includes R. It is evaluated in float64, whose rounding is counted.
-- R, for states, is the certificate's `rounding.states`. The stream is computed by a front of finite reach from the last
-  few tokens, and the errors are products of gates. Their rounding is measured when the model is loaded, for windows of
-  random tokens, of held tokens and of cycles, times the safety factor of the certificate's rounding.
+- `moved` bounds the difference between the lead at h and the lead of any *exact* run that ends in these tokens. It is a
+  theorem if the stream, states and errors that the graph output are within R of an exact window's. Both runs are then
+  around h, at a distance that includes R. `moved` is evaluated in float64, and the float64 rounding is included.
+- R, for states, is the certificate's `rounding.states`. The stream is computed from the last few tokens by convolution
+  layers, and the errors are products of gates. The rounding of both is measured when the model is loaded, with windows
+  of random tokens, of one repeated token and of cycles. It is multiplied by the safety factor of the certificate's
+  rounding.
 - E is the certificate's rounding of two runs at `hidden`: the measured error of one step, propagated by the theorem.
-  Half of it is the distance of either run from exact arithmetic, so the total variation of the two float32 runs exceeds
-  that of h and the exact run by at most tanh(D E / 4), D the diameter of the output matrix.
-- The rounding of the logits is a theorem (above). The answering run needs none: its first token is a by definition.
+  Half of E bounds the distance of either run from exact arithmetic. The total variation of the two float32 runs
+  therefore exceeds that of h and the exact run by at most tanh(D E / 4), where D is the diameter of the output matrix.
+- The rounding of the logits is a theorem (above). Only the logits of the never-interrupted run need it. The logits of
+  the answering run do not, because a is its most probable token by definition.
 """
 
 from __future__ import annotations
