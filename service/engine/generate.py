@@ -1,6 +1,6 @@
-"""Generation: one continuation, token by token.
+"""Generates one continuation, token by token.
 
-`TextStream` turns the tokens into text as they come, and finds stop sequences.
+`TextStream` decodes the tokens incrementally and finds stop strings.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Limits:
         "at least "."""
         most = self.longest(document=document)
         if count > most:
-            raise TooLarge(f"the input has {how}{count} tokens, but the limit is {most}")
+            raise TooLarge(f"the input has {how}{count} tokens, but at most {most} are taken")
 
     def top_k(self, top_k: int) -> None:
         """Raises InvalidRequest if `top_k` is over the limit."""
@@ -62,7 +62,7 @@ class Limits:
         """Raises InvalidRequest if the window is 0, or exceeds the limit of the model or the server."""
         if not 1 <= window <= self.max_window:
             raise InvalidRequest(
-                f"{field} is {window}, but a window of model {self._manifest.name} has 1 to {self.max_window} tokens",
+                f"{field} is {window}, but model {self._manifest.name} takes windows of 1 to {self.max_window} tokens",
                 field,
             )
 
