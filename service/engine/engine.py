@@ -577,7 +577,8 @@ class Engine:
         }
 
     def publish(self) -> None:
-        """Sets the model's gauges to read from this engine. The registry calls it when it starts to serve this engine."""
+        """Sets the model's gauges to read from this engine. The registry calls it when it starts to serve this
+        engine."""
         metrics, pool = self._metrics, self.state_cache
         metrics.model_info.labels(self.name, self.version, self.device).set(1)
         metrics.sessions_resident.labels(self.name).set_function(lambda: len(pool))
@@ -616,6 +617,7 @@ class Engine:
         await self._resident.close()  # last, because closing the batcher may still commit the steps of a batch
 
     def discard(self) -> None:
-        """Frees the runner and the states immediately, without garbage collection. Must be called last, after `close`."""
+        """Frees the runner and the states immediately, without garbage collection. Must be called last, after
+        `close`."""
         self._runner.close()
         self.state_cache.close()

@@ -49,7 +49,8 @@ class TextStream:
         return "".join(self._text)
 
     def push(self, token: int, *, final: bool = False) -> str:
-        """Adds one token. Returns the new text that later tokens cannot change. If `final`, returns all withheld text."""
+        """Adds one token. Returns the new text that later tokens cannot change. If `final`, returns all withheld
+        text."""
         assert not self.stopped, "a token after the stop: this is a bug"
         self.tokens.append(token)
         if self._vocabulary.kind == "events" and token == self._vocabulary.eos_id:
@@ -77,7 +78,8 @@ class TextStream:
         return 0
 
     def _piece(self, token: int, final: bool) -> str:
-        """Returns the text that a token adds. The concatenated pieces are equal to `Vocabulary.decode` of all tokens."""
+        """Returns the text that a token adds. The concatenated pieces are equal to `Vocabulary.decode` of all
+        tokens."""
         vocabulary = self._vocabulary
         if vocabulary.kind == "bpe":
             raw = b"\n" if token == vocabulary.eos_id else vocabulary.token_bytes(token)
@@ -152,7 +154,8 @@ async def generate(
     share: Share,
     cache: CacheMixture | None,
 ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-    """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`. `cache`: see `RunResult.mix`."""
+    """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`. `cache`: see
+    `RunResult.mix`."""
     sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []

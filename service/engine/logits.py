@@ -60,7 +60,8 @@ class Sampler:
     """Draws tokens. Equal seeds and logits give equal tokens."""
 
     def __init__(self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> None:
-        """`temperature` 0 always draws the most probable token. If top_k or top_p is None, it does not exclude tokens."""
+        """`temperature` 0 always draws the most probable token. If top_k or top_p is None, it does not exclude
+        tokens."""
         self._temperature = temperature
         self._top_k = top_k
         self._top_p = top_p

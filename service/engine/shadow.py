@@ -98,7 +98,8 @@ class Shadow:
         window: int,
         random: Random,
     ) -> None:
-        """`rate` is the probability, from 0 to 1, that `random` samples an answer. `window` is the model's default k."""
+        """`rate` is the probability, from 0 to 1, that `random` samples an answer. `window` is the model's default
+        k."""
         self._rate = rate
         self._runner = runner
         self._state = state

@@ -137,7 +137,8 @@ class Durations:
 
 
 class ModeStats:
-    """Counts one mode's predictions, for the report and for Prometheus. The Prometheus metrics are looked up only once."""
+    """Counts one mode's predictions, for the report and for Prometheus. The Prometheus metrics are looked up only
+    once."""
 
     def __init__(self, metrics: Metrics, model: str, mode: Mode) -> None:
         self.durations = {phase: Durations() for phase in PHASES}

@@ -39,7 +39,7 @@ def write_snapshot(snapshot: Snapshot) -> bytes:
 
 
 def read_snapshot(data: bytes) -> Snapshot | None:
-    """Reads a snapshot. Returns None if the bytes are invalid: the state is then rebuilt from the tail."""
+    """Decodes a snapshot. Returns None if the bytes are invalid. The state is then rebuilt from the stored tokens."""
     if len(data) < _SNAPSHOT_HEAD.size:
         return None
     position, dropped_tokens, length = _SNAPSHOT_HEAD.unpack_from(data)
@@ -48,14 +48,15 @@ def read_snapshot(data: bytes) -> Snapshot | None:
 
 
 def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:
-    """Returns a digest of the model's version, its files, and the results of its graphs on this kind of processor
-    (`bits`). A state with another fingerprint is not used, but rebuilt."""
+    """Returns a digest of the model's version, its files, and its graphs' results on this kind of processor (`bits`). A
+    snapshot with another fingerprint is not used, and the state is rebuilt."""
     told = json.dumps([manifest.name, manifest.version, sorted(manifest.files.items()), bits.hex()])
     return digest(told.encode())
 
 
 def due(before: int, after: int, every: int) -> bool:
-    """Returns whether a step between two positions reaches a checkpoint (every `every` tokens)."""
+    """Returns whether a step from position `before` to `after` reaches a checkpoint. There is one every `every` tokens.
+    """
     return after // every > before // every
 
 
@@ -67,15 +68,15 @@ _FRONT = struct.Struct(">QIH")
 _RUN = struct.Struct(">QI")
 _HEAD = struct.Struct(f">BQQq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 _STAMP = slice(1, 9)
-IDENTITIES = 4096  # cache size: more than all loaded models have versions and modes
+IDENTITIES = 4096  # cache size: more than the number of versions and modes of all loaded models
 
 
 class Unreadable(ValueError):
-    """The bytes are not a session, or a later version of Wane wrote them."""
+    """The bytes are not a session, or were written by a later version of Wane."""
 
 
 def head(record: SessionRecord) -> bytes:
-    """Returns the bytes of a session without its revision and its tail. Every call draws a new stamp."""
+    """Encodes a session without its revision and its tail. Every call draws a new stamp."""
     start, tokens, key = record.last or (NO_STEP, b"", None)
     identity = _identity(record.model, record.model_version, record.mode, record.tail.width, record.vocabulary)
     stamp = secrets.randbits(STAMP_BITS)
@@ -83,8 +84,8 @@ def head(record: SessionRecord) -> bytes:
 
 
 def mark(revision: int, about: bytes = b"") -> bytes:
-    """Returns the mark of a session at `revision`. With the session's head, it differs from the mark of another writer
-    at that revision."""
+    """Returns the mark by which a session at `revision` is recognised. If the session's head is given in `about`, the
+    mark differs from that of another writer at the same revision."""
     return REVISION.pack(revision) + about[_STAMP]
 
 
@@ -94,12 +95,12 @@ def write(record: SessionRecord) -> bytes:
 
 
 def after_run(written: bytes) -> bytes:
-    """Returns the bytes after `run` of a session that `write` wrote."""
+    """Returns the bytes after `run` of a session that was encoded by `write`."""
     return written[_RUN.size :]
 
 
 def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRecord:
-    """Reads a session, with the latest `keep` tokens of its tail. Raises Unreadable."""
+    """Decodes a session, with the latest `keep` tokens of its tail. Raises Unreadable."""
     try:
         revision, _, length = _FRONT.unpack_from(data)
         about = data[_FRONT.size : _FRONT.size + length]
