@@ -74,7 +74,8 @@ class SessionSteps:
             mode = routing.of_session(request.mode, record.mode)
             if request.window is not None and mode is Mode.RECURRENT:
                 raise InvalidRequest(
-                    "window is given, but the session answers in mode recurrent; window is only for the modes window and both",
+                    "window is given, but the session answers in mode recurrent; "
+                    "window is only for the modes window and both",
                     "window",
                 )
             free = routing.is_free(request.mode, record.mode)

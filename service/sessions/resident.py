@@ -78,8 +78,8 @@ class ResidentSessions:
                 self._rings[slot] = self._cache.ring(history, record.position)
 
     def slot(self, session: str) -> int | None:
-        """Returns the session's row, which is the slot of its state. Returns None if the session is not buffered here.
-        """
+        """Returns the session's row, which is the slot of its state. Returns None if the session is not buffered
+        here."""
         slot = self._state_cache.slot_of(session)
         return slot if slot is not None and self.buffered[slot] else None
 
@@ -106,7 +106,7 @@ class ResidentSessions:
             for row in np.flatnonzero(counts == RECENT).tolist():
                 slot = int(slots[row])
                 if self.buffered[slot]:  # the store may have flushed it to free memory, when an earlier session was
-                                         # written
+                    # written
                     self._counts[slot] = 0
                     self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
 

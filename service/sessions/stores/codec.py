@@ -1,21 +1,21 @@
-"""The format of a session and of a state for other processes: in a shared store, or in a dump file.
+"""Encodes a session and a snapshot for other processes: in a shared store, or in a dump file.
 
 A session:
 
     revision  run     length  format  stamp   position  start  tokens' digest    key's digest      identity  tail
     uint64    uint32  uint16  uint8   uint64  uint64    int64  16 bytes at most  16 bytes at most  JSON      token ids
 
-Numbers are big-endian, token ids little-endian. `run` identifies one start of Redis, and is 0 elsewhere. `length` is
-the length of the head, from `format` to the identity. `stamp` is a random number, drawn for every change, that
-identifies the writer's change. `start` is the last step's position, or -1 without a last step. The identity (model,
-version, mode, width of an id, vocabulary) does not change. A digest follows its length.
+Numbers are big-endian, and token ids are little-endian. `run` identifies one start of Redis; in a dump file it is 0.
+`length` is the number of bytes of the head, from `format` to `identity`. `stamp` is a random number that identifies a
+change and its writer. `start` is the last step's position, or -1 if there is no last step. `identity` (model, version,
+mode, width of a token id, vocabulary) does not change. Each digest follows a byte with its length.
 
-A state (`Snapshot`), which the store keeps with a session's last tokens at every checkpoint:
+A snapshot (`Snapshot`), which the store keeps in addition to a session's last tokens, at every checkpoint:
 
     position  dropped_tokens  length  model_fingerprint  state
     uint64    uint64          uint16  `length` bytes     float32, as the pool holds it
 
-Numbers are big-endian; the state has this machine's byte order.
+Numbers are big-endian. The state has this machine's byte order.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:
 
 
 def due(before: int, after: int, every: int) -> bool:
-    """Returns whether a step from position `before` to `after` reaches a checkpoint. There is one every `every` tokens.
-    """
+    """Returns whether a step from position `before` to `after` reaches a checkpoint. There is one every `every`
+    tokens."""
     return after // every > before // every
 
 

@@ -34,8 +34,8 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def save(path: Path, records: Sequence[SessionRecord], now_s: Callable[[], float] = time.time) -> None:
-    """Writes the sessions to `path`. `now_s` returns unix time in seconds. If it raises OSError, the file is unchanged.
-    """
+    """Writes the sessions to `path`. `now_s` returns unix time in seconds. If it raises OSError, the file is
+    unchanged."""
     part = path.with_name(path.name + PART)
     try:
         with part.open("wb") as file:

@@ -255,7 +255,7 @@ class FallbackStore:
         self._unsynced.pop(session, None)
         if unsynced.counts:
             self._shared.trips.tell(*self._shared.counting(session))  # repeated after the write, as in
-                                                                      # `RedisStore.make`
+            # `RedisStore.make`
         if kept is None:
             self._discarded.inc()
             now = self._shared.get_cached(session)

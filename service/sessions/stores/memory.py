@@ -293,8 +293,8 @@ class MemoryStore:
         self._buffered[session] = buffer
 
     def write(self, session: str, tokens: Sequence[int], idle_s: float) -> None:
-        """Writes tokens from the session's buffer. The session has been idle for `idle_s` seconds, and stays buffered.
-        """
+        """Writes tokens from the session's buffer. The session has been idle for `idle_s` seconds, and stays
+        buffered."""
         self._write(session, tokens, idle_s)
         self._squeeze()
 
