@@ -58,7 +58,7 @@ def compare(
 
 
 class TotalVariationReport(TypedDict):
-    """Over all comparisons; null if there were none."""
+    """Figures over all comparisons; null if there were none."""
 
     mean: float | None
     max: float | None
@@ -86,8 +86,8 @@ class AgreementReport(TypedDict):
 
 
 class AgreementBySource(AgreementReport):
-    """Agreement over all comparisons, and for each source: requests of mode `both`, and `shadow` samples of live
-    answers."""
+    """Agreement over all comparisons, and separately for each source: requests of mode `both`, and `shadow` samples of
+    live answers."""
 
     sources: dict[Source, AgreementReport]
 

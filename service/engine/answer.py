@@ -30,7 +30,7 @@ SMALL_ENOUGH = 1e-3
 
 
 class AnswerPlan(NamedTuple):
-    """How a request at `position` is answered.
+    """The plan for the answer to a request at `position`.
 
     `mode` is recurrent, window or both. `window` is the k of the modes window and both. `origin` is the source of the
     recurrent part's state. `context_length` is the number of latest tokens that this state has read. `cache` says
@@ -69,7 +69,7 @@ class AnswerPlan(NamedTuple):
     def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
         """Returns the bound of the recurrent or the window part. `radius` is an output of the part's run."""
         context_length = self.context_length if recurrent else self.window
-        assert context_length is not None, "a window part without a k: this is a bug"
+        assert context_length is not None, "the plan of a window part has no k: this is a bug"
         return bounds.bound(certificate, context_length, self.position, radius)
 
 
@@ -177,7 +177,7 @@ class AnswerBuilder:
             self._prover, direction.search, result.trace, first, weight, added
         )
         found = result.bound(bound._replace(variation=variation))
-        assert found is not None, "a bound of a mixture is lost: this is a bug"
+        assert found is not None, "a bounded network gives an unbounded mixture: this is a bug"
         return part._replace(bound=bound._replace(variation=min(bound.variation, found.variation)), proved=proved)
 
     async def answer(
@@ -201,7 +201,7 @@ class AnswerBuilder:
         time is part of the answer's latency. `session` is the id of the session, if the request has one.
         """
         answered = recurrent or window
-        assert answered is not None, "a plan without a run: this is a bug"
+        assert answered is not None, "neither mode ran: this is a bug"
         found = self.predictions(answered.result, top_k)
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
@@ -282,5 +282,5 @@ class AnswerBuilder:
 def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:
     """Returns the bound on the distance between the parts. It is the bound of the part that has read fewer tokens,
     because both parts have read these tokens."""
-    assert plan.window is not None, "two parts without a k: this is a bug"
+    assert plan.window is not None, "the plan of two parts has no k: this is a bug"
     return window.bound if plan.window <= plan.context_length else recurrent.bound

@@ -1,4 +1,4 @@
-"""Admission of long requests: refuses a request that cannot finish in time.
+"""Admission control for long requests: refuses a request that cannot finish before its deadline.
 
 Long requests take turns at the runner, piece by piece, so each long request slows down all others. If too many are
 admitted, all of them miss their deadlines, and their runs are wasted. Therefore the work of each request is estimated
@@ -35,8 +35,8 @@ EMA_ALPHA = 1 / 4
 """Weight of the latest measurement of the pace."""
 
 MARGIN = 1.25
-"""Safety factor on the expected time. It favours refusal: a request that is admitted and misses its deadline slows down
-all others, but a client can retry a refused request."""
+"""Safety factor on the expected time. If an admitted request misses its deadline, it has slowed down all other
+requests. A refused request can be retried."""
 
 FASTEST, SLOWEST = 0.25, 8.0
 """Smallest and largest measured value of the pace."""
@@ -45,7 +45,7 @@ left_of = attrgetter("left_s")
 
 
 def loop_time() -> float:
-    """Returns the event loop's time in seconds, the clock of deadlines."""
+    """Returns the event loop's time in seconds, which is the time scale of deadlines."""
     return asyncio.get_running_loop().time()
 
 
@@ -134,8 +134,7 @@ class Backlog:
             self.shares.remove(share)
 
     def turn_s(self) -> float:
-        """Returns the turn time so far: the elapsed seconds, each divided by the number of shares that took turns in
-        it."""
+        """Returns the turn time so far: each elapsed second, divided by the number of shares that took turns in it."""
         now = self._clock()
         if self.taking:
             self._turn_s += (now - self._at) / self.taking

@@ -10,7 +10,7 @@ the last k of the n tokens.
   rounding of two float32 runs (`Certificate.rounding`) is added to both. It is the measured error of one step,
   propagated by the theorem.
 - A model that is not contractive has only the bound of 0 for k >= n, because the effect of a rounding error or of a
-  dropped token is unlimited. In all other cases its bound is None, and no most probable token is proved.
+  dropped token is unlimited. In all other cases its bound is None, and the most probable token is not proved.
 
 A bound of 1 on the total variation guarantees nothing, because it holds for any two distributions.
 """
@@ -31,8 +31,8 @@ class Bound(NamedTuple):
     temperature 1.
 
     `runs` bounds the same distance as `state` between the answer's run and any float32 run of the never-interrupted
-    model. It includes rounding even if `state` is 0. None: the bound is unknown, and the most probable token cannot be
-    proved.
+    model. It includes rounding even if `state` is 0. If `runs` is None, the bound is unknown, and the most probable
+    token cannot be proved.
     """
 
     state: float

@@ -45,7 +45,7 @@ from wane.service.state.cache import StateCache
 from wane.service.state.pool import HIDDEN
 from wane.service.types import MAX_POSITION, Answer, Latency, Mode, StateSource, StepRequest
 
-NO_POSITION = -1  # the expected position of a step without one
+NO_POSITION = -1  # value for a step without an expected position
 FEW_ROWS = 8  # batch size up to which the margin proof is faster in Python than in numpy
 KNOWN_BOUNDS = 4096  # number of cached bounds; the key is the number of tokens that a state has read
 
@@ -54,7 +54,7 @@ StepProcedure = Callable[[StepRequest, Ticket], Coroutine[Any, Any, Answer]]
 
 
 class StepReceiver(Protocol):
-    """Receives the results of one or several steps. The receiver chooses a number for each step."""
+    """Receives the results of one or several steps. The receiver identifies each step by a number that it chose."""
 
     done: bool
     """Whether the receiver has stopped waiting."""
@@ -337,8 +337,8 @@ class StepColumns:
             good &= self._resident_still(batch)
         if good.all():
             return batch
-        # Passed on in the next turn of the loop, because no request may take a state's slot before this batch has run
-        # or is held.
+        # The general procedure runs in the next turn of the loop, because no request may take a state's slot before
+        # this batch has run or is held.
         asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
         batch = batch.part(good)
         return batch if len(batch) else None
@@ -471,7 +471,7 @@ class StepColumns:
                 self._leave(batch.sessions[row])
                 continue
             ticket = Ticket(None if receiver.done else deadline)
-            ticket.admitted, ticket.traced = True, None  # this turn of the loop may belong to a traced request
+            ticket.admitted, ticket.traced = True, None  # the current context may belong to another, traced request
             ticket.entered, ticket.abandoned = entered, receiver.done
             pending = Pending.of(self._procedure(batch.request(row), ticket), ticket)
             if not receiver.done:

@@ -82,10 +82,10 @@ from wane.service.types import (
     StepRequest,
 )
 
-ENCODED_AT_ONCE = 4096  # characters; encoding a longer text on a thread pays off
+ENCODED_AT_ONCE = 4096  # number of characters; a longer text is encoded on a thread
 
 BEGUN_AT_ONCE = 32
-"""The most predictions of one call that start in one turn of the event loop."""
+"""The largest number of predictions of one call that start in one turn of the event loop."""
 
 IN_COLUMNS = (None, Mode.AUTO)
 """Modes with which a step may be taken in columns. With these, the engine chooses how the session's state is rebuilt.
@@ -120,7 +120,8 @@ class Engine:
         """`clock` returns seconds on the store's time scale. `cost_model` and `throughput` are measured if they are
         None. `direction` proves most probable tokens that `margin` does not prove, if a request sets `prove`.
         `shadow_runner` runs the same model for shadows; if it is None, no live answers are sampled. `bits` is a digest
-        of the graphs' results on this machine. A state from the store is reused only if its digest is equal.
+        of the graphs' results on this machine. A state from the store is reused only if the digest stored with it is
+        equal to `bits`.
 
         Raises ValueError if the settings do not fit the model.
         """
@@ -260,7 +261,7 @@ class Engine:
 
     @property
     def cost_model(self) -> Costs:
-        """The measured cost of one item of a run, for each role of graph and each measured length, shortest first."""
+        """The measured cost of one item of a run, for each role of a graph and each measured length, shortest first."""
         return self._cost_model.document()
 
     def warm_up(self, propagation: Propagation | None = None) -> None:

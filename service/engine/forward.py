@@ -60,7 +60,7 @@ class RunResult:
 
     @property
     def network_logits(self) -> NDArray[np.float32]:
-        """float32 (V)."""
+        """The network's logits: float32 (V)."""
         return _present(self.row.logits)
 
     def largest(self, count: int) -> Largest | None:
@@ -148,5 +148,5 @@ def tail(input_ids: NDArray[np.int64], position: int, k: int) -> NDArray[np.int6
 
 
 def _present(array: NDArray[np.float32] | None) -> NDArray[np.float32]:
-    assert array is not None, "a graph without its output: this is a bug"
+    assert array is not None, "a graph lacks an output: this is a bug"
     return array

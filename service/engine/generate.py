@@ -51,7 +51,7 @@ class TextStream:
     def push(self, token: int, *, final: bool = False) -> str:
         """Adds one token. Returns the new text that later tokens cannot change. If `final`, returns all withheld
         text."""
-        assert not self.stopped, "a token after the stop: this is a bug"
+        assert not self.stopped, "a token was pushed after the stop: this is a bug"
         self.tokens.append(token)
         if self._vocabulary.kind == "events" and token == self._vocabulary.eos_id:
             self.stopped = True

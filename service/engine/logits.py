@@ -35,7 +35,7 @@ def predictions(
         return listed(found, count, vocabulary)
     of_all = log_softmax(logits)
     least = np.partition(of_all, -count)[-count]
-    candidates = np.flatnonzero(of_all >= least)  # includes all ties for the last place
+    candidates = np.flatnonzero(of_all >= least)  # includes all tokens that tie for the last place
     order = candidates[np.argsort(-of_all[candidates], kind="stable")][:count]
     logprobs = of_all[order]
     return listed(
@@ -44,8 +44,8 @@ def predictions(
 
 
 def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
-    """Returns the first `count` tokens as predictions. It avoids one constructor call for each prediction, because
-    every answer needs it."""
+    """Returns the first `count` tokens as predictions. Every answer calls it, so it avoids a constructor call for each
+    prediction."""
     texts, partials = vocabulary.texts, vocabulary.partials
     ids = found.ids[:count]
     return tuple(
@@ -60,8 +60,7 @@ class Sampler:
     """Draws tokens. Equal seeds and logits give equal tokens."""
 
     def __init__(self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> None:
-        """`temperature` 0 always draws the most probable token. If top_k or top_p is None, it does not exclude
-        tokens."""
+        """`temperature` 0 always draws the most probable token. top_k or top_p excludes no tokens if it is None."""
         self._temperature = temperature
         self._top_k = top_k
         self._top_p = top_p

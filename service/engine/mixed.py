@@ -61,7 +61,7 @@ class Mixed:
     def log_sum_exp(self) -> NDArray[np.float64]:
         """The log-sum-exp of the network's logits: float64 (1)."""
         found = self._row.output(LOG_SUM_EXP)
-        assert found is not None, "a graph with the first tokens lacks the sum: this is a bug"
+        assert found is not None, "a graph outputs the most probable tokens, but not the log-sum-exp: this is a bug"
         sums: NDArray[np.float64] = found.astype(np.float64).reshape(1)
         return sums
 

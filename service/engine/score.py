@@ -90,7 +90,7 @@ class MixedScore:
 
 
 class Scorer:
-    """Scores with one model."""
+    """Scores texts with one model."""
 
     def __init__(
         self,
@@ -231,8 +231,8 @@ class Scorer:
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
-        if self._least > tolerance:  # joints with only rounding errors exceed the tolerance: it is met only by exact
-            # joints or by the certificate's curve
+        # Joints with only rounding errors exceed the tolerance. Only exact joints or the certificate's curve meet it.
+        if self._least > tolerance:
             return Demand(0.0, None, enough)
 
         async def judge(plan: ChunkPlan) -> bool:

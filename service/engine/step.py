@@ -251,8 +251,8 @@ class SessionSteps:
         if base is not None and free and tolerance is not None and record.dropped_tokens < base.dropped_tokens:
             known = record.position - base.dropped_tokens
             if not meets(bound(self._manifest.certificate, known, record.position), tolerance):
-                base, rebuilt = None, True  # the record holds more tokens than the state has read, so a rebuilt state
-                # may meet the tolerance
+                # The record holds more tokens than the state has read, so a rebuilt state may meet the tolerance.
+                base, rebuilt = None, True
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         if base is None and free:
             context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)

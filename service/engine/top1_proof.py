@@ -103,7 +103,7 @@ class MarginProof:
         if settled is not None:
             return settled
         logits, hidden = row.logits, row.hidden
-        assert logits is not None and hidden is not None, "a row without logits or hidden: this is a bug"
+        assert logits is not None and hidden is not None, "a row lacks logits or hidden: this is a bug"
         return self.proves(logits, hidden, error)
 
     def settled(
@@ -210,7 +210,7 @@ class MarginProof:
         result: NDArray[np.float64] = np.sqrt(np.einsum("bh,bh->b", gaps, gaps)) * OUTWARD
         return result
 
-    # In a mixture with a cache
+    # Mixtures with a cache
 
     def proves_mixtures(
         self,
@@ -251,7 +251,7 @@ class DirectionProof:
 
         `request`, `margin` and the graphs of `runner` belong to `weights`.
         """
-        assert manifest.certificate.rounding is not None, "a proof without a measured rounding: this is a bug"
+        assert manifest.certificate.rounding is not None, "the certificate has no measured rounding: this is a bug"
         self._architecture = manifest.architecture
         self._margin = margin
         self._request = request

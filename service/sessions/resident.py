@@ -102,17 +102,16 @@ class ResidentSessions:
         if self._cache is not None:
             self._rings[slots, self._newest(slots)] = tokens
         if counts.max() == RECENT:
-            assert self._store is not None, "sessions are buffered without a store in memory: this is a bug"
+            assert self._store is not None, "a session is buffered, but the store is not in memory: this is a bug"
             for row in np.flatnonzero(counts == RECENT).tolist():
                 slot = int(slots[row])
-                if self.buffered[slot]:  # the store may have flushed it to free memory, when an earlier session was
-                    # written
+                if self.buffered[slot]:  # False if the store flushed it to free memory
                     self._counts[slot] = 0
                     self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
 
     def shares(self, slots: NDArray[np.intp]) -> CacheShares:
         """Returns the cache's shares of the next predictions of B sessions."""
-        assert self._cache is not None, "a model without a cache: this is a bug"
+        assert self._cache is not None, "the model has no cache: this is a bug"
         return self._cache.shares(self._rings[slots], self._newest(slots))
 
     def _newest(self, slots: NDArray[np.intp]) -> NDArray[np.int64]:
@@ -123,7 +122,7 @@ class ResidentSessions:
     def flush(self, session: str) -> tuple[Sequence[int], float]:
         """See `WriteBuffer`."""
         slot = self._state_cache.slot_of(session)
-        assert slot is not None, "a buffered session has a state: this is a bug"
+        assert slot is not None, "a buffered session has no state: this is a bug"
         self.buffered[slot] = False
         self.flushes += 1
         tokens: list[int] = self._recent[slot, : self._counts[slot]].tolist()

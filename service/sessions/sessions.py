@@ -69,13 +69,13 @@ def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
     if last is not None and request.idempotency_key is not None and has_last_key(record, request):
         if start not in (None, last.start):
             raise IdempotencyKeyReused(
-                f"the idempotency key is that of the session's last step, which starts at {last.start}, but this step "
+                f"the session's last step has the same idempotency key and starts at {last.start}, but this step "
                 f"starts at {start}",
                 record.position,
             )
         if of_tokens(request.tokens) != last.tokens:
             raise IdempotencyKeyReused(
-                "the idempotency key is that of the session's last step, which has other tokens", record.position
+                "the session's last step has the same idempotency key, but other tokens", record.position
             )
         return StepKind.REPLAY
     if start is None or start == record.position:
@@ -93,7 +93,7 @@ def has_last_key(record: SessionRecord, request: StepRequest) -> bool:
 
 def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
     """Returns the error with the session's position."""
-    asked = "other clients kept stepping it" if start is None else f"the step starts at {start}"
+    asked = "other clients kept changing it" if start is None else f"the step starts at {start}"
     return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
 
 
@@ -178,7 +178,9 @@ class Sessions:
     def _known(self, session: str, record: SessionRecord | None) -> SessionRecord:
         if record is None or record.model != self._model:
             self._state_cache.drop(session)
-            raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
+            raise UnknownSession(
+                f"there is no session {id_of(session)!r}: it was never created, was deleted, or has expired"
+            )
         if record.vocabulary != self._vocabulary:
             raise TokenizerChanged(id_of(session), self._model, self._version)
         return record

@@ -1,7 +1,7 @@
 """Caches the states of sessions in a pool of slots. Every evicted state can be rebuilt.
 
-The cache counts as one user of the slot of each resident state. If no slot is free, the least recently used resident
-state is evicted whose slot has no other user.
+The cache counts as one user of the slot of each resident state. If no slot is free, the cache evicts the least recently
+used resident state whose slot has no other user.
 
 The cache can be checked while it is in use (`faults`). A resident state does not change between two updates by the
 cache. If the number of writes to its slot or its checksum changes in another way, the state is corrupt.
@@ -188,7 +188,7 @@ class StateCache(StatePool):
         if session is None:
             return None
         if self.order.get(session) != slot:
-            return Fault("a slot belongs to a session that has another slot")
+            return Fault("a slot belongs to a session whose state is in another slot")
         if not self.users[slot]:
             return Fault("a slot with a state is free")
         written, checksum = self.written(slot), self.checksum(slot)
@@ -197,7 +197,7 @@ class StateCache(StatePool):
         if written != self._written[slot]:
             return Fault("a resident state was written to", session)
         if was_checked and checksum != before:
-            return Fault("a resident state has changed by itself", session)
+            return Fault("a resident state changed without a write", session)
         return None
 
     def mend(self, faults: Sequence[Fault], *, idle: bool = False) -> None:

@@ -228,7 +228,7 @@ class StatePool:
             "a slot was freed twice": np.count_nonzero(is_free) < len(free),
             "a slot was released once too often": (users < 0).any(),
             "a slot is both in use and free": (users[is_free] > 0).any(),
-            "a slot is lost": (users[RESERVED:] == 0)[~is_free[RESERVED:]].any(),
+            "a slot is neither in use nor free": (users[RESERVED:] == 0)[~is_free[RESERVED:]].any(),
             "the number of used slots is wrong": np.count_nonzero(users) != self.used,
             "the zero state was written to": any(values[ZERO].any() for values in self.arrays.values()),
         }

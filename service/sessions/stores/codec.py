@@ -55,8 +55,8 @@ def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:
 
 
 def due(before: int, after: int, every: int) -> bool:
-    """Returns whether a step from position `before` to `after` reaches a checkpoint. There is one every `every`
-    tokens."""
+    """Returns whether a step from position `before` to `after` reaches a checkpoint. There is a checkpoint every
+    `every` tokens."""
     return after // every > before // every
 
 

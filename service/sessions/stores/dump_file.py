@@ -34,8 +34,8 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def save(path: Path, records: Sequence[SessionRecord], now_s: Callable[[], float] = time.time) -> None:
-    """Writes the sessions to `path`. `now_s` returns unix time in seconds. If it raises OSError, the file is
-    unchanged."""
+    """Writes the sessions to `path`. `now_s` returns unix time in seconds. Raises OSError if writing fails. The file is
+    then unchanged."""
     part = path.with_name(path.name + PART)
     try:
         with part.open("wb") as file:
@@ -80,7 +80,7 @@ ADVICE = "the file was left unchanged; to start without its sessions, move it aw
 def _check(path: Path, file: BinaryIO) -> None:
     """Raises StoreError if the file was not written by `save`, or is incomplete."""
     if file.read(len(MAGIC)) != MAGIC:
-        raise StoreError(f"session_file {path} does not begin like a file of sessions; {ADVICE}")
+        raise StoreError(f"session_file {path} is not a file of sessions; {ADVICE}")
     left = os.fstat(file.fileno()).st_size - DIGEST_BYTES
     sha = hashlib.sha256()
     file.seek(0)

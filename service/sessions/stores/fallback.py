@@ -144,7 +144,7 @@ class FallbackStore:
             try:
                 return await self._shared.append(record, tokens, step, snapshot)
             except Unanswered as lost:
-                if session in self._unsynced:  # another request came first
+                if session in self._unsynced:  # another request marked it first
                     return None
                 marks, before = lost.marks, lost.before
             after = extended(before, branch(), tokens, step, self.session_history_tokens)
@@ -172,7 +172,7 @@ class FallbackStore:
                 if known is None or known.revision != revision:
                     raise
                 before, marks = known, (codec.mark(revision),)
-            if session in self._unsynced:  # another request came first
+            if session in self._unsynced:  # another request marked it first
                 return None
             unsynced = self._mark_unsynced(before, marks)
         async with unsynced.lock:
@@ -222,7 +222,8 @@ class FallbackStore:
         """Returns the error for the next step of a session that lost tokens. It is raised only once."""
         position, _ = self._discarded_unsynced.pop(session)
         return PositionConflict(
-            f"tokens acknowledged as not durable are lost: the session is at position {position} in the store",
+            "tokens that were acknowledged as not durable are lost: "
+            f"the session is at position {position} in the store",
             position,
         )
 
@@ -254,8 +255,7 @@ class FallbackStore:
             return record
         self._unsynced.pop(session, None)
         if unsynced.counts:
-            self._shared.trips.tell(*self._shared.counting(session))  # repeated after the write, as in
-            # `RedisStore.make`
+            self._shared.trips.tell(*self._shared.counting(session))  # repeated, as in `RedisStore.make`
         if kept is None:
             self._discarded.inc()
             now = self._shared.get_cached(session)

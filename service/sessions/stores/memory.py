@@ -6,8 +6,8 @@ A session is one `bytes` object, because a million sessions must fit into a giga
     float64    uint64    uint64    int64  uint16    16 bytes at most, each after its length    token ids
 
 `start` is the last step's position, or -1 without a last step. The key's digest is empty if the step had no key. An
-identity (model, version, mode, the width of an id, the vocabulary) is stored once for all sessions that share it. Bytes
-hold no references, so the garbage collector does not traverse them.
+identity (model, version, mode, the width of a token id, the vocabulary) is stored once for all sessions that share it.
+Bytes hold no references, so the garbage collector does not traverse them.
 
 The sessions are spread over shards. A shard is a plain dict, which keeps its order of insertion. A used entry is
 removed and inserted again. The longest idle session therefore comes first. Unlike an OrderedDict, a dict needs no
@@ -242,8 +242,8 @@ class MemoryStore:
             self._expire(self._shards)
         if self.used_bytes + whole > self.budget_bytes:
             raise Overloaded(
-                f"{sum(map(len, self._shards))} sessions use {self.used_bytes} bytes, and one more uses up to {whole}: "
-                f"too much for session_budget_bytes, which is {self.budget_bytes}"
+                f"{sum(map(len, self._shards))} sessions use {self.used_bytes} bytes, and a new session uses up to "
+                f"{whole}: more than session_budget_bytes, which is {self.budget_bytes}"
             )
         self._add(record._replace(revision=branch()))
         return True
@@ -299,7 +299,7 @@ class MemoryStore:
         self._squeeze()
 
     def flush(self, session: str) -> None:
-        """Writes the tokens of the session's buffer, if it has one, and ends its buffering."""
+        """Writes the tokens of the session's buffer, if it has one. The session is no longer buffered."""
         buffer = self._buffered.pop(session, None)
         if buffer is not None:
             self.write(session, *buffer.flush(session))

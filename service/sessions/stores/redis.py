@@ -107,8 +107,7 @@ class RedisStore:
         was claimed before."""
         made = False
         try:
-            made = await self.replace(fresh, [NOBODY], since=0) is not None  # also deletes the state of an earlier
-            # session
+            made = await self.replace(fresh, [NOBODY], since=0) is not None  # deletes an earlier session's state
         finally:
             if counts:  # if no session was created, the claim is released unless the session exists
                 self.trips.tell(*(self.counting(fresh.session) if made else self._doubting(fresh.session)))

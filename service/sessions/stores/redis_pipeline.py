@@ -204,7 +204,9 @@ class RedisPipeline:
             return
         if not isinstance(reply, Exception):
             if call.again and call.tells is not None and not call.tells(reply):
-                call.reply.set_exception(Unavailable("the session store was cut off, and may have made the change"))
+                call.reply.set_exception(
+                    Unavailable("the connection to the session store was lost; the store may have made the change")
+                )
             else:
                 call.reply.set_result(reply)
             return
