@@ -63,7 +63,7 @@ class AnswerPlan(NamedTuple):
         return StateSource.WINDOW if self.mode is Mode.WINDOW else self.origin
 
     def bound(self, certificate: Certificate) -> Bound | None:
-        """Returns the bound that is known before the run."""
+        """Returns the bound of the answer, as far as it is known before the run."""
         return self.bound_of(certificate, self.mode is not Mode.WINDOW)
 
     def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:

@@ -188,7 +188,7 @@ class StateCache(StatePool):
         if session is None:
             return None
         if self.order.get(session) != slot:
-            return Fault("a slot belongs to a session whose state is in another slot")
+            return Fault("a slot's session has its state in another slot")
         if not self.users[slot]:
             return Fault("a slot with a state is free")
         written, checksum = self.written(slot), self.checksum(slot)

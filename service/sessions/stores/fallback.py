@@ -144,7 +144,7 @@ class FallbackStore:
             try:
                 return await self._shared.append(record, tokens, step, snapshot)
             except Unanswered as lost:
-                if session in self._unsynced:  # another request marked it first
+                if session in self._unsynced:  # another request marked the session first
                     return None
                 marks, before = lost.marks, lost.before
             after = extended(before, branch(), tokens, step, self.session_history_tokens)
@@ -172,7 +172,7 @@ class FallbackStore:
                 if known is None or known.revision != revision:
                     raise
                 before, marks = known, (codec.mark(revision),)
-            if session in self._unsynced:  # another request marked it first
+            if session in self._unsynced:  # another request marked the session first
                 return None
             unsynced = self._mark_unsynced(before, marks)
         async with unsynced.lock:
