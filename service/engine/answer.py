@@ -194,8 +194,8 @@ class AnswerBuilder:
         replayed: bool | None = None,
         durable: bool | None = None,
     ) -> Answer:
-        """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the recurrent
-        part gives the predictions.
+        """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the
+        predictions come from the recurrent part.
 
         `input_ids` returns all available tokens up to the plan's position. `prove`: `search` ran on the parts, and its
         time is part of the answer's latency. `session` is the id of the session, if the request has one.

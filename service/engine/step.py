@@ -240,8 +240,8 @@ class SessionSteps:
         cache: bool,
         replayed: bool | None = None,
     ) -> Answer:
-        """Answers from a session without appending. If `free`, it chooses the cheapest number of tokens for a rebuild.
-        A rebuilt state stays resident.
+        """Answers from a session without appending. If `free`, chooses the cheapest number of tokens for a rebuild. A
+        rebuilt state stays resident.
 
         Raises InvalidRequest if the answer's bound does not meet the tolerance. This happens before the run if the
         bound is already known.

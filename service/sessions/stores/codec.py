@@ -76,7 +76,7 @@ class Unreadable(ValueError):
 
 
 def head(record: SessionRecord) -> bytes:
-    """Encodes a session without its revision and its tail. Every call draws a new stamp."""
+    """Encodes a session without its revision and its tokens. Every call draws a new stamp."""
     start, tokens, key = record.last or (NO_STEP, b"", None)
     identity = _identity(record.model, record.model_version, record.mode, record.tail.width, record.vocabulary)
     stamp = secrets.randbits(STAMP_BITS)
@@ -100,7 +100,7 @@ def after_run(written: bytes) -> bytes:
 
 
 def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRecord:
-    """Decodes a session, with the latest `keep` tokens of its tail. Raises Unreadable."""
+    """Decodes a session with its latest `keep` tokens. Raises Unreadable."""
     try:
         revision, _, length = _FRONT.unpack_from(data)
         about = data[_FRONT.size : _FRONT.size + length]
@@ -114,7 +114,7 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRe
         raise Unreadable(f"the stored bytes of session {id_of(session)!r} cannot be read") from error
     ids = data[_FRONT.size + length :]
     if not ids or len(ids) % width:
-        raise Unreadable(f"the tail of session {id_of(session)!r} has {len(ids)} bytes, but a token takes {width}")
+        raise Unreadable(f"the tokens of session {id_of(session)!r} take {len(ids)} bytes, but each takes {width}")
     last = None if start == NO_STEP else LastStep(start, tokens, key or None)
     tail = TokenHistory(ids if position <= keep else ids[-keep * width :], width)
     return SessionRecord(session, model, version, mode, position, tail, revision, last, idle_s, vocabulary)

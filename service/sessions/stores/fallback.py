@@ -251,7 +251,7 @@ class FallbackStore:
         except Unavailable:
             unsynced.marks.append(codec.mark(record.revision))  # the store may have written this revision
             return record
-        except Overloaded:  # the store is full: the session continues here
+        except Overloaded:  # the store is full: the session continues in this process
             return record
         self._unsynced.pop(session, None)
         if unsynced.counts:

@@ -59,12 +59,12 @@ Identity = tuple[str, str, Mode, int, str]
 
 
 def entry_bytes(session: str, tail: int) -> int:
-    """Returns the memory in bytes of a session with a tail of `tail` bytes."""
+    """Returns the memory in bytes of a session whose tokens take `tail` bytes."""
     return OVERHEAD_BYTES + len(session) + _HEADER.size + tail
 
 
 def tail_bytes(packed: bytes) -> int:
-    """Returns the length of the session's tail in bytes."""
+    """Returns the length of the session's tokens in bytes."""
     return len(packed) - _HEADER.size
 
 
@@ -197,8 +197,8 @@ EXPIRED_AT_ONCE = 1000  # largest number of expired sessions that one call remov
 class MemoryStore:
     """A `Store` of sessions in memory, within a budget in bytes. A session expires after `ttl_s` without use.
 
-    A new session is rejected unless it fits with a full tail. Existing sessions may still exceed the budget when their
-    tails grow. The longest idle sessions are then evicted.
+    A new session is rejected unless it fits with a full token history. Existing sessions may still exceed the budget
+    when their token histories grow. The longest idle sessions are then evicted.
     """
 
     def __init__(

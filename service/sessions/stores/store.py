@@ -113,13 +113,13 @@ class SessionRecord(NamedTuple):
 
     @property
     def dropped_tokens(self) -> int:
-        """The number of tokens that are missing from the tail, because they were cut off or were never known. If 0, the
-        tail holds the whole sequence. `<eos>` is cut off together with the first token."""
+        """The number of tokens that are missing from `tail`, because they were cut off or were never known. If 0,
+        `tail` holds the whole sequence. `<eos>` is cut off together with the first token."""
         return max(self.position - len(self.tail), 0)
 
     @property
     def earliest(self) -> int:
-        """The earliest position to which the session can be rewound. One token must remain in the tail."""
+        """The earliest position to which the session can be rewound. One token must remain in `tail`."""
         return self.position - len(self.tail) + 1
 
 
@@ -188,7 +188,7 @@ class Store(Protocol):
         ...
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
-        """Rewinds the session to `position`, which must be in the tail, and deletes the last step.
+        """Rewinds the session to `position`, and deletes the last step. One token must remain in `tail`.
 
         Returns None, without side effects, if the session is not at `revision`.
         """
