@@ -1,17 +1,19 @@
 """Runs a long sequence as parallel chunks.
 
-A chunk in the middle does not know its initial state. It is *warmed up*: the tokens before it run from the zero state.
-Then the difference between that state and the end of the previous chunk is measured, unit by unit. If it is over the
-limit, the chunk runs again from that end, until its state is within the limit of its first state at the same place;
-the results after that place are kept. At a limit of 0 the states are bit-identical, and the result is that of a run in
-order, for any model. If too much has to run again, the rest of the sequence runs in order.
+The initial state of a chunk in the middle is unknown. The chunk is *warmed up*: the tokens before it run from the zero
+state. Then the difference between the warmed-up state and the state at the end of the previous chunk is measured for
+each unit. If the difference exceeds the limit, the chunk runs again from the end of the previous chunk, until its state
+is within the limit of the first run's state at the same place. The first run's results after that place are kept. At a
+limit of 0 the states are bit-identical, and the result equals that of a run in order, for any model. If too many tokens
+must run again, the rest of the sequence runs in order.
 
-Chunks pass through the scheduler like other work, a few tokens of each at a time. Only one segment's states are held,
-for a sequence of any length.
+Chunks pass through the scheduler like other work, a few tokens of each chunk at a time. Only the states of one segment
+are held, for a sequence of any length.
 
-A *cell* is the part of a chunk in one run. A *joint* is a place where a cell started from a state other than the end of
-the previous cell. Every chunk but the first begins with one. A cell that runs again from the end of the previous one
-moves its joint to its own end. A run without joints is bit-identical to one in order.
+A *cell* is the part of a chunk in one run. A *joint* is a place where a cell started from a state other than the state
+at the end of the previous cell. Every chunk except the first begins with a joint. If a cell runs again from the end of
+the previous cell, the joint moves to the end of the repeated cell. A run without joints is bit-identical to a run in
+order.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ from wane.service.runners.runner import NEXT, Array
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
 States = Mapping[str, Array]
-"""By the state tensor's name, one state a row: float32 (n, *shape)."""
+"""The state tensors by name: float32 (n, *shape), with one state in each row."""
 
 
 class ChunkBatch:
     """The states and log-probabilities of one segment's cells.
 
-    tokens, targets: int64 (n), n at most the layout's; targets for scan only. Cells are numbered along the sequence:
-    cell g is part g % cells of chunk g // cells."""
+    tokens, targets: int64 (n), where n is at most the number of tokens of the layout; targets for scan only. Cells are
+    numbered along the sequence: cell g is part g % layout.cells of chunk g // layout.cells."""
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class ChunkBatch:
         targets: NDArray[np.int64] | None,
         like: States,
     ) -> None:
-        """`like`: any states; only their names and shapes are used."""
+        """`like`: states with the names and shapes of the model's states. Their values are not used."""
         self.layout = layout
         self.role = role
         self.tokens = tokens
@@ -62,11 +64,11 @@ class ChunkBatch:
         self._ends = {name: np.zeros_like(value) for name, value in self._starts.items()}
 
     def column(self, part: int) -> range:
-        """Returns the cells that are part `part` of each chunk; the last chunks may be too short to have one."""
+        """Returns the cells with number `part` of all chunks. The last chunks may be too short to have such a cell."""
         return range(part, self.cells, self.layout.cells)
 
     def work(self, cell: int, read: int, write: int, *, binding: bool) -> Work:
-        """Returns the work of a cell, from the state in slot `read`."""
+        """Returns the work item that runs a cell from the state in slot `read`."""
         at = self._extent(cell)
         targets = None if self.targets is None else self.targets[at]
         return Work(self.role, self.tokens[at], targets, read=read, write=write, binding=binding, chunk=True)
@@ -77,7 +79,7 @@ class ChunkBatch:
             value[cells.start : cells.stop : cells.step] = states[name]
 
     def ended(self, cells: range, states: States, rows: list[Row]) -> None:
-        """Stores the states in which cells ended, and their log-probabilities."""
+        """Stores the states at the end of cells, and the cells' log-probabilities."""
         for name, value in self._ends.items():
             value[cells.start : cells.stop : cells.step] = states[name]
         for cell, row in zip(cells, rows, strict=True):
@@ -86,15 +88,16 @@ class ChunkBatch:
                 self.logprobs[at] = row.logprobs[: at.stop - at.start]
 
     def end(self, cell: int) -> States:
-        """Returns the state in which a cell ended, as one row."""
+        """Returns the state at the end of a cell, as one row."""
         return {name: value[cell : cell + 1] for name, value in self._ends.items()}
 
     def residual(self, cell: int) -> float:
-        """Returns the largest difference of a unit at the joint before `cell`, which is not the first; 0: no joint."""
+        """Returns the largest difference of any unit at the joint before `cell`, which must not be the first cell. 0:
+        there is no joint."""
         return max(float(_apart(value[cell], self._ends[name][cell - 1]).max()) for name, value in self._starts.items())
 
     def residuals(self) -> NDArray[np.float64]:
-        """Returns `residual` of every cell, 0 for the first: float64 (cells)."""
+        """Returns `residual` of every cell, and 0 for the first cell: float64 (cells)."""
         found = np.zeros(self.cells)
         for name, value in self._starts.items():
             apart = _apart(value[1:], self._ends[name][:-1])
@@ -102,7 +105,7 @@ class ChunkBatch:
         return found
 
     def joints(self) -> dict[str, Array]:
-        """Returns, by name, the largest difference of each unit at any joint: (*shape)."""
+        """Returns, for each tensor's name, the largest difference of each unit at any joint: (*shape)."""
         return {
             name: _apart(value[1:], self._ends[name][:-1]).max(axis=0, initial=0.0)
             for name, value in self._starts.items()
@@ -113,7 +116,8 @@ class ChunkBatch:
 
 
 def _apart(one: Array, other: Array) -> Array:
-    """Returns |one - other| by unit: 0 if both are equal or both NaN, otherwise infinite if the difference is NaN."""
+    """Returns |one - other| of each unit: 0 if both values are equal or both are NaN; infinite if only the difference
+    is NaN."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart: Array = np.abs(one - other)
     if not np.isfinite(apart).all():
@@ -123,23 +127,24 @@ def _apart(one: Array, other: Array) -> Array:
 
 
 IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}
-"""Tokens of one run of a sequence that runs in order."""
+"""The number of tokens in one run of a sequence that runs in order."""
 
 REPEATED_CHUNKS = 0.25
-"""Repeated cells for each chunk of a segment; if there are more, the next segments' warm-up is doubled."""
+"""Number of repeated cells for each chunk of a segment. If it is exceeded, the warm-up of the next segments is doubled.
+"""
 
 REPEATED_CELLS = 0.5
-"""Share of a segment's cells that are repeated; if it is larger, the rest of the sequence runs in order."""
+"""Fraction of a segment's cells that are repeated. If it is exceeded, the rest of the sequence runs in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """How a sequence ran so far.
+    """Describes how a sequence ran so far.
 
-    chunks: 1 if it ran in order. rounds: 1, plus 1 for every repeated cell. warm_up: the fewest tokens of warm-up.
-    residual: the largest difference of a state's unit at any remaining joint; 0 without joints, when the run is exact.
-    joints: by name, the largest difference of each unit. apart: the fewest tokens between two joints. latest: the
-    position of the latest joint.
+    chunks: the number of chunks; 1 if the sequence ran in order. rounds: 1, plus 1 for every repeated cell. warm_up:
+    the fewest tokens of warm-up in any segment. residual: the largest difference of any unit of the state at any
+    remaining joint; 0 if there are no joints, and the run is then exact. joints: the largest difference of each unit,
+    for each tensor's name. apart: the fewest tokens between two joints. latest: the position of the last joint.
     """
 
     chunks: int = 1
@@ -151,7 +156,8 @@ class ChunkPlan:
     latest: int | None = None
 
     def then(self, segment: ChunkBatch, start: int, repeated: int) -> ChunkPlan:
-        """Returns the plan with one more segment, which begins at `start` and had `repeated` cells run again."""
+        """Returns the plan after one more segment, which begins at `start`. `repeated` is the number of its repeated
+        cells."""
         residuals = segment.residuals()
         places = (start + np.flatnonzero(residuals) * segment.layout.steps).tolist()
         if self.latest is not None:
@@ -172,8 +178,8 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Progress of a run. `done`: tokens run so far. `logprobs`: float64 (n), of the next n tokens; None until their
-    whole segment has run."""
+    """Progress of a run. `done`: the number of tokens run so far. `logprobs`: float64 (n), the log-probabilities of the
+    next n tokens; None until their whole segment has run."""
 
     done: int
     plan: ChunkPlan
@@ -182,9 +188,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The joints that a run may have: each is at most `limit`, and `judge` accepts the plan with them.
+    """Limits the joints of a run: the difference at each joint is at most `limit`, and `judge` accepts the plan.
 
-    enough: tokens of warm-up after which a joint of any size is accepted.
+    enough: number of tokens of warm-up after which any difference at a joint is accepted.
     """
 
     limit: float
@@ -196,7 +202,7 @@ EXACT = Demand(0.0)
 
 
 class ChunkedRunner:
-    """Runs long sequences of one model."""
+    """Runs long sequences of one model, as parallel chunks or in order."""
 
     def __init__(self, manifest: Manifest, batcher: Batcher, pool: StatePool, throughput: ThroughputProfile) -> None:
         self._batcher = batcher
@@ -205,9 +211,10 @@ class ChunkedRunner:
         self._reach = 0 if manifest.architecture.front is None else manifest.architecture.front.reach
 
     def layout(self, role: Role, tokens: int, demand: Demand, least: int = 0) -> ChunkLayout | None:
-        """Returns the layout of the next segment of a sequence with `tokens` left. None: a run in order is quicker.
+        """Returns the layout of the next segment of a sequence, of which `tokens` tokens remain. None: a run in order
+        is faster.
 
-        least: the fewest tokens of warm-up, unless the demand needs fewer.
+        least: the minimum number of tokens of warm-up, unless `demand.enough` is smaller.
         """
         seen = self._throughput.warm_up(demand.limit)
         known = [] if seen is None else [max(seen, least)]
@@ -218,7 +225,7 @@ class ChunkedRunner:
         return lay_out(tokens, warm_up, role, self._throughput.pace(role), self._throughput.pace("advance"))
 
     def seconds(self, tokens: int, role: Role = "advance", demand: Demand = EXACT) -> float | None:
-        """Returns the expected seconds of `advance` or `scan` over `tokens` tokens. None: they run in order."""
+        """Returns the expected seconds of `advance` or `scan` over `tokens` tokens. None: the tokens run in order."""
         first = self.layout(role, tokens, demand)
         if first is None:
             return None
@@ -232,7 +239,8 @@ class ChunkedRunner:
     async def advance(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
     ) -> None:
-        """Runs tokens exactly, from the state in slot `read`, and writes the last state to slot `write`."""
+        """Runs tokens, bit-identical to a run in order, from the state in slot `read`. Writes the last state to slot
+        `write`."""
         pieces = self.run("advance", tokens, None, ticket, EXACT, read=read, write=write, binding=binding)
         async with aclosing(pieces):
             async for _ in pieces:
@@ -252,8 +260,8 @@ class ChunkedRunner:
     ) -> AsyncGenerator[Piece, None]:
         """Runs tokens (n) by `advance`, or by `scan` with targets (n), and yields after each run.
 
-        read, write: the slots of the first and the last state. demand: None runs the tokens in order. The caller must
-        close the generator.
+        read, write: the slots of the first and the last state. If demand is None, the tokens run in order. The caller
+        must close the generator.
         """
         plan, start, least = ChunkPlan(), 0, 0
         while start < len(tokens):
@@ -297,7 +305,7 @@ class ChunkedRunner:
     async def _warm_up(
         self, tokens: NDArray[np.int64], start: int, layout: ChunkLayout, slots: Sequence[int], ticket: Ticket
     ) -> None:
-        """Runs the tokens before every chunk but the first, from the zero state."""
+        """Runs the warm-up tokens before every chunk except the first, from the zero state."""
         starts = [start + chunk * layout.length for chunk in range(1, layout.chunks)]
         for back in range(layout.warm_up, 0, -layout.warm_up_steps):
             end = max(back - layout.warm_up_steps, 0)
@@ -313,7 +321,8 @@ class ChunkedRunner:
     async def _column(
         self, segment: ChunkBatch, column: int, here: int, slots: Sequence[int], ticket: Ticket, *, binding: bool
     ) -> int:
-        """Runs the next cell of every chunk; returns their tokens. here: the slot that the first chunk reads."""
+        """Runs the next cell of every chunk. Returns the number of tokens run. here: the slot from which the first
+        chunk reads."""
         cells = segment.column(column)
         writes = slots[: len(cells)]
         reads = [here, *writes[1:]] if column == 0 else writes
@@ -327,16 +336,16 @@ class ChunkedRunner:
         return sum(work.length for work in works)
 
     async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
-        """Repeats every cell whose joint is over the limit, from the end of the previous cell.
+        """Repeats every cell with a joint over the limit, from the state at the end of the previous cell.
 
-        Returns the number of repeated cells. again: the slot to run them in. last: the slot of the last chunk.
+        Returns the number of repeated cells. again: the slot for the repeated cells. last: the slot of the last chunk.
         """
         residuals = segment.residuals()
         if not (residuals > limit).any():
             return 0
         repeated, resumed = 0, -1
         for cell in range(1, segment.cells):
-            # A repeated cell moves the joint after it.
+            # A repeated cell changes the difference at the joint after it.
             if (segment.residual(cell) if cell == resumed else residuals[cell]) <= limit:
                 continue
             before = segment.end(cell - 1)
@@ -351,7 +360,7 @@ class ChunkedRunner:
         return repeated
 
     async def _together(self, works: Sequence[Work], ticket: Ticket) -> list[Row]:
-        """Runs work of one request concurrently. Only the first item needs admission and is timed."""
+        """Runs work items of one request concurrently. Only the first item is admitted and timed."""
         others = ticket.beside()
         items: list[WorkItem] = []
         try:
@@ -364,7 +373,7 @@ class ChunkedRunner:
             raise
 
     def _put(self, states: States, slot: int) -> None:
-        """Writes a state to a slot, with a `hidden` of zeros, which is never read."""
+        """Writes a state to a slot. Its `hidden` is never read and is set to zeros."""
         hidden = np.zeros_like(self._pool.gather_hidden([slot]))
         self._pool.scatter([slot], {HIDDEN: hidden, **{NEXT + name: value for name, value in states.items()}})
 

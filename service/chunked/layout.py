@@ -1,8 +1,8 @@
-"""Cuts a long sequence into parallel chunks, by measured speed.
+"""Cuts a long sequence into parallel chunks, based on the measured speed.
 
-While the model is served, two things are measured: the seconds a token costs, by the number of parallel sequences
-(`Pace`), and how quickly the model forgets its initial state (`Residuals`). The second only chooses the warm-up length
-and guarantees nothing: every run measures the difference that its warm-up left.
+Two things are measured while the model is served. `Pace` is the seconds for each token as a function of the number of
+parallel sequences. `Residuals` shows how fast the model forgets its initial state. It only chooses the warm-up length
+and guarantees nothing, because every run measures the difference that remains after its warm-up.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 ROWS = 4
 MARGIN = 0.25
-"""Safety factor: a model may forget a little more slowly over tokens other than those measured."""
+"""Safety factor, because a model may forget a little more slowly over other tokens than the measured tokens."""
 
 PAST = 512
-"""Tokens that one run of each of the ROWS pairs reads before the tokens that both read."""
+"""Number of tokens that one run of each of the ROWS pairs reads before the common tokens of the pair."""
 
 
 Residuals = Sequence[tuple[int, float]]
-"""(tokens, difference), fewest tokens first: the largest difference in any unit of the state between two runs over the
-same tokens, after this number of tokens."""
+"""Pairs (tokens, difference), fewest tokens first: the largest difference of any unit of the state between two runs
+with different initial states, after this number of common tokens."""
 
 
 def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> Generator[None, None, Residuals]:
-    """Runs random tokens from a random past and from the zero state. Yields after each run. Blocks."""
+    """Compares runs over the same random tokens, after random earlier tokens and from the zero state. Yields after each
+    run. Each run blocks."""
     random = np.random.default_rng(4)
     zeros = pool.gather([ZERO] * ROWS)
     past = _advance(runner, random.integers(vocabulary_size, size=(ROWS, PAST)), zeros)
@@ -61,18 +62,19 @@ def _advance(runner: Runner, tokens: Array, state: dict[str, Array]) -> dict[str
 
 
 WIDTHS = (1, 4, 8, 16, 32, 64)
-"""Numbers of parallel sequences that are measured, up to the batch size."""
+"""Numbers of parallel sequences for which the pace is measured, up to the largest batch."""
 
 POSITIONS = 512
-"""Tokens of a measured run; more if many sequences share them."""
+"""Total number of tokens of a measured run. It is larger if there are many sequences, because each has at least
+MEASURED_STEPS tokens."""
 
 MEASURED_STEPS = 16
 
 REPEATS = 3
-"""Runs of each width, in turn; the quickest counts."""
+"""Number of runs of each width. The fastest run counts."""
 
 Pace = Mapping[int, float]
-"""Seconds a token, by the number of parallel sequences."""
+"""Seconds for each token, by the number of parallel sequences."""
 
 
 def measure_pace(
@@ -83,9 +85,10 @@ def measure_pace(
     max_batch_size: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Generator[None, None, Pace]:
-    """Measures the pace of `advance` or `scan`. Yields after each run.
+    """Measures the pace of the graph `advance` or `scan`. Yields after each run.
 
-    Blocks, and raises the runner's errors. Call it after the graph has run once: first runs are slow.
+    Each run blocks, and may raise the runner's errors. The graph must have run once before, because its first run is
+    slow.
     """
     found: dict[int, float] = {}
     for _ in range(REPEATS):
@@ -101,18 +104,18 @@ def measure_pace(
 
 
 class ThroughputProfile:
-    """One model's paces and residuals. Before `measure` nothing is known, and every sequence runs in order."""
+    """One model's paces and residuals. Before `measure` there are no values, and every sequence runs in order."""
 
     def __init__(self, residuals: Residuals = ()) -> None:
         self._paces: dict[Role, Pace] = {}
         self._residuals = residuals
 
     def pace(self, role: Role) -> Pace:
-        """Returns the pace of `advance` or `scan`."""
+        """Returns the pace of the graph `advance` or `scan`; empty before `measure`."""
         return self._paces.get(role, {})
 
     def warm_up(self, residual: float) -> int | None:
-        """Returns the fewest tokens from which on the measured difference stays within MARGIN of `residual`.
+        """Returns the smallest number of tokens from which the measured difference stays at most MARGIN * `residual`.
 
         None: there is no such length.
         """
@@ -124,9 +127,10 @@ class ThroughputProfile:
         return found
 
     def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
-        """Yields after each of about fifty runs of about ten milliseconds, so that other runs can be interleaved.
+        """Measures the paces and the residuals. Yields after each of about fifty runs of about ten milliseconds, so
+        that other runs can be interleaved.
 
-        Blocks, and raises the runner's errors. Call it after every graph has run once.
+        Each run blocks, and may raise the runner's errors. Every graph must have run once before.
         """
         for role in ("advance", "scan"):
             self._paces[role] = yield from measure_pace(role, runner, pool, manifest.vocabulary.eos_id, max_batch_size)
@@ -134,26 +138,26 @@ class ThroughputProfile:
 
 
 SEGMENT_TOKENS = 65_536
-"""Most tokens of one segment of parallel chunks; a longer sequence runs one segment after another."""
+"""Largest number of tokens of one segment of parallel chunks. A longer sequence runs one segment after another."""
 
 FEWEST_TOKENS = 64
-"""Fewest tokens of a chunk, which also needs at least twice its warm-up."""
+"""Smallest number of tokens of a chunk. A chunk also has at least twice as many tokens as its warm-up."""
 
 RUN_SECONDS = 0.025
-"""Most seconds that one run should take, so that other requests get their turns."""
+"""Target for the longest time of one run, in seconds, so that other requests are not delayed."""
 
 FEWEST_STEPS = 16
-"""Fewest tokens that every chunk advances by in a run."""
+"""Smallest number of tokens of each chunk in a run."""
 
 WORTHWHILE = 0.9
-"""Chunks run in parallel if that is expected to take less than this share of the time in order."""
+"""Chunks run in parallel if this is expected to take less than this fraction of the time of a run in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """`chunks` of `cells` times `steps` tokens each; the last may be shorter. Every chunk but the first is warmed up
-    over the `warm_up` tokens before it, in pieces of `warm_up_steps`. A cell is the part of a chunk in one run.
-    `seconds` is the expected time of the whole segment."""
+    """The layout of a segment: `chunks` chunks of `cells` cells with `steps` tokens each. The last chunk may be
+    shorter. A cell is the part of a chunk in one run. Every chunk except the first is warmed up over the `warm_up`
+    tokens before it, in pieces of `warm_up_steps`. `seconds` is the expected time of the whole segment."""
 
     chunks: int
     cells: int
@@ -164,14 +168,15 @@ class ChunkLayout:
 
     @property
     def length(self) -> int:
-        """Tokens of a chunk."""
+        """The number of tokens of a chunk."""
         return self.cells * self.steps
 
 
 def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pace) -> ChunkLayout | None:
-    """Returns the quickest layout of a sequence's next segment, with `tokens` left. None: in order is quickest.
+    """Returns the fastest layout of the next segment of a sequence, of which `tokens` tokens remain. None: a run in
+    order is fastest.
 
-    `role` is the chunks' graph and `pace` its pace; `warm_up_pace` is that of `advance`.
+    `role` is the graph that runs the chunks, and `pace` is its pace. `warm_up_pace` is the pace of `advance`.
     """
     tokens = min(tokens, SEGMENT_TOKENS)
     best = WORTHWHILE * pace.get(1, 0.0) * tokens
@@ -192,6 +197,6 @@ def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pac
 
 
 def _steps(role: Role, width: int, seconds: float) -> int:
-    """Returns the number of tokens that each of `width` chunks advances by in a run."""
+    """Returns the number of tokens of each of `width` chunks in a run."""
     most = MOST_POSITIONS[role] // width
     return max(1, min(most, max(FEWEST_STEPS, int(RUN_SECONDS / (seconds * width)))))

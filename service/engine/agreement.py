@@ -1,4 +1,4 @@
-"""Measures how far two answers to one request are apart, and keeps running figures over all such pairs."""
+"""Compares two answers to the same request, and keeps statistics of all such comparisons."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.engine.bounds import Bound
 from wane.service.engine.logits import log_softmax
 from wane.service.types import Agreement
 
-# Two float32 runs over the same tokens, in different batches or by different graphs, differ by rounding. Measured total
-# variations stay under 1e-6; only a larger excess than this violates a bound.
+# Two float32 runs over the same tokens, in different batches or graphs, differ by rounding. The measured total
+# variations stay under 1e-6. A bound is violated only if it is exceeded by more than this constant.
 FLOAT32_ROUNDING = 1e-5
 
 
 class Source(StrEnum):
-    """Why a pair was compared: a request asked for both modes, or a live answer was sampled."""
+    """The reason for a comparison: the request's mode was `both`, or the live answer was sampled."""
 
     BOTH = "both"
     SHADOW = "shadow"
@@ -33,11 +33,16 @@ def compare(
     bound: Bound | None,
     proved: bool,
 ) -> Agreement:
-    """Compares the two answers at temperature 1. logits: float32 (V); hidden: float32 (H), the output layer's input.
+    """Compares the answers of the recurrent and the window mode at temperature 1. logits: float32 (V); hidden: float32
+    (H), the output layer's input.
 
-    total_variation = sum |p - q| / 2; kl = sum p log(p / q), with p recurrent and q window, in nats;
-    state_distance = |hidden - hidden'|_2; max_logit_difference compares the raw logits.
-    `bound` is on the distance of the two; `proved`: the window alone proves that their first tokens are equal.
+    total_variation = sum |p - q| / 2, where p is the recurrent distribution and q the window's;
+    kl = sum p log(p / q), in nats;
+    state_distance = |hidden - hidden'|_2;
+    max_logit_difference compares the raw logits.
+
+    `bound` limits the distance between the two answers. `proved`: the window's run alone proves that the most probable
+    tokens of the two answers are equal.
     """
     p, q = log_softmax(recurrent_logits), log_softmax(window_logits)
     return Agreement(
@@ -53,14 +58,14 @@ def compare(
 
 
 class TotalVariationReport(TypedDict):
-    """Over all comparisons; null if there were none."""
+    """Figures over all comparisons; null if there were none."""
 
     mean: float | None
     max: float | None
 
 
 class ErrorBoundReport(TypedDict):
-    """Over the comparisons that had a bound; null if there were none."""
+    """Figures over the comparisons that had a bound; null if there were none."""
 
     bounded: int
     mean: float | None
@@ -68,8 +73,8 @@ class ErrorBoundReport(TypedDict):
 
 
 class AgreementReport(TypedDict):
-    """How far windows were from recurrent, over all comparisons; null if there were none. `bound_violations`: pairs
-    that contradict their bound or proof."""
+    """The distance between the window and the recurrent answers, over all comparisons. Rates, means and maxima are null
+    if there were no comparisons. `bound_violations` counts the pairs that contradict their bound or proof."""
 
     compared: int
     top1_match_rate: float | None
@@ -81,14 +86,15 @@ class AgreementReport(TypedDict):
 
 
 class AgreementBySource(AgreementReport):
-    """Over all comparisons, and by source: `both` modes were requested, or `shadow`, a sample of live answers."""
+    """Agreement over all comparisons, and separately for each source: requests of mode `both`, and `shadow` samples of
+    live answers."""
 
     sources: dict[Source, AgreementReport]
 
 
 @dataclass(slots=True)
 class AgreementStatistics:
-    """Running figures over every compared pair."""
+    """Accumulates statistics of all compared pairs."""
 
     compared: int = 0
     top1_matches: int = 0
@@ -102,7 +108,7 @@ class AgreementStatistics:
     bound_violations: int = 0
 
     def add(self, agreement: Agreement) -> None:
-        """Counts one pair."""
+        """Adds one compared pair."""
         self.compared += 1
         self.top1_matches += agreement.top1_match
         self.top1_proved += agreement.top1_proved
@@ -116,7 +122,7 @@ class AgreementStatistics:
         self.bound_violations += violates(agreement)
 
     def document(self) -> AgreementReport:
-        """Returns the figures as `/v1/report` shows them; rates and means are null if there were no comparisons."""
+        """Returns the statistics for `/v1/report`. Rates, means and maxima are null if there were no comparisons."""
         count, bounded = self.compared, self.bounded
         return {
             "compared": count,
@@ -137,10 +143,11 @@ class AgreementStatistics:
 
 
 def violates(agreement: Agreement) -> bool:
-    """Returns whether the pair contradicts a bound or a proof, by more than rounding.
+    """Returns whether the pair contradicts a bound by more than rounding, or contradicts a proof.
 
-    It does if it is further apart than one of its bounds, or if its first tokens differ although they are proved equal.
-    The distance of states is compared only with bounds that count rounding: all but 0.
+    A pair contradicts a bound if its distance exceeds the bound. It contradicts a proof if the most probable tokens
+    differ although they are proved equal. The state distance is not compared with a bound of 0, because that bound does
+    not include rounding.
     """
     if agreement.top1_proved and not agreement.top1_match:
         return True

@@ -26,15 +26,15 @@ from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Prediction, StateSource
 
 SMALL_ENOUGH = 1e-3
-"""A total variation up to which no smaller bound is searched."""
+"""If the bound on the total variation is at most this value, no sharper bound is computed."""
 
 
 class AnswerPlan(NamedTuple):
-    """How a request at `position` is answered.
+    """The plan for the answer to a request at `position`.
 
-    `mode` is recurrent, window or both; `window` is the k of the latter two. `origin` is the source of the recurrent
-    part's state, and `context_length` the number of latest tokens that this state knows. `cache`: whether the answer is
-    mixed with the model's cache, if it has one.
+    `mode` is recurrent, window or both. `window` is the k of the modes window and both. `origin` is the source of the
+    recurrent part's state. `context_length` is the number of latest tokens that this state has read. `cache` says
+    whether the answer is mixed with the model's cache, if the model has one.
     """
 
     mode: Mode
@@ -48,10 +48,10 @@ class AnswerPlan(NamedTuple):
     def of_prompt(
         cls, mode: Mode, tokens: int, window: int | None, *, truncated: bool, cache: bool = True
     ) -> AnswerPlan:
-        """Plans a request that has `tokens` tokens of its own: a whole sequence, or the end of a longer one.
+        """Plans a request without a session, with `tokens` tokens: a whole sequence, or the end of a longer one.
 
-        The position of a truncated sequence is unknown. It is set to one more than the given tokens, so that no k
-        covers the sequence. A window has at most the given tokens.
+        The position of a truncated sequence is unknown. It is set to `tokens` + 1, so that no k covers the sequence.
+        The window has at most `tokens` tokens.
         """
         if not truncated:
             return cls(mode, tokens, window, StateSource.FULL, tokens, cache)
@@ -63,18 +63,18 @@ class AnswerPlan(NamedTuple):
         return StateSource.WINDOW if self.mode is Mode.WINDOW else self.origin
 
     def bound(self, certificate: Certificate) -> Bound | None:
-        """Returns the bound of the answer that is known before the run."""
+        """Returns the bound of the answer, as far as it is known before the run."""
         return self.bound_of(certificate, self.mode is not Mode.WINDOW)
 
     def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
-        """Returns the bound of the recurrent or the window part, given the `radius` that its run output."""
+        """Returns the bound of the recurrent or the window part. `radius` is an output of the part's run."""
         context_length = self.context_length if recurrent else self.window
-        assert context_length is not None, "a window part without a k: this is a bug"
+        assert context_length is not None, "the plan of a window part has no k: this is a bug"
         return bounds.bound(certificate, context_length, self.position, radius)
 
 
 class ModeResult(NamedTuple):
-    """One mode's run, the bound of its answer, and its latency. `proved`: a search proved the first token."""
+    """One mode's run, with the answer's bound and latency. `proved`: `search` proved the most probable token."""
 
     result: RunResult
     bound: Bound | None
@@ -83,14 +83,14 @@ class ModeResult(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Samples answers, to repeat them in the other mode."""
+    """Samples live answers for repetition in the other mode."""
 
     def chosen(self) -> bool:
         """Returns whether the next answer is sampled. Call it once for each answer."""
         ...
 
     def offer(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
-        """Takes a sampled answer of one mode, from `input_ids`, which ends at the plan's position."""
+        """Receives a sampled answer of one mode. `input_ids` are its tokens, up to the plan's position."""
         ...
 
 
@@ -107,8 +107,8 @@ class AnswerBuilder:
         prover: Executor,
         cache: CacheMixture | None = None,
     ) -> None:
-        """`prover` runs the proofs by direction, one at a time: they take too long for the event loop. `cache` is that
-        of the model, if it has one."""
+        """`prover` runs the gradient proofs one at a time, because they would block the event loop. `cache` is the
+        model's cache, if it has one."""
         self._certificate = manifest.certificate
         self._vocabulary = vocabulary
         self._margin = margin
@@ -128,8 +128,8 @@ class AnswerBuilder:
         *,
         recurrent: bool,
     ) -> ModeResult:
-        """Returns the recurrent or the window part of a plan, after its run. `input_ids`: all available tokens up to
-        the plan's position, with the start token if they are the whole sequence."""
+        """Returns the recurrent or the window part of a plan, made from its run's `result`. `input_ids`: all available
+        tokens up to the plan's position. They begin with the start token if they are the whole sequence."""
         found = plan.bound_of(self._certificate, recurrent, result.radius)
         if plan.cache and self.cache is not None:
             history = input_ids[1:] if len(input_ids) > plan.position else input_ids
@@ -146,9 +146,11 @@ class AnswerBuilder:
         prove: bool,
         binding: bool = False,
     ) -> ModeResult:
-        """Runs the window part of a plan, over the window's tokens. `input_ids`: see `part`; `prove`: see `search`.
+        """Runs the window part of a plan over `context_ids`, the window's tokens. `input_ids`: see `part`. If `prove`,
+        calls `search`.
 
-        Call it after the recurrent part, not concurrently: then each latency is what its mode alone would take.
+        The caller runs it after the recurrent part, not concurrently. Each latency is then the latency of its mode
+        alone.
         """
         mark = ticket.mark() if plan.mode is Mode.BOTH else None
         result = await self._forward.window(context_ids, ticket, binding=binding)
@@ -156,11 +158,11 @@ class AnswerBuilder:
         return await self.search(part, ticket) if prove else part
 
     async def search(self, part: ModeResult, ticket: Ticket) -> ModeResult:
-        """Returns the part with a sharper bound of the total variation, and a proof of its first token, both by
-        direction. Unchanged if nothing was left out, if the margin proves the token and the bound is small already, or
-        if the run has no trace.
+        """Runs the gradient proof. Returns the part with a sharper bound on the total variation and, if found, a proof
+        of its most probable token. Returns the part unchanged if no token is missing, if its run has no trace, or if
+        the margin proves the token and the bound is at most SMALL_ENOUGH.
 
-        Waits for the proofs' thread. A caller that leaves, or its deadline, ends the wait.
+        Waits for the thread that runs the proofs. Cancellation of the caller or its deadline ends the wait.
         """
         result, bound, direction = part.result, part.bound, self.direction
         if bound is None or bound.runs is None or not bound.state or direction is None or result.trace is None:
@@ -175,7 +177,7 @@ class AnswerBuilder:
             self._prover, direction.search, result.trace, first, weight, added
         )
         found = result.bound(bound._replace(variation=variation))
-        assert found is not None, "a bound of a mixture is lost: this is a bug"
+        assert found is not None, "a bounded network gives an unbounded mixture: this is a bug"
         return part._replace(bound=bound._replace(variation=min(bound.variation, found.variation)), proved=proved)
 
     async def answer(
@@ -192,14 +194,14 @@ class AnswerBuilder:
         replayed: bool | None = None,
         durable: bool | None = None,
     ) -> Answer:
-        """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the recurrent
-        one answers.
+        """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the
+        predictions come from the recurrent part.
 
-        `input_ids` returns all available tokens up to the plan's position. `prove`: the parts were searched, which the
-        answer's latency includes. `session` is the session at that position, if any.
+        `input_ids` returns all available tokens up to the plan's position. `prove`: `search` ran on the parts, and its
+        time is part of the answer's latency. `session` is the id of the session, if the request has one.
         """
         answered = recurrent or window
-        assert answered is not None, "a plan without a run: this is a bug"
+        assert answered is not None, "neither mode ran: this is a bug"
         found = self.predictions(answered.result, top_k)
         pair: Agreement | None = None
         modes: dict[Mode, ModeAnswer] | None = None
@@ -240,7 +242,7 @@ class AnswerBuilder:
         return predictions(result.logits, top_k, self._vocabulary)
 
     def compared(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """Like `apart`, counted in the statistics."""
+        """Like `apart`, and counts the pair in the statistics."""
         pair = self.apart(plan, recurrent, window)
         self._stats.compared(pair, Source.BOTH)
         return pair
@@ -255,7 +257,7 @@ class AnswerBuilder:
         )
 
     def _leads(self, result: RunResult, bound: Bound | None) -> bool:
-        """Returns whether the margin alone proves the first token."""
+        """Returns whether the margin proof alone proves the most probable token."""
         if bound is None or bound.runs is None:
             return False
         if result.mixed is not None:
@@ -278,7 +280,7 @@ class AnswerBuilder:
 
 
 def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:
-    """Returns the bound on the distance between the parts. Both have read the same last tokens, so the bound of the
-    part that knows fewer tokens holds."""
-    assert plan.window is not None, "two parts without a k: this is a bug"
+    """Returns the bound on the distance between the parts. It is the bound of the part that has read fewer tokens,
+    because both parts have read these tokens."""
+    assert plan.window is not None, "the plan of two parts has no k: this is a bug"
     return window.bound if plan.window <= plan.context_length else recurrent.bound

@@ -1,15 +1,16 @@
-"""Admission of long requests: refuses a request that cannot finish in time.
+"""Admission control for long requests: refuses a request that cannot finish before its deadline.
 
-Long requests take turns at the runner, piece by piece, so each one slows down all others. If too many are admitted, all
-of them miss their deadlines, and their runs are wasted. So each request's work is estimated from the measured cost of
-runs. A request is refused immediately if it, or one that was admitted before it, would finish too late:
+Long requests take turns at the runner, piece by piece, so each long request slows down all others. If too many are
+admitted, all of them miss their deadlines, and their runs are wasted. Therefore the work of each request is estimated
+from the measured cost of runs. A new request is refused if it, or a request admitted before it, would miss its
+deadline:
 
     finish of i = pace * (sum over j of min(left of i, left of j))
 
-This assumes equal turns. `left` is the expected work that a request still needs, in seconds of runs. `pace` is the time
-in seconds that one such second of work takes: steps and short requests use the runner too, and the processor may be
-shared. The pace is measured from the requests' own time: each moment is divided equally among the requests that take
-turns in it. A stream that waits for its client takes no turns.
+The formula assumes equal turns. `left` is the expected remaining work of a request, in seconds of runs. `pace` is the
+elapsed time per second of work. It differs from 1 because steps and short requests use the runner too, and the
+processor may be shared. The pace is measured as follows: elapsed time is divided equally among the requests that take
+turns. A stream that waits for its client takes no turns.
 
 Estimates may be wrong. A request is always admitted if no other request takes turns.
 """
@@ -25,31 +26,31 @@ from operator import attrgetter
 from wane.service.errors import Overloaded
 
 LONG_S = 0.05
-"""A call that is expected to take less is not counted: it runs between the turns of long requests."""
+"""A request with less expected work is not counted: it runs between the turns of long requests."""
 
 MEASURED_S = 0.5
-"""Seconds of work for one measurement of the pace."""
+"""Work in seconds after which the pace is measured again."""
 
 EMA_ALPHA = 1 / 4
 """Weight of the latest measurement of the pace."""
 
 MARGIN = 1.25
-"""Safety factor on the expected time: a request admitted in vain slows down all others, one refused in vain is only
-retried."""
+"""Safety factor on the expected time. If an admitted request misses its deadline, it has slowed down all other
+requests. A refused request can be retried."""
 
 FASTEST, SLOWEST = 0.25, 8.0
-"""Limits of the pace."""
+"""Smallest and largest measured value of the pace."""
 
 left_of = attrgetter("left_s")
 
 
 def loop_time() -> float:
-    """Returns the event loop's time in seconds, the clock of deadlines."""
+    """Returns the event loop's time in seconds, which is the time scale of deadlines."""
     return asyncio.get_running_loop().time()
 
 
 class Share:
-    """One request's part of the backlog. It takes turns until it is paused, has no work left, or is over."""
+    """One request's entry in the backlog. It takes turns until it is paused, has no work left, or has ended."""
 
     __slots__ = ("_backlog", "_since_s", "_spent_s", "deadline", "left_s", "seconds", "takes_turns")
 
@@ -59,10 +60,10 @@ class Share:
         self.deadline = math.inf if deadline is None else deadline
         self.takes_turns = False
         self._since_s = 0.0  # turn time when this share was resumed or last made progress
-        self._spent_s = 0.0  # turn time from the last progress to the last pause
+        self._spent_s = 0.0  # turn time between the last progress and the last pause
 
     def progress(self, part: float) -> None:
-        """Records that the fraction `part` of the request, from 0 to 1, is done."""
+        """Records that the fraction `part` of the request's work, from 0 to 1, is done."""
         left_s = min(self.left_s, max(0.0, 1 - part) * self.seconds)
         worked_s, self.left_s = self.left_s - left_s, left_s
         if self._backlog is None or not worked_s:
@@ -76,14 +77,14 @@ class Share:
             self.pause()
 
     def pause(self) -> None:
-        """Stops taking turns: the request waits for its client, or is over."""
+        """Stops taking turns, because the request waits for its client or has ended."""
         if self._backlog is not None and self.takes_turns:
             self._spent_s += self._backlog.turn_s() - self._since_s
             self._backlog.taking -= 1
             self.takes_turns = False
 
     def resume(self) -> None:
-        """Takes turns again, if work is left."""
+        """Takes turns again, if work remains."""
         if self._backlog is not None and not self.takes_turns and self.left_s:
             self._since_s = self._backlog.turn_s()
             self._backlog.taking += 1
@@ -94,7 +95,7 @@ class Backlog:
     """The long requests of one engine. All methods must be called on the event loop's thread."""
 
     def __init__(self, on_refuse: Callable[[], None], clock: Callable[[], float] = loop_time) -> None:
-        """`clock` is the clock of deadlines, in seconds."""
+        """`clock` returns seconds on the deadlines' time scale."""
         self._on_refuse = on_refuse
         self._clock = clock
         self.shares: list[Share] = []
@@ -104,18 +105,18 @@ class Backlog:
         self._turn_s = 0.0
         self._at = 0.0  # time when `_turn_s` was last updated
         self.taking = 0
-        """Number of shares that take turns. A share changes it right after calling `turn_s`."""
+        """Number of shares that take turns. A share calls `turn_s` before it changes this number."""
 
     @property
     def seconds(self) -> float:
-        """The expected time until all requests are over, if no new one arrives."""
+        """The expected seconds until all requests have ended, if no new request arrives."""
         now = self._clock()
         return self.pace * sum(share.left_s for share in self.shares if share.deadline > now)
 
     @contextmanager
     def share(self, seconds: float, deadline: float | None) -> Iterator[Share]:
-        """Admits a request that is expected to take `seconds` of runs. Only `Share.progress` updates the pace, so a
-        request that ends early does not. Raises Overloaded.
+        """Admits a request with an expected work of `seconds`. Only `Share.progress` updates the pace, so work that an
+        ended request did not do is not counted. Raises Overloaded.
         """
         if seconds < LONG_S:
             yield Share(None, seconds, deadline)
@@ -129,11 +130,11 @@ class Backlog:
             yield share
         finally:
             share.pause()
-            share.left_s = 0.0  # so that it does not resume
+            share.left_s = 0.0  # prevents a later resume
             self.shares.remove(share)
 
     def turn_s(self) -> float:
-        """Returns the turn time so far: each second, divided by the number of shares that take turns."""
+        """Returns the turn time so far: each elapsed second, divided by the number of shares that took turns in it."""
         now = self._clock()
         if self.taking:
             self._turn_s += (now - self._at) / self.taking
@@ -151,7 +152,8 @@ class Backlog:
         self._worked_s = self._spent_s = 0.0
 
     def _check(self, new: Share) -> None:
-        """Raises Overloaded if the new request would be late, or would make another one late."""
+        """Raises Overloaded if the new request would miss its deadline, or would make an admitted request miss its
+        deadline."""
         now = self._clock()
         shares = [share for share in self.shares if share.deadline > now]
         if not any(share.takes_turns for share in shares):

@@ -1,17 +1,18 @@
-"""Computes, from a certificate, how far an answer can be from the never-interrupted model's.
+"""Computes, from a certificate, how far an answer can be from the answer of the never-interrupted model.
 
-The never-interrupted model is a run of the same float32 graphs. An answer comes from a state that knows the last k of n
-tokens.
+The never-interrupted model runs the same float32 graphs over all n tokens. An answer comes from a state that has read
+the last k of the n tokens.
 
-- k >= n: no token is missing. The bound is 0 if the graphs give the same bits for the same tokens, which is checked
-  when a model is loaded (`Certificate.bit_identical`). If they do not, it is the rounding of two runs.
-- k < n: the smaller of two bounds: the certificate's curve at k, which holds for all tokens, and the bound that this
-  run computed for its own tokens. Both are theorems in exact arithmetic about the weights. The rounding of two float32
-  runs is added to both (`Certificate.rounding`): the measured error of one step, propagated by the theorem.
-- A model that is not contractive has no bound other than that 0: the effect of a rounding error, or of a dropped token,
-  is unlimited. The bound is then None, and no first token is proved.
+- k >= n: no token is missing. The bound is 0 if the graphs are bit-identical for the same tokens. This is checked when
+  a model is loaded (`Certificate.bit_identical`). Otherwise, the bound is the rounding of two runs.
+- k < n: the bound is the smaller of two. The first is the certificate's curve at k, which holds for all tokens. The
+  second is computed by the run for its own tokens. Both are theorems about the weights in exact arithmetic. The
+  rounding of two float32 runs (`Certificate.rounding`) is added to both. It is the measured error of one step,
+  propagated by the theorem.
+- A model that is not contractive has only the bound of 0 for k >= n, because the effect of a rounding error or of a
+  dropped token is unlimited. In all other cases its bound is None, and the most probable token is not proved.
 
-A bound of 1 guarantees nothing: it holds for any two distributions.
+A bound of 1 on the total variation guarantees nothing, because it holds for any two distributions.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from wane.models.manifest import Certificate
 
 
 class Bound(NamedTuple):
-    """`state`: 2-norm distance at the output layer's input; `variation`: total variation at temperature 1.
+    """Bounds on `state`, the 2-norm distance at the output layer's input, and on `variation`, the total variation at
+    temperature 1.
 
-    `runs`: like `state`, but between a float32 run and the never-interrupted one in exact arithmetic, so it includes
-    rounding even if `state` is 0. None: unknown, and the first token cannot be proved.
+    `runs` bounds the same distance as `state` between the answer's run and any float32 run of the never-interrupted
+    model. It includes rounding even if `state` is 0. If `runs` is None, the bound is unknown, and the most probable
+    token cannot be proved.
     """
 
     state: float
@@ -38,9 +41,11 @@ class Bound(NamedTuple):
 
 
 def bound(certificate: Certificate, k: int, position: int, radius: float | None = None) -> Bound | None:
-    """Returns the bound of an answer from a state that knows the last `k` of `position` tokens.
+    """Returns the bound of an answer from a state that has read the last `k` of `position` tokens. None: there is no
+    bound.
 
-    `radius` is an output of the run over these k tokens: every run that ends in them ends within it of this one.
+    `radius` is an output of the run over these k tokens. It bounds the distance of this run's last state from that of
+    any run that ends in the same k tokens.
     """
     rounding = certificate.rounding.between_runs if certificate.contractive and certificate.rounding else None
     if k >= position and certificate.bit_identical:
@@ -61,8 +66,8 @@ def bound(certificate: Certificate, k: int, position: int, radius: float | None 
 
 
 def of_mixture(found: Bound | None, weight: float, unknown: float) -> Bound | None:
-    """Returns the bound of a mixture with a cache from that of its network, whose distribution has the part `weight` in
-    it. unknown: what the tokens that the cache lacks can add."""
+    """Returns the bound of a mixture with a cache, given the bound `found` of its network. `weight` is the network's
+    weight in the mixture. `unknown` is the total variation that tokens missing from the cache can add."""
     if found is None or (not found.variation and not unknown):
         return found
     return found._replace(variation=min(weight * found.variation + unknown, 1.0))
@@ -73,11 +78,11 @@ def _variation(certificate: Certificate, state: float) -> float:
 
 
 def largest(variations: Sequence[float | None]) -> float | None:
-    """Returns the largest bound; None if any of them is None."""
+    """Returns the largest of the bounds; None if any of the bounds is None."""
     known = [one for one in variations if one is not None]
     return max(known) if len(known) == len(variations) else None
 
 
 def meets(found: Bound | None, tolerance: float) -> bool:
-    """Returns whether a bound is within the tolerance; None never is."""
+    """Returns whether a bound is within the tolerance. False for None."""
     return found is not None and found.variation <= tolerance

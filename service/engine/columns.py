@@ -1,11 +1,11 @@
-"""Steps of one token in columns: the rows of one batch are arrays from the state cache to the answers.
+"""Steps of one token in columns: a batch of steps is kept in arrays with one row for each step, from the state cache to
+the answers.
 
-A step is taken in columns if its session's state is resident, no other request holds the session's lock, and it needs
-nothing but the next token: no idempotency key, no window, no trace. If its batch finds a replay, a conflict, an evicted
-state or a failed run, the general procedure (`step.py`) takes the step instead. The tests compare the columns with that
-procedure.
+A step is taken in columns if the session's state is resident, no other request holds the session's lock, and the step
+has no idempotency key, no window and no trace. The general procedure (`step.py`) takes the step instead if the batch
+finds a replay, a conflict, an evicted state or a failed run. The tests compare the columns with the general procedure.
 
-A step that has entered a batch is committed, even if its client has left.
+A step that has entered a batch is committed, even if its client has disconnected.
 """
 
 from __future__ import annotations
@@ -45,43 +45,44 @@ from wane.service.state.cache import StateCache
 from wane.service.state.pool import HIDDEN
 from wane.service.types import MAX_POSITION, Answer, Latency, Mode, StateSource, StepRequest
 
-NO_POSITION = -1  # expected position of a step that gives none
-FEW_ROWS = 8  # batch size up to which Python proves first tokens faster than numpy
-KNOWN_BOUNDS = 4096  # cached bounds, by the number of tokens that a state knows
+NO_POSITION = -1  # value for a step without an expected position
+FEW_ROWS = 8  # batch size up to which the margin proof is faster in Python than in numpy
+KNOWN_BOUNDS = 4096  # number of cached bounds; the key is the number of tokens that a state has read
 
 
 StepProcedure = Callable[[StepRequest, Ticket], Coroutine[Any, Any, Answer]]
 
 
 class StepReceiver(Protocol):
-    """Receives the results of one or several steps, each under a number that the receiver chose."""
+    """Receives the results of one or several steps. The receiver identifies each step by a number that it chose."""
 
     done: bool
-    """Whether the receiver no longer waits."""
+    """Whether the receiver has stopped waiting."""
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
-        """Takes the answer of a committed step: a row of the results."""
+        """Receives the answer of a committed step, which is the `row` of the results."""
         ...
 
     def step_failed(self, error: Exception, number: int) -> None:
-        """Takes the error of a step that failed, or whose deadline passed."""
+        """Receives the error of a step that failed or missed its deadline."""
         ...
 
     def step_again(self, pending: Pending[Answer], number: int) -> None:
-        """Takes the pending result of a step that had no effect and was given to the general procedure."""
+        """Receives the pending result of a step that had no effect in its batch and was passed to the general
+        procedure."""
         ...
 
 
 StepRow = tuple[str, int, int, int, int, float | None, StepReceiver, int, float]
-"""A queued step: session, slot of its state, token, expected position (or NO_POSITION), top_k, deadline, receiver, its
-number at the receiver, and when it was queued, by `time.perf_counter`."""
+"""A queued step: session, slot of the session's state, token, expected position (or NO_POSITION), top_k, deadline,
+receiver, the step's number at the receiver, and the time of queueing by `time.perf_counter`."""
 
 
 class StepResults:
     """The answers to the steps of one batch: for each field, a list of B rows.
 
     ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
-    tokens in the model's cache; None if it has none.
+    number of tokens in each row's cache; None if the model has no cache.
     """
 
     __slots__ = (
@@ -118,7 +119,7 @@ class StepResults:
 
 
 class StepAnswer(Answer):
-    """One row of the results, as an `Answer` whose fields are built on the first access."""
+    """One row of the results as an `Answer`. Its fields are built on the first access."""
 
     __slots__ = ("results", "row")
 
@@ -150,7 +151,7 @@ class StepAnswer(Answer):
 
 
 class PendingStep(Pending[Answer]):
-    """A step that was taken in columns."""
+    """The pending result of a step that was taken in columns."""
 
     __slots__ = ("_general",)
 
@@ -165,7 +166,7 @@ class PendingStep(Pending[Answer]):
             self._general.cancel()
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:  # noqa: ARG002
-        """See `StepReceiver`. Calls back immediately: all steps of the batch are committed."""
+        """See `StepReceiver`. Calls back immediately, because all steps of the batch are committed."""
         if not self.done:
             self._result = StepAnswer(results, row)
             Waiter._finish(self)
@@ -188,7 +189,7 @@ class PendingStep(Pending[Answer]):
 
 
 class StepBatch(ColumnBatch):
-    """Steps that run together, with their receivers: a column of B rows for each field of `StepRow`."""
+    """A batch of steps and their receivers: a column of B rows for each field of `StepRow`."""
 
     __slots__ = ("deadlines", "expected", "numbers", "receivers", "sessions", "top_k")
 
@@ -208,13 +209,13 @@ class StepBatch(ColumnBatch):
         self.expected: NDArray[np.int64] = np.array(expected, np.int64)
 
     def request(self, row: int) -> StepRequest:
-        """Returns the step in a row, for `submit`."""
+        """Returns the step of a row as a request."""
         expected: int = self.expected.item(row)
         position = None if expected == NO_POSITION else expected
         return StepRequest(self.sessions[row], (self.tokens.item(row),), None, position, None, self.top_k[row])
 
     def part(self, rows: NDArray[np.bool_]) -> StepBatch:
-        """Returns the rows that are true in `rows`, bool (B), with their outputs."""
+        """Returns a batch of the selected rows and their outputs. rows: bool (B)."""
         part, flags = copy(self), rows.tolist()
         part.sessions, part.top_k, part.deadlines, part.receivers, part.numbers = (
             tuple(compress(column, flags))
@@ -251,9 +252,10 @@ class StepColumns:
         queue_columns: Callable[[], None],
         cache: CacheMixture | None = None,
     ) -> None:
-        """`procedure` takes any admitted step, and releases its session's lock. `most_predictions` is the largest top_k
-        that the step graph outputs; 0: no step is taken. `max_queue` limits the queued steps. `queue_columns` notifies
-        the batcher that steps are queued. `cache` is that of the model, if it has one.
+        """`procedure` is the general procedure: it takes any admitted step, and releases the session's lock.
+        `most_predictions` is the largest top_k that the step graph outputs; if 0, no step is taken in columns.
+        `max_queue` limits the number of queued steps. `queue_columns` notifies the batcher that steps are queued.
+        `cache` is the model's cache, if it has one.
         """
         self._vocabulary = vocabulary
         self._size = vocabulary.size
@@ -274,11 +276,11 @@ class StepColumns:
         self._conflicts = metrics.step_conflicts.labels(model)
         self._too_late = metrics.queue_dropped.labels(model, "deadline")
         self._rows: list[StepRow] = []
-        self._flushes = 0  # flushes of the resident sessions when the first queued step was taken
-        self._held: list[StepBatch] = []  # running on the runner's thread, or next in line there
+        self._flushes = 0  # number of flushes of the resident sessions when the first queued step was taken
+        self._held: list[StepBatch] = []  # batches that run on the runner's thread or are queued for it
         self._timer: Timer | None = None
         self._timer_at = 0.0
-        self._bound_of_all = bounds.bound(certificate, 1, 1)  # for a state that knows its whole sequence
+        self._bound_of_all = bounds.bound(certificate, 1, 1)  # for a state that has read the whole sequence
         self._bound_of = lru_cache(KNOWN_BOUNDS)(lambda known: bounds.bound(certificate, known, known + 1))
 
     def __len__(self) -> int:
@@ -335,13 +337,14 @@ class StepColumns:
             good &= self._resident_still(batch)
         if good.all():
             return batch
-        # In the next turn of the loop: no request may take a state's slot before this batch has run or is held.
+        # The general procedure runs in the next turn of the loop, because no request may take a state's slot before
+        # this batch has run or is held.
         asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
         batch = batch.part(good)
         return batch if len(batch) else None
 
     def _without_late(self, batch: StepBatch, now_s: float) -> StepBatch:
-        """Returns the batch without the steps that are abandoned or late, and notifies their receivers."""
+        """Returns the batch without the steps that are abandoned or late, and withdraws those steps."""
         good = np.ones(len(batch), np.bool_)
         for row, (receiver, deadline) in enumerate(zip(batch.receivers, batch.deadlines, strict=True)):
             if receiver.done or _has_passed(deadline, now_s):
@@ -350,19 +353,20 @@ class StepColumns:
         return batch.part(good)
 
     def _resident_still(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Returns whether each state is still in the slot that it had when its step was queued: bool (B)."""
+        """Returns whether each session's state is still in the slot of its queued step: bool (B)."""
         slots = [self._resident.slot(session) for session in batch.sessions]
         return np.array([slot == now for slot, now in zip(batch.slots.tolist(), slots, strict=True)], np.bool_)
 
     def hold(self, running: ColumnBatch) -> None:
-        """Keeps the states of a batch on the runner's thread until `finish`."""
+        """Prevents eviction of the states of a batch on the runner's thread, until `finish`."""
         assert isinstance(running, StepBatch), "not a batch of steps: this is a bug"
         self._held.append(running)
         for slot in running.slots.tolist():
             self._state_cache.retain(slot)
 
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
-        """Commits and answers the steps of a batch whose run started at `started_s`, by `time.perf_counter`."""
+        """Commits and answers the steps of a batch. `started_s` is the time by `time.perf_counter` when its run
+        started."""
         assert isinstance(ran, StepBatch), "not a batch of steps: this is a bug"
         batch, good = ran, np.ones(len(ran), np.bool_)
         if batch in self._held:
@@ -389,7 +393,7 @@ class StepColumns:
         for row, (receiver, number) in enumerate(zip(batch.receivers, batch.numbers, strict=True)):
             try:
                 receiver.step_ran(results, row, number)
-            except Exception as error:  # one receiver's error must not keep the others waiting
+            except Exception as error:  # one receiver's error must not keep the other receivers waiting
                 loop = asyncio.get_running_loop()
                 loop.call_exception_handler({"message": "a step was not answered", "exception": error})
 
@@ -433,7 +437,7 @@ class StepColumns:
                 receiver.step_failed(DeadlineExceeded(STILL_COMMITS), number)
 
     def _drop(self, session: str, receiver: StepReceiver, number: int) -> None:
-        """Withdraws a step that is abandoned or late. Notifies a receiver that still waits."""
+        """Withdraws a step that is abandoned or late. Notifies its receiver if it still waits."""
         self._leave(session)
         if receiver.done:
             self._abandoned.inc()
@@ -448,17 +452,17 @@ class StepColumns:
     def _leave_all(self, sessions: Sequence[str]) -> None:
         waiting = self._locks.waiting
         for session in sessions:
-            if waiting[session] is None:  # like `leave`
+            if waiting[session] is None:  # inlined `leave`
                 del waiting[session]
             else:
                 self._locks.leave(session)
         self._admission.leave(len(sessions))
 
     def _hand_back(self, batch: StepBatch, *, entered: bool) -> None:
-        """Gives the steps to the general procedure, with their sessions' locks, so that a request that waits for a lock
-        follows the step.
+        """Passes the steps to the general procedure, which takes over their sessions' locks. A request that waits for a
+        lock therefore runs after the step.
 
-        `entered`: the steps were in a batch, so they commit even if they are abandoned.
+        `entered`: the steps were in a batch that ran, so they commit even if they are abandoned.
         """
         columns = zip(batch.receivers, batch.numbers, batch.deadlines, strict=True)
         for row, (receiver, number, deadline) in enumerate(columns):
@@ -467,7 +471,7 @@ class StepColumns:
                 self._leave(batch.sessions[row])
                 continue
             ticket = Ticket(None if receiver.done else deadline)
-            ticket.admitted, ticket.traced = True, None  # this turn of the loop may belong to a traced request
+            ticket.admitted, ticket.traced = True, None  # the current context may belong to another, traced request
             ticket.entered, ticket.abandoned = entered, receiver.done
             pending = Pending.of(self._procedure(batch.request(row), ticket), ticket)
             if not receiver.done:
@@ -501,10 +505,10 @@ class StepColumns:
         return results
 
     def _largest(self, results: StepResults, outputs: Mapping[str, Array], width: int) -> None:
-        """Fills in the most probable tokens, and which of the first ones are proved."""
+        """Sets the most probable tokens, and whether the first of them is proved."""
         ids = outputs[TOP_IDS][:, :width]
         logits = outputs[TOP_LOGITS][:, :width].astype(np.float64)
-        # The sum is rounded: for an almost certain token the difference may be above 0.
+        # The sum is rounded. The difference may therefore be above 0 for an almost certain token.
         logprobs = np.minimum(logits - outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
         results.ids, results.logprobs = ids.tolist(), logprobs.tolist()
         results.probabilities = np.exp(logprobs).tolist()
@@ -514,7 +518,8 @@ class StepColumns:
     def _largest_of_mixtures(
         self, results: StepResults, cache: CacheMixture, found: CacheShares, outputs: Mapping[str, Array], width: int
     ) -> None:
-        """Like `_largest`, for mixtures with a cache, and fills in their bounds. found: what the cache adds."""
+        """Like `_largest`, for mixtures with a cache. Also sets the bounds of the mixtures. found: the cache's share of
+        the distributions."""
         logits, ids = outputs["logits"], outputs[TOP_IDS]
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
         top = cache.top(logits, sums, ids, found, min(width, ids.shape[1]))
@@ -542,7 +547,7 @@ class StepColumns:
         logits: NDArray[np.float64],
         outputs: Mapping[str, Array],
     ) -> list[bool]:
-        """Returns, for each row, whether the margin proves the first token."""
+        """Returns, for each row, whether the margin proves the most probable token."""
         errors_known = [None if one is None else one.runs for one in found]
         if errors_known.count(None) == len(found):
             return [False] * len(found)
@@ -567,7 +572,7 @@ class StepColumns:
         lengths: NDArray[np.float64],
         outputs: Mapping[str, Array],
     ) -> list[bool]:
-        """Like `_proved`, for few rows, where some twenty numpy calls take longer than Python."""
+        """Like `_proved`, for few rows, for which Python is faster than some twenty numpy calls."""
         flags: list[bool] = []
         rows = zip(errors, ids[:, :2].tolist(), logits[:, :2].tolist(), lengths.tolist(), strict=True)
         for row, (error, (first, second), (highest, next_one), length) in enumerate(rows):

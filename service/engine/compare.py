@@ -1,4 +1,4 @@
-"""Compares recurrent with windows on one request."""
+"""Compares the recurrent mode with windows on one request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREDICTIONS = 5
 
 
 def seconds(cost_model: CostModel, request: CompareRequest) -> float:
-    """Returns the expected seconds of a comparison's runs."""
+    """Returns the expected seconds of all runs of a comparison."""
     each_s = cost_model.run("step", 1) + sum(cost_model.window(k) for k in request.windows)
     return cost_model.full(len(request.tokens)) + request.repeat * each_s
 
@@ -44,8 +44,9 @@ async def compare(
     ticket: Ticket,
     share: Share,
 ) -> Comparison:
-    """Runs all modes `repeat` times, in turns, so that a busy moment of the machine affects all alike. Reports progress
-    to `share`. The bounds and proofs are those of `prove: true`; the latencies are without the search for them."""
+    """Runs all modes `repeat` times, in turns, so that other load on the machine affects all modes equally. Reports
+    progress to `share`. The bounds and proofs are searched as with `prove: true`. The latencies do not include this
+    search."""
     input_ids = sequence(vocabulary.eos_id, request.tokens)
     position = len(request.tokens)
     with pool.lease() as before, pool.lease() as after:

@@ -1,12 +1,12 @@
-"""One version of one model: `submit` admits a request, runs it and answers it.
+"""Serves one version of one model: `submit` admits a request, runs it and answers it.
 
 limits      checks a request against the model and the settings
-routing     chooses between recurrent and window, by cost
-step        takes a session's step: check out, run, commit, answer
+routing     chooses between the recurrent mode and a window, by cost
+step        runs a step of a session: check out, run, commit, answer
 predict     answers requests without a session
 pending     holds a submitted request's result and deadline
-answer      builds answers from runs; top1_proof proves their first tokens
-forward     runs sequences in batches; chunked runs long ones as parallel chunks
+answer      builds answers from runs; top1_proof proves their most probable tokens
+forward     runs sequences in batches; chunked runs long sequences as parallel chunks
 backlog     admits long requests that can finish by their deadlines
 shadow      repeats a sample of answers in the other mode, while the runner is idle
 """
@@ -82,22 +82,23 @@ from wane.service.types import (
     StepRequest,
 )
 
-ENCODED_AT_ONCE = 4096  # characters; encoding a longer text on a thread pays off
+ENCODED_AT_ONCE = 4096  # number of characters; a longer text is encoded on a thread
 
 BEGUN_AT_ONCE = 32
-"""Predictions of one call that start in one turn of the event loop."""
+"""The largest number of predictions of one call that start in one turn of the event loop."""
 
 IN_COLUMNS = (None, Mode.AUTO)
-"""Modes of a step that may be taken in columns: those that let the session choose how its state is rebuilt."""
+"""Modes with which a step may be taken in columns. With these, the engine chooses how the session's state is rebuilt.
+"""
 
-TOKENIZER_DIGITS = 16  # hex digits of the tokenizer's digest by which a session records it
+TOKENIZER_DIGITS = 16  # number of hex digits of the tokenizer's digest that a session record holds
 
 
 class Engine:
-    """Answers for one version of one model. Every method must be called on the event loop's thread.
+    """Serves one version of one model. Every method must be called on the event loop's thread.
 
-    Every method that answers may raise Overloaded, Unavailable (while draining) and DeadlineExceeded besides
-    its own errors. Cancelling a caller withdraws its work that has not entered a batch.
+    Every method that answers may raise Overloaded, Unavailable (while draining) and DeadlineExceeded in addition to its
+    own errors. If a caller is cancelled, its work that has not entered a batch is withdrawn.
     """
 
     def __init__(
@@ -116,10 +117,11 @@ class Engine:
         shadow_runner: ShadowProcess | None = None,
         bits: bytes = b"",
     ) -> None:
-        """`clock` returns seconds, like the store's. `cost_model` and `throughput` are measured if not given.
-        `direction` proves first tokens that `margin` does not, if a request asks for it. `shadow_runner` runs the same
-        model for shadows; without it there are none. `bits` is a digest of what the graphs compute on this machine; a
-        state from the store is reused only if its digest is equal.
+        """`clock` returns seconds on the store's time scale. `cost_model` and `throughput` are measured if they are
+        None. `direction` proves most probable tokens that `margin` does not prove, if a request sets `prove`.
+        `shadow_runner` runs the same model for shadows; if it is None, no live answers are sampled. `bits` is a digest
+        of the graphs' results on this machine. A state from the store is reused only if the digest stored with it is
+        equal to `bits`.
 
         Raises ValueError if the settings do not fit the model.
         """
@@ -200,7 +202,7 @@ class Engine:
             has_radius_output=has_radius_output,
         )
         self.has_state = pool.has_state
-        """Whether a session's state is in the cache, by the session's key."""
+        """Returns whether the state of a session, given by its key, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock, cache)
         outputs = runner.outputs("step")
         self._columns = StepColumns(
@@ -249,23 +251,25 @@ class Engine:
 
     @property
     def identity(self) -> Identity:
-        """The model, its version and the device."""
+        """The model's name, its version and the device."""
         return self.name, self.version, self.device
 
     @property
     def asked(self) -> int:
-        """Number of requests since the engine was made."""
+        """Number of requests since the engine was created."""
         return self.admission.asked
 
     @property
     def cost_model(self) -> Costs:
-        """Measured cost of an item of a run, by role: for lengths seen, shortest first."""
+        """The measured cost of one item of a run, for each role of a graph and each measured length, shortest first."""
         return self._cost_model.document()
 
     def warm_up(self, propagation: Propagation | None = None) -> None:
-        """Makes the engine ready for its first request; `measure` does the rest. Blocks: call it off the event loop.
+        """Warms up the engine for its first request. `measure` completes the measurements. Blocks, so it must not be
+        called on the event loop.
 
-        `propagation` bounds how small errors in a state grow; given if every layer of the model is contractive.
+        `propagation` bounds the growth of small errors in a state. It is None unless every layer of the model is
+        contractive.
         """
         self.scorer.propagation = propagation
         warm_up(
@@ -279,9 +283,10 @@ class Engine:
         self._cost_model.measure(self._runner, self.state_cache, self.vocabulary.eos_id, lengths)
 
     async def measure(self) -> None:
-        """Measures, between requests, how to cut long sequences into chunks; until then they are run in order.
+        """Measures, between requests, how to cut long sequences into chunks. Until it has finished, long sequences run
+        in order.
 
-        Raises Unavailable if the engine is closed, and the runner's errors."""
+        Raises Unavailable if the engine is closed. Also raises the runner's errors."""
         measuring = self._throughput.measure(self._runner, self.state_cache, self.manifest, self._max_batch)
         ended = object()
         while await self.batcher.run_between(partial(next, measuring, ended)) is not ended:
@@ -292,10 +297,10 @@ class Engine:
     # Requests
 
     async def encode(self, text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
-        """Returns the token ids of `text`. A long text is encoded off the event loop. A text that must exceed the limit
-        is refused before it is encoded. A `document` is only scored, and may be longer.
+        """Returns the token ids of `text`. A long text is encoded on a thread. A text that certainly exceeds the limit
+        is refused before it is encoded. A `document` is input for scoring, for which the limit is higher.
 
-        Raises TooLarge over the limit, InvalidRequest if `text` is not valid text.
+        Raises TooLarge if there are too many tokens, and InvalidRequest if `text` is not valid text.
         """
         try:
             self._limits.length(self.vocabulary.fewest_tokens(text), "at least ", document=document)
@@ -314,14 +319,14 @@ class Engine:
         return tuple(tokens)
 
     def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
-        """Starts a request, which runs without further calls.
+        """Starts a request and returns its pending answer. The request runs even if the answer is not awaited.
 
-        A `PredictRequest` predicts the token after its own tokens, or after a session's; it appends nothing. A
-        `StepRequest` appends tokens to a session and predicts the next one; its answer has `position` and `replayed`.
-        A step that is cancelled or late before it enters a batch has no effect. After that it commits, and a retry
-        replays it.
+        A `PredictRequest` predicts the token after its own tokens or after a session's tokens. It appends nothing. A
+        `StepRequest` appends tokens to a session and predicts the next token. Its answer has `position` and `replayed`.
+        A step has no effect if it is cancelled, or its deadline passes, before it enters a batch. After that, the step
+        commits, and a retry replays its answer.
 
-        The answer raises InvalidRequest, TooLarge, UnknownSession, PositionConflict.
+        Awaiting the answer may raise InvalidRequest, TooLarge, UnknownSession or PositionConflict.
         """
         if isinstance(request, StepRequest):
             return self._submit_step(request)
@@ -348,8 +353,8 @@ class Engine:
         receiver: StepReceiver,
         number: int = 0,
     ) -> bool:
-        """Takes a step of one token in columns; `receiver` gets its result under `number`. Returns False, without side
-        effects, if the step needs the general procedure: call `submit` then."""
+        """Takes a step of one token in columns. `receiver` gets the result with this `number`. Returns False, without
+        side effects, if the step needs the general procedure. The caller must then call `submit`."""
         return (
             self.shadow is None
             and CURRENT.get() is None
@@ -363,7 +368,7 @@ class Engine:
         return await self._step_admitted(request, ticket)
 
     async def _step_admitted(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
-        """Like `submit`, for a step that was checked and counted as admitted. `is_locked`: see `SessionSteps.step`."""
+        """Like `submit`, for a step that was checked and counted as active. `is_locked`: see `SessionSteps.step`."""
         try:
             if len(request.tokens) <= PIECE_TOKENS:
                 answer = await self.steps.step(request, ticket, is_locked=is_locked)
@@ -406,9 +411,10 @@ class Engine:
             self._limits.of_window(request.window)
 
     async def predict_many(self, requests: Sequence[PredictRequest]) -> list[Answer | Exception]:
-        """Runs many predictions concurrently. Returns each one's answer or error, in order.
+        """Runs many predictions concurrently. Returns the answer or error of each, in the order of the requests.
 
-        The backlog admits the call as a whole, by the work of all its requests. Raises Overloaded if it does not.
+        The backlog admits or refuses the whole call, by the expected work of all its requests. Raises Overloaded if the
+        backlog refuses the call.
         """
         results: list[Answer | Exception | None] = [None] * len(requests)
         expected: dict[int, float] = {}
@@ -416,7 +422,7 @@ class Engine:
             try:
                 self._check_prediction(request)
                 expected[index] = self.predictor.seconds(request)
-            except Exception as error:  # an unexpected one fails its own request only
+            except Exception as error:  # an unexpected error fails only its own request
                 results[index] = error
             if index % BEGUN_AT_ONCE == BEGUN_AT_ONCE - 1:
                 await asyncio.sleep(0)
@@ -443,7 +449,7 @@ class Engine:
         return [result for result in results if result is not None]
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Returns one log-probability for each given token. Raises InvalidRequest, TooLarge."""
+        """Returns one log-probability for each token of the request. Raises InvalidRequest, TooLarge."""
         logprobs: list[float | None] = []
         error_bounds: list[float | None] = []
         async with aclosing(await self.scoring(request)) as scoring:
@@ -461,7 +467,7 @@ class Engine:
         raise AssertionError("a score ended without a summary: this is a bug")
 
     async def scoring(self, request: ScoreRequest) -> Stream[Item]:
-        """Like `score`, but streams: checks the request and runs the first piece, then returns the stream.
+        """Like `score`, but returns a stream of results. Checks the request and runs the first piece before it returns.
 
         The caller must close it (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
         """
@@ -475,7 +481,7 @@ class Engine:
         return scoring
 
     async def compare(self, request: CompareRequest) -> Comparison:
-        """Measures recurrent against every requested window. Raises InvalidRequest, TooLarge."""
+        """Compares the recurrent mode with every requested window. Raises InvalidRequest, TooLarge."""
         self._limits.tokens(request.tokens)
         self._limits.windows(request.windows)
         ticket = Ticket(request.deadline)
@@ -525,8 +531,8 @@ class Engine:
         owner: Owner = ANYBODY,
         history: History | None = None,
     ) -> SessionView:
-        """Creates a session, with the given id or a new one, at position 0 or after `history`. Returns a `NewSession`,
-        or a `SessionView` if a session with this id exists and is still as this request would make it.
+        """Creates a session with the given id or a random id, at position 0 or after `history`. Returns a `NewSession`.
+        Returns a `SessionView` if a session with this id exists and is equal to the one that this request would create.
 
         Raises SessionExists, InvalidRequest, TooLarge, QuotaExceeded.
         """
@@ -538,19 +544,20 @@ class Engine:
             return NewSession(**asdict(view)) if created else view
 
     async def get_session(self, session: str) -> SessionView:
-        """Returns a session without touching its idle time. Raises UnknownSession."""
+        """Returns a session without resetting its idle time. Raises UnknownSession."""
         return self.steps.view(await self.sessions.read(session), self.identity)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
-        """Deletes a session, after any step in flight. Raises UnknownSession."""
+        """Deletes a session after the end of any step in flight. Raises UnknownSession."""
         with until(deadline):
             async with self.sessions.locks.held(session):
                 await self.sessions.delete(session)
 
     async def rewind(self, session: str, position: int, deadline: float | None = None) -> SessionView:
-        """Cuts the session's tail back to `position`, after any step in flight.
+        """Rewinds a session to `position` after the end of any step in flight.
 
-        Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
+        Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the session's stored tokens do not
+        reach back to `position`.
         """
         with self.admission.admitted(), until(deadline):
             async with self.sessions.locks.held(session):
@@ -559,7 +566,7 @@ class Engine:
     # Life cycle
 
     async def report(self) -> ModelReport:
-        """Returns this model's part of /v1/report."""
+        """Returns this model's entry of /v1/report."""
         return {
             "model": self.name,
             "model_version": self.version,
@@ -571,7 +578,8 @@ class Engine:
         }
 
     def publish(self) -> None:
-        """Points the model's gauges at this engine, which is served from now on."""
+        """Sets the model's gauges to read from this engine. The registry calls it when it starts to serve this
+        engine."""
         metrics, pool = self._metrics, self.state_cache
         metrics.model_info.labels(self.name, self.version, self.device).set(1)
         metrics.sessions_resident.labels(self.name).set_function(lambda: len(pool))
@@ -583,20 +591,21 @@ class Engine:
         self._keeping = asyncio.create_task(self.housekeeper.run())
 
     def retire(self) -> None:
-        """Marks the engine as replaced or unloaded: a caller that holds it must ask the registry again."""
+        """Marks the engine as replaced or unloaded. A caller that holds it must get the current engine from the
+        registry."""
         self.retired = True
         if self.shadow is not None:
             self.shadow.close()
 
     async def drain(self) -> None:
-        """Refuses new requests (Unavailable), and waits for those in flight."""
+        """Refuses new requests (Unavailable), and waits for the requests in flight."""
         self.admission.close()
         if self.shadow is not None:
             self.shadow.close()
         await self.admission.idle()
 
     async def close(self) -> None:
-        """Refuses new requests, fails queued ones, and stops the engine's threads."""
+        """Refuses new requests, fails queued requests, and stops the engine's threads."""
         self.admission.close()
         if self.shadow is not None:
             self.shadow.close()
@@ -606,9 +615,10 @@ class Engine:
         self._prover.shutdown(wait=False, cancel_futures=True)
         self._columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
-        await self._resident.close()  # last: the steps of a batch that ran are committed to it
+        await self._resident.close()  # last, because closing the batcher may still commit the steps of a batch
 
     def discard(self) -> None:
-        """Frees the runner and the states without waiting for the garbage collector. Call it last, after `close`."""
+        """Frees the runner and the states immediately, without garbage collection. Must be called last, after
+        `close`."""
         self._runner.close()
         self.state_cache.close()

@@ -1,4 +1,4 @@
-"""Runs one sequence through the batcher, in pieces that a batch can hold."""
+"""Runs one sequence through the batcher, in pieces that fit in a batch."""
 
 from __future__ import annotations
 
@@ -16,54 +16,55 @@ from wane.service.engine.bounds import Bound, of_mixture
 from wane.service.engine.mixed import Mixed
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
-# Longest piece of a sequence in one run, so that a long input does not delay other requests, and its intermediate
-# values stay small.
+# Largest number of tokens in one run of a long sequence. The limit keeps the delay of other requests and the
+# intermediate values small.
 PIECE_TOKENS = IN_ORDER["advance"]
 
 
 class RunResult:
-    """The output of a run over a sequence. Arrays are views into the batch's, made on access.
+    """The output of a run over a sequence. Its arrays are views of the batch's arrays, created on access.
 
-    With a `mixed`, the answer's distribution is that of the mixture with a cache; otherwise it is the network's.
+    If `mixed` is set, the answer's distribution is the mixture with a cache. Otherwise it is the network's
+    distribution.
     """
 
     __slots__ = ("_hidden", "mixed", "row")
 
     def __init__(self, row: Row, hidden: NDArray[np.float32] | None = None, mixed: Mixed | None = None) -> None:
-        """`row` is from a run with logits; `hidden` is given if the row has none."""
+        """`row` belongs to a run with logits. `hidden` is set only if the row has no `hidden`."""
         self.row = row
         self.mixed = mixed
         self._hidden = hidden
 
     def mix(self, cache: CacheMixture | None, history: Sequence[int] | NDArray[np.int64], known: int) -> RunResult:
-        """Returns the result mixed with the `cache` after the last tokens of a sequence, without the start token. The
-        sequence has `known` tokens, of which `history` holds at least the cache's. Unchanged without a cache."""
+        """Returns this result mixed with the `cache`, or unchanged if `cache` is None. The sequence has `known` tokens
+        without the start token. `history` holds its last tokens, at least as many as the cache can hold."""
         if cache is None:
             return self
         return RunResult(self.row, self._hidden, Mixed(cache, history, self.network_logits, self.row, known))
 
     @classmethod
     def of(cls, logits: NDArray[np.float32], hidden: NDArray[np.float32], radius: float | None = None) -> RunResult:
-        """Returns a result made of arrays that belong to no batch: logits (V), hidden (H)."""
+        """Returns a result from arrays outside of a batch: logits (V), hidden (H)."""
         return cls(Row(Outputs({"logits": logits[None], HIDDEN: hidden[None]}), 0, radius, None))
 
     @property
     def logits(self) -> NDArray[np.float32]:
-        """The logits of the answer's distribution, which are the log-probabilities of a mixture: float32 (V)."""
+        """The logits of the answer's distribution: float32 (V). For a mixture they are its log-probabilities."""
         return self.network_logits if self.mixed is None else self.mixed.log_probabilities
 
     def bound(self, of_network: Bound | None) -> Bound | None:
-        """Returns the bound of the answer's distribution from that of the network's."""
+        """Returns the bound of the answer's distribution, given the bound of the network's distribution."""
         mixed = self.mixed
         return of_network if mixed is None else of_mixture(of_network, mixed.weight, mixed.unknown)
 
     @property
     def network_logits(self) -> NDArray[np.float32]:
-        """float32 (V)."""
+        """The network's logits: float32 (V)."""
         return _present(self.row.logits)
 
     def largest(self, count: int) -> Largest | None:
-        """Returns at least the `count` most probable tokens; None if the graph's outputs do not tell."""
+        """Returns at least the `count` most probable tokens; None if the graph does not output enough of them."""
         return self.row.largest(count) if self.mixed is None else self.mixed.largest(count)
 
     @property
@@ -78,17 +79,18 @@ class RunResult:
 
     @property
     def trace(self) -> WindowTrace | None:
-        """The input of the proof by direction; None if the graph does not output it."""
+        """The input of the gradient proof; None if the graph does not output it."""
         return self.row.trace
 
     @property
     def has_length(self) -> bool:
-        """Whether the row has `hidden`, and so its length."""
+        """Whether the row has `hidden`, and therefore the 2-norm of `hidden`."""
         return self._hidden is None
 
 
 class Forward:
-    """One model's batcher and state pool, used together. Sequences are int64 arrays; slots are the pool's."""
+    """Runs sequences of one model with its batcher and its state pool. Sequences are int64 arrays. `read`, `write` and
+    `slot` are slots of the pool."""
 
     def __init__(self, batcher: Batcher, pool: StatePool, parallel: ChunkedRunner) -> None:
         self._batcher = batcher
@@ -98,14 +100,14 @@ class Forward:
     async def window(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
     ) -> RunResult:
-        """Runs `tokens` from the zero state, in a single run of any length."""
+        """Runs `tokens` from the zero state, in a single run for any number of tokens."""
         row = await self._batcher.submit(Work("window", tokens, write=write, binding=binding), ticket)
         return RunResult(row)
 
     async def full(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, write: int | None = None, binding: bool = False
     ) -> RunResult:
-        """Runs `tokens` from the zero state: in one run, or in pieces if they are many."""
+        """Runs `tokens` from the zero state, in one run or, if there are more than PIECE_TOKENS, in pieces."""
         if len(tokens) <= PIECE_TOKENS:
             return await self.window(tokens, ticket, write=write, binding=binding)
         if write is not None:
@@ -116,9 +118,11 @@ class Forward:
     async def append(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
     ) -> RunResult:
-        """Runs `tokens` from the state in `read`, which stays unchanged, and writes the next state to `write`.
+        """Runs `tokens` from the state in `read`, and writes the next state to `write`. The state in `read` stays
+        unchanged.
 
-        Runs many tokens in pieces, or as parallel chunks if that is quicker; the states are bit-identical."""
+        Runs many tokens in pieces, or as parallel chunks if chunks are faster. The resulting states are bit-identical.
+        """
         if len(tokens) == 1:
             row = await self._batcher.submit(Work("step", tokens, read=read, write=write, binding=binding), ticket)
             return RunResult(row)
@@ -126,22 +130,23 @@ class Forward:
         return await self.again(write, ticket, binding=binding)
 
     async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> RunResult:
-        """Returns the output of the state in `slot`, without running a token."""
+        """Returns the output for the state in `slot`, without running a token."""
         row = await self._batcher.submit(Work("head", read=slot, binding=binding), ticket)
         return RunResult(row, self._pool.gather_hidden([slot])[0])
 
 
 def sequence(eos_id: int, tokens: Sequence[int], *, truncated: bool = False) -> NDArray[np.int64]:
-    """Returns the model's input: the start token `<eos>`, then the tokens, int64 (1 + n). If `truncated`, the tokens
-    are the end of a longer sequence and there is no start token: int64 (n)."""
+    """Returns the model's input: the start token `<eos>` and the tokens, int64 (1 + n). If `truncated`, the tokens are
+    the end of a longer sequence, and the input has no start token: int64 (n)."""
     return np.array(tokens if truncated else [eos_id, *tokens], np.int64)
 
 
 def tail(input_ids: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
-    """Returns the last `k` tokens of `input_ids`, which ends at `position`; if `k` covers it, all with `<eos>`."""
+    """Returns the last `k` tokens of `input_ids`, which ends at `position`. Returns all of `input_ids`, with `<eos>`,
+    if k >= position."""
     return input_ids if k >= position else input_ids[-k:]
 
 
 def _present(array: NDArray[np.float32] | None) -> NDArray[np.float32]:
-    assert array is not None, "a graph without its output: this is a bug"
+    assert array is not None, "a graph lacks an output: this is a bug"
     return array

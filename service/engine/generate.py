@@ -1,6 +1,6 @@
-"""Generation: one continuation, token by token.
+"""Generates one continuation, token by token.
 
-`TextStream` turns the tokens into text as they come, and finds stop sequences.
+`TextStream` decodes the tokens incrementally and finds stop strings.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateReq
 
 
 class TextStream:
-    """Turns generated tokens into text as soon as it is certain.
+    """Decodes generated tokens into text, which is returned as soon as later tokens cannot change it.
 
-    It withholds the bytes of an unfinished UTF-8 character, and an end of the text that may begin a stop string. The
-    text never contains a stop string or anything after it. A sequence of events also stops at its `<eos>`; in text
+    It withholds the bytes of an incomplete UTF-8 character, and a suffix that may be the beginning of a stop string.
+    The text never contains a stop string or anything after it. A sequence of events also stops at its `<eos>`. In text,
     `<eos>` is only a line break.
 
-    `tokens` holds every pushed token, including the one that stopped the text.
+    `tokens` holds every pushed token, including the token that stopped the text.
     """
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str]) -> None:
@@ -45,12 +45,13 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """The text that is certain so far."""
+        """The text that has been returned so far."""
         return "".join(self._text)
 
     def push(self, token: int, *, final: bool = False) -> str:
-        """Takes one token and returns the text that it made certain; `final` withholds nothing."""
-        assert not self.stopped, "a token after the stop: this is a bug"
+        """Adds one token. Returns the new text that later tokens cannot change. If `final`, returns all withheld
+        text."""
+        assert not self.stopped, "a token was pushed after the stop: this is a bug"
         self.tokens.append(token)
         if self._vocabulary.kind == "events" and token == self._vocabulary.eos_id:
             self.stopped = True
@@ -63,13 +64,13 @@ class TextStream:
         return self._give(len(self._withheld) - (0 if final else self._open()))
 
     def _give(self, length: int) -> str:
-        """Makes the first `length` withheld characters certain."""
+        """Returns the first `length` withheld characters, and no longer withholds them."""
         certain, self._withheld = self._withheld[:length], self._withheld[length:]
         self._text.append(certain)
         return certain
 
     def _open(self) -> int:
-        """Returns the length of the longest end of the withheld text that begins a stop string."""
+        """Returns the length of the longest suffix of the withheld text that is a proper prefix of a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(self._withheld)), 0, -1):
             if any(stop.startswith(self._withheld[-length:]) for stop in self._stop):
@@ -77,7 +78,8 @@ class TextStream:
         return 0
 
     def _piece(self, token: int, final: bool) -> str:
-        """Returns the text that a token adds; the pieces join to `Vocabulary.decode` of all tokens."""
+        """Returns the text that a token adds. The concatenated pieces are equal to `Vocabulary.decode` of all
+        tokens."""
         vocabulary = self._vocabulary
         if vocabulary.kind == "bpe":
             raw = b"\n" if token == vocabulary.eos_id else vocabulary.token_bytes(token)
@@ -87,7 +89,7 @@ class TextStream:
 
 
 class Source(Protocol):
-    """Computes the distributions of a generation. `window` is the k in mode window."""
+    """Computes the next-token distributions of a generation. `window` is k in mode window; None in mode recurrent."""
 
     @property
     def window(self) -> int | None: ...
@@ -97,7 +99,7 @@ class Source(Protocol):
         ...
 
     async def feed(self, token: int) -> RunResult:
-        """Runs one more token."""
+        """Runs a generated token."""
         ...
 
 
@@ -121,9 +123,9 @@ class RecurrentSource:
 
 
 class WindowSource:
-    """Runs the last k tokens for each token.
+    """Runs the last k tokens again for each generated token.
 
-    `position` is the position after `input_ids`; for a truncated sequence it is one more than the given tokens.
+    `position` is the position after `input_ids`. For a truncated sequence it is one more than the number of tokens.
     """
 
     def __init__(self, forward: Forward, input_ids: NDArray[np.int64], position: int, k: int, ticket: Ticket) -> None:
@@ -152,7 +154,7 @@ async def generate(
     share: Share,
     cache: CacheMixture | None,
 ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-    """Yields the tokens as they are drawn, then a `Finish`. Reports progress to `share`. `cache`: see
+    """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`. `cache`: see
     `RunResult.mix`."""
     sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed)
     stream = TextStream(vocabulary, request.stop)

@@ -1,4 +1,4 @@
-"""Housekeeping outside of requests: expires idle states and sessions, and checks cached states, a part at a time."""
+"""Periodic housekeeping: expires idle states and sessions, and checks some of the cached states in each pass."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.sessions import Sessions
@@ -16,21 +16,22 @@ from wane.service.state.pool import RESERVED
 logger = logging.getLogger("wane.engine")
 
 EVERY_S = 1.0
-SLOTS_AT_ONCE = 256  # takes 1.5 ms for states of 4 KB, mostly their checksums
+SLOTS_AT_ONCE = 256  # checking this many 4 KB states takes 1.5 ms, mostly for checksums
 
 
 class IntegrityReport(TypedDict):
-    """Number of complete rounds over all states, and of faults found. Each fault costs a rebuild, and is logged."""
+    """The numbers of complete passes over all states and of faults found. Each fault is logged, and its state must be
+    rebuilt."""
 
     rounds: int
     faults: int
 
 
 class Housekeeper:
-    """Expires and checks the states of one model: `look` does so once, `run` every second.
+    """Expires and checks the states of one model. `look` does one pass; `run` does one every second.
 
-    A fault costs states, never answers: a corrupt state is dropped, and the next token of its session rebuilds it.
-    Faults are counted and logged, because each is a bug or a memory error.
+    A fault never causes a wrong answer: a corrupt state is dropped, and the session's next request rebuilds it. Faults
+    are counted and logged, because each fault is a bug or a memory error.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class Housekeeper:
             await asyncio.sleep(EVERY_S)
             try:
                 await self.look()
-            except Exception:  # an unreachable store comes back: housekeeping continues
+            except Exception:  # housekeeping continues, because an unreachable store may become reachable again
                 logger.exception("the housekeeping of model %s failed", self._model)
 
     async def look(self) -> None:
-        """Expires idle states and sessions, and checks the bookkeeping and the next few states."""
+        """Expires idle states and sessions, then checks the state cache's indexes and the next SLOTS_AT_ONCE states."""
         known = await self._sessions.expire()
         self._parked.set(max(known - len(self._state_cache), 0))
         idle = self._is_idle()
@@ -75,5 +76,5 @@ class Housekeeper:
             self._state_cache.mend(faults, idle=idle)
 
     def document(self) -> IntegrityReport:
-        """Returns `integrity` of the report."""
+        """Returns the report's `integrity` field."""
         return {"rounds": self._rounds, "faults": self._faults}

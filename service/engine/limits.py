@@ -1,4 +1,5 @@
-"""The limits of one model under the server's settings. Each error names the field, its value and the limit."""
+"""Checks requests against the limits of one model and of the server's settings. Each error message names the field, its
+value and the limit."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ class Limits:
         self.window = min(manifest.window, self.max_window)
 
     def tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
-        """Raises TooLarge if there are too many tokens, InvalidRequest if the vocabulary lacks one.
+        """Raises TooLarge if there are too many tokens. Raises InvalidRequest if a token is not in the vocabulary.
 
-        A `document` is only scored, and may be longer than another input."""
+        A `document` is input for scoring, for which the limit is higher."""
         size = self._size
         if len(tokens) == 1 and 0 <= tokens[0] < size:
             return
@@ -36,11 +37,12 @@ class Limits:
         )
 
     def longest(self, *, document: bool = False) -> int:
-        """Returns the most tokens that an input may have."""
+        """Returns the largest number of tokens of an input."""
         return self._settings.max_scored_tokens if document else self._settings.max_input_tokens
 
     def length(self, count: int, how: str = "", *, document: bool = False) -> None:
-        """Raises TooLarge if the input has too many tokens. The message puts `how` before the count ("at least ")."""
+        """Raises TooLarge if the input has too many tokens. `how` stands before the count in the message, for example
+        "at least "."""
         most = self.longest(document=document)
         if count > most:
             raise TooLarge(f"the input has {how}{count} tokens, but at most {most} are taken")
@@ -52,12 +54,12 @@ class Limits:
             raise InvalidRequest(f"top_k is {top_k}, but must be at most {most}", "top_k")
 
     def windows(self, windows: Sequence[int]) -> None:
-        """Like `of_window`, for each window."""
+        """Calls `of_window` for each window."""
         for index, window in enumerate(windows):
             self.of_window(window, f"windows[{index}]")
 
     def of_window(self, window: int, field: str = "window") -> None:
-        """Raises InvalidRequest if the window is 0 or over the limit of the model or the server."""
+        """Raises InvalidRequest if the window is 0, or exceeds the limit of the model or the server."""
         if not 1 <= window <= self.max_window:
             raise InvalidRequest(
                 f"{field} is {window}, but model {self._manifest.name} takes windows of 1 to {self.max_window} tokens",

@@ -24,9 +24,10 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 def predictions(
     logits: NDArray[np.float32], count: int, vocabulary: Vocabulary, top: Top | None = None
 ) -> tuple[Prediction, ...]:
-    """Returns the `count` most probable tokens, most probable first, the smaller id first among equals.
+    """Returns the `count` most probable tokens in descending order. Among equal probabilities, the smaller id comes
+    first.
 
-    `top` holds the largest of the same logits; if it has `count` of them, the logits are not read.
+    `top` holds the largest values of `logits`. If it holds at least `count` of them, `logits` is not read.
     """
     count = min(count, len(logits))
     found = None if top is None else top.first(count)
@@ -34,7 +35,7 @@ def predictions(
         return listed(found, count, vocabulary)
     of_all = log_softmax(logits)
     least = np.partition(of_all, -count)[-count]
-    candidates = np.flatnonzero(of_all >= least)  # includes all ties for the last place
+    candidates = np.flatnonzero(of_all >= least)  # includes all tokens that tie for the last place
     order = candidates[np.argsort(-of_all[candidates], kind="stable")][:count]
     logprobs = of_all[order]
     return listed(
@@ -43,7 +44,8 @@ def predictions(
 
 
 def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
-    """Returns the first `count` as predictions. Every answer lists some, so this avoids a constructor call for each."""
+    """Returns the first `count` tokens as predictions. Every answer calls it, so it avoids a constructor call for each
+    prediction."""
     texts, partials = vocabulary.texts, vocabulary.partials
     ids = found.ids[:count]
     return tuple(
@@ -58,21 +60,22 @@ class Sampler:
     """Draws tokens. Equal seeds and logits give equal tokens."""
 
     def __init__(self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> None:
-        """`temperature` 0 always takes the most probable token; top_k and top_p of None keep all of them."""
+        """`temperature` 0 always draws the most probable token. top_k or top_p excludes no tokens if it is None."""
         self._temperature = temperature
         self._top_k = top_k
         self._top_p = top_p
         self._random = np.random.default_rng(seed)
 
     def draw(self, logits: NDArray[np.float32]) -> tuple[int, float]:
-        """Draws a token. Returns it and its log-probability at temperature 1, before top-k and top-p."""
+        """Draws a token. Returns the token and its log-probability at temperature 1, without top-k and top-p."""
         logprobs = log_softmax(logits)
         token = int(logprobs.argmax()) if self._temperature == 0 else self._sample(logprobs)
         return token, float(logprobs[token])
 
     def _sample(self, logprobs: NDArray[np.float64]) -> int:
-        """Applies the temperature, keeps the k most probable tokens, then the fewest that add up to p, and draws."""
-        # The largest becomes exactly 0, so that tiny temperatures give 0 and -inf, never NaN.
+        """Applies the temperature, top-k and top-p, and draws a token. Top-p keeps the fewest tokens with a total
+        probability of at least p."""
+        # The largest value becomes exactly 0. Tiny temperatures therefore give 0 and -inf, never NaN.
         with np.errstate(over="ignore"):
             scaled = (logprobs - logprobs.max()) / self._temperature
         order = np.argsort(-scaled, kind="stable")[: self._top_k]
@@ -80,7 +83,8 @@ class Sampler:
         weights /= weights.sum()
         cumulative = np.cumsum(weights)
         if self._top_p is not None:
-            # A token is kept while those before it add up to less than p, so at least one is kept.
+            # A token is kept if the probabilities of all more probable tokens add up to less than p. At least one token
+            # is kept.
             keep = int(np.searchsorted(cumulative, self._top_p, side="left")) + 1
             order, cumulative = order[:keep], cumulative[:keep]
         drawn = self._random.random() * cumulative[-1]

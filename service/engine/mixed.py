@@ -1,4 +1,4 @@
-"""One answer of a model with a cache: the mixture of its network's distribution with the cache's."""
+"""One answer of a model with a cache: the mixture of the network's distribution and the cache's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Mixed:
         row: Row,
         known: int,
     ) -> None:
-        """See `RunResult.mix`. logits: the network's, float32 (V), in `row`."""
+        """See `RunResult.mix`. logits: the network's logits from `row`, float32 (V)."""
         self._cache = cache
         self._logits = logits
         self._row = row
@@ -34,23 +34,24 @@ class Mixed:
         self.tokens = self._found.tokens.item(0)
         """Number of tokens in the cache."""
         self.unknown = cache.unknown(self.tokens, known)
-        """What the tokens that the cache lacks can add to the total variation."""
+        """The largest total variation that tokens missing from the cache can add."""
 
     @cached_property
     def added(self) -> NDArray[np.float64]:
-        """What the cache adds to the probability of each token: float64 (V)."""
+        """The part of each token's probability that comes from the cache: float64 (V)."""
         return self._cache.added_to(self._found, 0)
 
     @cached_property
     def log_probabilities(self) -> NDArray[np.float32]:
-        """float32 (V), at temperature 1."""
+        """The log-probabilities of the mixture at temperature 1: float32 (V)."""
         found: NDArray[np.float32] = self._cache.log_probabilities(self._logits[None], self._found)[0].astype(
             np.float32
         )
         return found
 
     def top(self, count: int) -> TopTokens | None:
-        """Returns the `count` most probable tokens; None if the graph outputs fewer of the network's."""
+        """Returns the `count` most probable tokens of the mixture; None if the graph outputs fewer of the network's
+        most probable tokens."""
         ids = self._row.output(TOP_IDS)
         if ids is None or count > len(ids):
             return None
@@ -58,14 +59,14 @@ class Mixed:
 
     @property
     def log_sum_exp(self) -> NDArray[np.float64]:
-        """The logarithm of the sum of the exponentials of the network's logits: float64 (1)."""
+        """The log-sum-exp of the network's logits: float64 (1)."""
         found = self._row.output(LOG_SUM_EXP)
-        assert found is not None, "a graph with the first tokens lacks the sum: this is a bug"
+        assert found is not None, "a graph outputs the most probable tokens, but not the log-sum-exp: this is a bug"
         sums: NDArray[np.float64] = found.astype(np.float64).reshape(1)
         return sums
 
     def largest(self, count: int) -> Largest | None:
-        """Like `top`, with at least `count` of them."""
+        """Like `top`, but may return more than `count` tokens."""
         found = self.top(min(max(count, FEW), self._cache.vocabulary_size))
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""A submitted request's result, and the count of an engine's requests in flight."""
+"""The pending result of a submitted request, and the count of an engine's requests in flight."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ STILL_COMMITS = (
 
 
 class Pending(EagerTask[T]):
-    """The result of a submitted request, with its deadline.
+    """The pending result of a submitted request, with its deadline.
 
-    Once binding work of the request has entered a batch, the request is completed even if its caller leaves. Before
-    that, `cancel()` and the deadline withdraw it without a trace. They also end the search for a proof, which follows
-    the commit.
+    If work that the request will commit has entered a batch, the request is completed even if its caller is cancelled.
+    Before that, `cancel()` and the deadline withdraw the request without side effects. They also end the search for a
+    proof, which runs after the commit.
 
-    A coroutine computes the result (`start`), or another object resolves it.
+    The result is computed by a coroutine (`start`), or set by another object (`resolve`).
     """
 
     __slots__ = ("_timer", "ticket")
@@ -42,16 +42,18 @@ class Pending(EagerTask[T]):
 
     @classmethod
     def of(cls, coroutine: Coroutine[Any, Any, T], ticket: Ticket) -> Self:
-        """Starts a coroutine and returns its result: see `start`."""
+        """Starts a coroutine and returns its pending result: see `start`."""
         pending = cls()
         pending.start(coroutine, ticket)
         return pending
 
     def start(self, coroutine: Coroutine[Any, Any, T], ticket: Ticket) -> None:
-        """Runs a coroutine to its result. `ticket` belongs to all of its work, and has the deadline.
+        """Starts the coroutine that computes the result. All its work is submitted with `ticket`, which has the
+        deadline.
 
-        The result calls back in the event loop's next turn. So all requests of a batch are committed before the first
-        is encoded: 64 steps take a quarter less time together than one by one.
+        The callback runs in the event loop's next turn. Therefore all requests of a batch are committed before the
+        first answer is encoded. This takes a quarter less time for 64 steps than committing and encoding them one by
+        one.
         """
         self._coroutine, self.ticket = coroutine, ticket
         self._run(coroutine.send, None)
@@ -59,18 +61,19 @@ class Pending(EagerTask[T]):
             self._timer = timers().at(ticket.deadline, self._ring)
 
     def cancel(self) -> None:
-        """Withdraws the request, unless it has entered a batch: the caller has left."""
+        """Withdraws the request, unless its work has entered a batch."""
         if self.done:
             return
         self._callback = None
         self._abandon()
 
     def fail(self, error: BaseException) -> None:
-        """Like `Waiter.fail`, but CancelledError becomes Unavailable: a closed engine cancels its threads' work."""
+        """Like `Waiter.fail`, but converts CancelledError to Unavailable, because closing an engine cancels the work of
+        its threads."""
         super().fail(Unavailable("the server is stopping") if isinstance(error, asyncio.CancelledError) else error)
 
     def _ring(self) -> None:
-        """Fails the request: its deadline has passed."""
+        """Fails the request, because its deadline has passed."""
         self._timer = None
         callback, self._callback = self._callback, None
         has_entered = self.ticket is not None and self.ticket.entered
@@ -100,7 +103,8 @@ class Pending(EagerTask[T]):
 
 
 class Admission:
-    """Counts one engine's requests. All methods must be called on the event loop's thread."""
+    """Counts the requests of one engine, and refuses them after `close`. All methods must be called on the event loop's
+    thread."""
 
     def __init__(self) -> None:
         self.asked = 0

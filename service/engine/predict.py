@@ -1,4 +1,4 @@
-"""Requests without a session: choose the mode, run, answer."""
+"""Answers requests without a session: chooses the mode, runs the tokens and builds the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wane.service.types import Answer, Finish, GeneratedToken, GenerateRequest, 
 
 
 class Predictor:
-    """Answers and generations from the zero state."""
+    """Predicts and generates from the zero state."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Predictor:
         *,
         has_radius_output: bool,
     ) -> None:
-        """`has_radius_output`: runs of windows compute a bound for their own tokens."""
+        """`has_radius_output`: the `window` graph outputs a bound for its own tokens."""
         self._manifest = manifest
         self._vocabulary = vocabulary
         self._limits = limits
@@ -60,7 +60,7 @@ class Predictor:
         return self._cost_model.full(1 + len(request.tokens))
 
     def generation_seconds(self, request: GenerateRequest) -> float:
-        """Returns the expected seconds of a generation's runs, if nothing stops it early."""
+        """Returns the expected seconds of a generation's runs, for `max_tokens` tokens."""
         if request.mode is Mode.WINDOW:
             return request.max_tokens * self._cost_model.window(request.window or self._limits.window)
         return self._cost_model.full(1 + len(request.tokens)) + request.max_tokens * self._cost_model.run("step", 1)
@@ -100,7 +100,8 @@ class Predictor:
         return sequence(self._vocabulary.eos_id, request.tokens, truncated=request.truncated)
 
     def _ways(self, request: PredictRequest) -> tuple[int | None, ...]:
-        """Returns the windows that `auto` tries in turn until one meets the tolerance; None means all tokens."""
+        """Returns the windows that `auto` tries in turn until an answer meets the tolerance. None stands for all
+        tokens."""
         position = len(request.tokens)
         return routing.ways(
             self._manifest.certificate,
@@ -116,9 +117,11 @@ class Predictor:
     def generate(
         self, request: GenerateRequest, identity: Identity, ticket: Ticket, share: Share, held: ExitStack
     ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-        """Yields the tokens as they are drawn. Puts the generation's slot into `held`, and reports progress to `share`.
+        """Yields each token when it is drawn, then a `Finish`. The slot of the generation's state is released by
+        `held`. Reports progress to `share`.
 
-        `auto` is recurrent here: after the prompt its state is available, and one step a token is the cheapest way.
+        `auto` means recurrent here. The prompt's run leaves a state, and one step for each token is then the cheapest
+        mode.
         """
         input_ids = self._sequence(request)
         source: Source

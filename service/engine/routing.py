@@ -1,4 +1,4 @@
-"""Chooses how `auto` answers a request, by the certificate and by measured costs."""
+"""Chooses the mode and the window of `auto` requests, from the certificate and measured costs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from wane.models.manifest import Certificate
 from wane.service.engine.bounds import bound, meets
 from wane.service.types import Mode
 
-AUTO, RECURRENT = Mode.AUTO, Mode.RECURRENT  # looking up an enum member takes longer
+AUTO, RECURRENT = Mode.AUTO, Mode.RECURRENT  # faster than looking up the enum member on each use
 
 COST_TOLERANCE = 1.1
-"""Measured costs within this factor count as equal: then the way with the smaller bound is taken."""
+"""Measured costs within this factor count as equal. The candidate with the smaller bound is then chosen."""
 
 UNASKED = 1e-3
-"""For a request without a tolerance: the largest bound at the model's own k with which `auto` answers by window."""
+"""The largest error bound with which `auto` answers by the model's default window, if the request has no tolerance."""
 
 Cost = Callable[[int | None], float]
-"""Seconds that an answer from the last k tokens takes; None: from all tokens."""
+"""Returns the expected seconds of a run over the last k tokens, or over all tokens for None."""
 
 
 def ways(
@@ -31,16 +31,17 @@ def ways(
     has_radius_output: bool,
     cost: Cost,
 ) -> tuple[int | None, ...]:
-    """Returns the windows that `auto` tries for `position` tokens without a state; None means all tokens.
+    """Returns the windows that `auto` tries for `position` tokens without a state. None stands for all tokens.
 
-    `window` is the requested k, `own` the model's, `largest` the maximum. Without a tolerance, `auto` takes the
-    requested k, or else the model's own if the curve is at most UNASKED there, or else all tokens. With a tolerance, it
-    takes the requested k if the curve meets the tolerance there, or, if none was requested, the smallest k at which it
-    does. It runs all tokens instead if that costs no more, because their bound is the smallest.
+    `window` is the requested k, `own` is the model's default k, and `largest` is the maximum. Without a tolerance,
+    `auto` takes the requested k. If there is none, it takes the default k if the certificate's curve at that k is at
+    most UNASKED, and otherwise all tokens. With a tolerance, `auto` takes the requested k if the curve at that k meets
+    the tolerance, and otherwise all tokens. If no k was requested, it takes the smallest k that meets the tolerance. It
+    runs all tokens instead of a window if that does not cost more, because their bound is the smallest.
 
-    `has_radius_output`: runs of windows compute a bound for their own tokens, which may be far below the curve. Then
-    the first k is a try: it answers if its own bound meets the tolerance, and otherwise the last entry answers. A model
-    that is not certified runs all tokens. A k that covers all tokens becomes None.
+    `has_radius_output`: the `window` graph outputs a bound for its own tokens, which may be far below the curve. The
+    first k is then an attempt: it answers if its own bound meets the tolerance, and otherwise the last entry answers. A
+    model that is not certified runs all tokens. A k that covers all tokens becomes None.
     """
     if not certificate.certified or certificate.rounding is None:
         return (None,)
@@ -48,7 +49,7 @@ def ways(
     sure = _enough(certificate, position, window=window, own=own, largest=largest, tolerance=tolerance)
     if sure is not None and cost(None) <= COST_TOLERANCE * cost(sure):
         sure = None
-    # A failed try is wasted: it should cost at most half of what it can save.
+    # The cost of a failed attempt is wasted. An attempt may cost at most half of the cost that it can save.
     if (
         has_radius_output
         and tolerance is not None
@@ -71,13 +72,15 @@ def rebuilt_from(
     used: float,
     cost: Cost,
 ) -> int | None:
-    """Returns from how many latest tokens `auto` rebuilds the state of a session at `position`; None: from all `held`.
+    """Returns the number of latest tokens from which `auto` rebuilds a session's state at `position`. None: all `held`
+    tokens.
 
-    A state from all tokens has the smallest bound, and also serves later steps: `used` of them, estimated as the number
-    of states found resident for each rebuilt one. It runs all tokens if that costs no more than to answer all these
-    steps by windows. Otherwise states are evicted too soon, and it rebuilds from the k of a window: that meets the
-    tolerance, costs the same, and leaves a state for the next step. A model that is not certified needs all tokens. So
-    does one whose curve at its own k is over UNASKED, if the request has no tolerance.
+    A state from all tokens has the smallest bound, and it also serves later steps. `used` is the expected number of
+    these steps: the number of resident states found for each rebuilt state. `auto` runs all tokens if that does not
+    cost more than a window for the request and for each of these steps. Otherwise states are evicted before they save
+    enough. `auto` then rebuilds from the k tokens of a window that meets the tolerance. This costs as much as the
+    window, and leaves a state for the next step. A model that is not certified needs all tokens. If the request has no
+    tolerance, a model also needs all tokens if its curve at `own` exceeds UNASKED.
     """
     k = None
     if certificate.certified and certificate.rounding is not None:
@@ -90,7 +93,7 @@ def rebuilt_from(
 def _enough(
     certificate: Certificate, position: int, *, window: int | None, own: int, largest: int, tolerance: float | None
 ) -> int | None:
-    """Returns the k that is known to suffice before any run; None: all tokens."""
+    """Returns the k that meets the tolerance by the certificate alone, before any run. None: all tokens."""
     if tolerance is None:
         k = window or (own if meets(bound(certificate, own, position), UNASKED) else position)
     elif window is not None:
@@ -102,11 +105,13 @@ def _enough(
 
 
 def of_session(asked: Mode | None, own: Mode) -> Mode:
-    """Returns the mode of a session's request: the requested one, or else the session's own. Auto means recurrent."""
+    """Returns the mode that answers a session's request: the requested mode, or else the session's mode. Auto becomes
+    recurrent."""
     mode = own if asked is None or asked is AUTO else asked
     return RECURRENT if mode is AUTO else mode
 
 
 def is_free(asked: Mode | None, own: Mode) -> bool:
-    """Returns whether `auto` chooses how a session's request is answered: neither sets another mode."""
+    """Returns whether `auto` chooses how a session's request is answered, because neither the request nor the session
+    sets another mode."""
     return asked in (None, Mode.AUTO) and own is Mode.AUTO

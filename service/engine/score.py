@@ -1,18 +1,21 @@
-"""Scores a text: the log-probability of every token, given the tokens before it.
+"""Scores a text: computes the log-probability of every token, given the tokens before it.
 
-The text runs in order, or as parallel chunks (`service/chunked/chunked.py`). The request decides which errors the
-joints of chunks may have:
+The text runs in order, or as parallel chunks (`service/chunked/chunked.py`). A joint is the boundary of two chunks.
+There, the state from which the second chunk started may differ from the state at the end of the first chunk. The
+request limits this difference:
 
-- With a tolerance, `error_bound` must meet it. If nothing is proved of the model, there is no bound, and only an exact
-  run meets a tolerance.
-- Without a tolerance every joint is at most RESIDUAL, and `error_bound` is the proved bound, if there is one.
+- With a tolerance, `error_bound` must meet it. If the certificate proves nothing about the model, there is no bound,
+  and only an exact run meets a tolerance.
+- Without a tolerance, the difference at every joint is at most RESIDUAL. `error_bound` is the proved bound, if there is
+  one.
 
-In a truncated sequence every answer has its own bound: that for the number of tokens before it, plus what the joints
-may add. A tolerance applies to the joints only.
+In a truncated sequence every answer has its own bound: the bound for the number of tokens before it, plus the bound of
+what the joints add. A tolerance applies to the joints only.
 
-The bound of a run with joints is the worst over all positions. It is the smaller of two, each plus the rounding of two
-float32 runs: the certificate's curve, at one token more than the chunks' warm-up, because the first answer knows its
-own token too; and the bound propagated from the measured joints (`models/certificate/propagation.py`).
+The bound of a run with joints is the worst bound over all positions. It is the smaller of two bounds, each plus the
+rounding of two float32 runs. The first is the certificate's curve, at one token more than the chunks' warm-up, because
+the first answer of a chunk has also read its own token. The second is propagated from the measured differences at the
+joints (`models/certificate/propagation.py`).
 """
 
 from __future__ import annotations
@@ -50,31 +53,33 @@ from wane.service.types import (
 )
 
 RESIDUAL = 1e-5
-"""The largest difference of a state's unit at a joint, if the request has no tolerance."""
+"""The largest difference of any unit of the state at a joint, if the request has no tolerance."""
 
 FED_AT_ONCE = 16_384
-"""Tokens that are copied into an array in one turn of the event loop."""
+"""The number of tokens that are copied into an array in one turn of the event loop."""
 
-LARGEST_EXPONENT = 700.0  # exp of more overflows float64
+LARGEST_EXPONENT = 700.0  # exp of a larger value overflows float64
 
 Item = ScoreProgress | ScoredTokens | ScoreSummary
 
 
 class MixedScore:
-    """The mixtures of a text's tokens with a cache."""
+    """The mixtures with a cache for the tokens of one text."""
 
     def __init__(self, cache: CacheMixture, input_ids: NDArray[np.int64], *, truncated: bool) -> None:
-        """input_ids: as in `cache_statistics`."""
+        """input_ids: see `cache_statistics`."""
         self.cache = cache
         self._statistics = cache_statistics(input_ids, cache.length, truncated=truncated)
 
     def mix(self, start: int, network: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the log-probabilities of n tokens, of which `start` are before them, from the network's (n)."""
+        """Returns the mixture's log-probabilities of n tokens that follow the first `start` predicted tokens. network:
+        their log-probabilities by the network (n)."""
         here = self._statistics.at(np.arange(start, start + len(network)))
         return here.log_probabilities(self.cache.model, network)
 
     def bounds(self, start: int, found: Sequence[float | None]) -> list[float | None]:
-        """Returns the bounds of these tokens' distributions in a truncated text from those of the network's."""
+        """Returns the bounds of the mixtures for these tokens of a truncated text. found: the bounds of the network's
+        distributions."""
         here = self._statistics.at(np.arange(start, start + len(found)))
         weights, _ = here.parts(self.cache.model)
         unknown = np.where(here.filled < 1, 1 - self.cache.least_network, 0.0)
@@ -85,7 +90,7 @@ class MixedScore:
 
 
 class Scorer:
-    """Scores with one model."""
+    """Scores texts with one model."""
 
     def __init__(
         self,
@@ -96,11 +101,11 @@ class Scorer:
         executor: Executor,
         cache: CacheMixture | None = None,
     ) -> None:
-        """`executor` runs arithmetic that would block the event loop. `cache` is that of the model, if it has one."""
+        """`executor` runs computations that would block the event loop. `cache` is the model's cache, if it has one."""
         self.propagation: Propagation | None = None
         self._certificate = manifest.certificate
         self._state = manifest.state
-        self._least: float | None = None  # the bound of joints with only rounding errors
+        self._least: float | None = None  # the error bound if the joints have only rounding errors
         self.parallel = parallel
         self._pool = pool
         self._cost_model = cost_model
@@ -110,14 +115,15 @@ class Scorer:
 
     @cached_property
     def _cut_off(self) -> tuple[float | None, ...]:
-        """The bounds of answers that know the last 1, 2, ... tokens of a longer sequence; the last holds for more."""
+        """The bounds of answers from the last 1, 2, ... tokens of a longer sequence. The last bound also holds for more
+        tokens."""
         certificate = self._certificate
         ends = range(1, max(len(certificate.error_bound), 1) + 1)
         found = [bounds.bound(certificate, known, known + 1) for known in ends]
         return tuple(None if one is None else one.variation for one in found)
 
     def seconds(self, request: ScoreRequest) -> float:
-        """Returns the expected seconds of a score's runs."""
+        """Returns the expected seconds of all runs of a score."""
         tokens = len(request.tokens)
         if request.method is ScoreMethod.PARALLEL:
             demand = Demand(RESIDUAL) if request.tolerance is None else EXACT
@@ -129,9 +135,9 @@ class Scorer:
     async def score(
         self, request: ScoreRequest, identity: Identity, ticket: Ticket, share: Share
     ) -> AsyncGenerator[Item, None]:
-        """Yields the log-probabilities in order and the progress, then the summary. The caller must close it. Reports
-        progress to `share`."""
-        await asyncio.sleep(0)  # checking a long text took a turn of the event loop
+        """Yields log-probabilities, in order, and progress; the last item is the summary. The caller must close the
+        generator. Reports progress to `share`."""
+        await asyncio.sleep(0)  # lets other tasks run, because checking a long text takes long
         input_ids = await self._input_ids(request)
         with until(request.deadline):
             mixed = await self._mixed(request, input_ids)
@@ -139,7 +145,7 @@ class Scorer:
         if request.method is ScoreMethod.PARALLEL:
             with until(request.deadline):
                 demand = await self._demand(request.tolerance)
-        unpredicted = (None,) if request.truncated else ()  # without a start token nothing predicts the first token
+        unpredicted = (None,) if request.truncated else ()  # without a start token, the first token has no prediction
         settled, total, plan = 0, 0.0, ChunkPlan()
         predicted = 0
         worst: list[float | None] = []
@@ -171,7 +177,7 @@ class Scorer:
             finally:
                 await pieces.aclose()
         share.progress(1)
-        if not settled:  # one token, which nothing predicts: there was nothing to run
+        if not settled:  # the only token has no prediction, so nothing was run
             yield ScoredTokens(0, request.tokens, unpredicted, unpredicted)
             yield ScoreProgress(1, 1)
             settled, worst = 1, [None]
@@ -191,14 +197,14 @@ class Scorer:
         )
 
     async def _mixed(self, request: ScoreRequest, input_ids: NDArray[np.int64]) -> MixedScore | None:
-        """Returns the mixtures of the predicted tokens; None if the model has no cache, or the request wants none."""
+        """Returns the mixtures for the predicted tokens; None if the model has no cache or the request disables it."""
         if self._cache is None or not request.cache or len(input_ids) < 2:
             return None
         make = partial(MixedScore, self._cache, input_ids, truncated=request.truncated)
         return await asyncio.get_running_loop().run_in_executor(self._executor, make)
 
     async def _input_ids(self, request: ScoreRequest) -> NDArray[np.int64]:
-        """Returns the model's input, like `forward.sequence`, but in several turns of the event loop."""
+        """Like `forward.sequence`, but spread over several turns of the event loop."""
         parts = [sequence(self._eos_id, request.tokens[:FED_AT_ONCE], truncated=request.truncated)]
         for start in range(FED_AT_ONCE, len(request.tokens), FED_AT_ONCE):
             await asyncio.sleep(0)
@@ -207,7 +213,7 @@ class Scorer:
 
     def _cut_off_at(self, known: range, joints: float | None) -> list[float | None]:
         """Returns the bounds of answers from the last n tokens of a truncated sequence, for each n in `known`. `joints`
-        is the most that the run's joints may add."""
+        is the bound of the total variation that the run's joints add."""
         found = [self._cut_off[min(tokens, len(self._cut_off)) - 1] for tokens in known]
         return [None if one is None or joints is None else min(one + joints, 1.0) for one in found]
 
@@ -216,7 +222,7 @@ class Scorer:
             return await anext(pieces, None)
 
     async def _demand(self, tolerance: float | None) -> Demand:
-        """Returns the demand on joints that meets a tolerance."""
+        """Returns the limits on the errors at joints that meet a tolerance."""
         if tolerance is None:
             return Demand(RESIDUAL)
         if tolerance == 0 or not self._bounded:
@@ -225,7 +231,8 @@ class Scorer:
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
-        if self._least > tolerance:  # even the best joints fail: only exact ones, or the curve, meet the tolerance
+        # Joints with only rounding errors exceed the tolerance. Only exact joints or the certificate's curve meet it.
+        if self._least > tolerance:
             return Demand(0.0, None, enough)
 
         async def judge(plan: ChunkPlan) -> bool:
@@ -235,7 +242,7 @@ class Scorer:
         return Demand(RESIDUAL, judge, enough)
 
     async def _bound(self, plan: ChunkPlan) -> float | None:
-        """Returns the largest total variation between an answer of the run and one of the run in order."""
+        """Returns the bound of the total variation between answers of this run and of the run in order."""
         if not plan.residual:
             found = bounds.bound(self._certificate, 0, 0)  # no token is missing
             return None if found is None else found.variation
@@ -251,7 +258,7 @@ class Scorer:
         return certificate.rounding is not None and bool(certificate.error_bound or self.propagation)
 
     async def _moved(self, plan: ChunkPlan) -> float:
-        """Returns the total variation that the measured joints can cause; 1 if it is unknown."""
+        """Returns the bound of the total variation that the measured errors at joints can cause; 1 if it is unknown."""
         rounding = self._certificate.rounding
         if self.propagation is None or rounding is None:
             return 1.0

@@ -1,9 +1,10 @@
-"""Shadows: repeats a sample of live answers in the other mode, to measure agreement on live traffic.
+"""Repeats a sample of live answers in the other mode, to measure the agreement of both modes on live traffic.
 
-A sampled answer is copied together with its tokens, so later steps of its session change neither. The other mode runs
-in a separate process, one piece at a time, and a piece starts only while the live runner is idle. Live work never
-queues behind a shadow, and, if the system supports low-priority processes, does not compete with it for a processor.
-Samples without idle time are dropped and counted. Neither a client nor the shutdown waits for a shadow.
+A sampled answer is copied together with its tokens, so that later steps of its session do not change it. The other mode
+runs in a separate process, one piece at a time. A piece starts only while the live runner is idle. Live work never
+queues behind a shadow. If the system supports low-priority processes, live work does not compete with a shadow for a
+processor. Samples are dropped and counted if there is no idle time to run them. Neither a client nor the shutdown waits
+for a shadow.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ logger = logging.getLogger("wane.engine")
 
 MOST_CASES = 64
 MOST_TOKENS = 1 << 18
-"""Limits on queued answers and on their tokens, about two megabytes. More are dropped."""
+"""The largest number of queued answers and of their tokens (about two megabytes). Further samples are dropped."""
 
 PIECE_TOKENS = 64
-"""Longest piece of a sequence that runs between two checks for live work."""
+"""The number of tokens that run between two checks for live work."""
 
 PAUSE_S = 0.001
-"""Pause after a batch before a shadow starts: the batch's answers are still to be sent."""
+"""Pause in seconds between the end of a batch and the start of a shadow. In this time the batch's answers are sent."""
 
 NO_TOKENS = np.empty(0, np.int64)
 NO_TIME = Latency(0.0, 0.0, 0.0)
 
 
 class ShadowProcess(Protocol):
-    """The runner of shadows. Only `kill` may be called while another call runs."""
+    """Runs shadows in a separate process. Only `kill` may be called while another method runs."""
 
     cpu_s: float
-    """Processor time in seconds that the runs have taken outside of the calling thread."""
+    """Total processor time in seconds of the runs outside of the calling thread."""
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Like `Runner.run`. Raises RunnerLost if no more runs are possible."""
+        """Like `Runner.run`. Raises RunnerLost if the process can no longer run."""
         ...
 
     def kill(self) -> None:
@@ -69,10 +70,10 @@ class ShadowProcess(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A live answer, and the `tokens`, int64 (n), that the other mode runs from the zero state.
+    """A sampled live answer. `tokens`, int64 (n), are the tokens that the other mode runs from the zero state.
 
-    `plan` covers both modes; `live` is the part that answered, and `recurrent` its mode. `history`: int64, the tokens
-    of the model's cache.
+    `plan` is the plan of both modes. `live` is the live answer's part, and `recurrent` says whether its mode is
+    recurrent. `history`: int64, the tokens in the model's cache.
     """
 
     plan: AnswerPlan
@@ -83,7 +84,7 @@ class Case:
 
 
 class Shadow:
-    """One model's shadow answers. All methods must be called on the event loop's thread."""
+    """Samples, runs and compares one model's shadows. All methods must be called on the event loop's thread."""
 
     def __init__(
         self,
@@ -97,7 +98,8 @@ class Shadow:
         window: int,
         random: Random,
     ) -> None:
-        """`rate` is the share of answers that `random` samples; `window` is the model's k."""
+        """`rate` is the probability, from 0 to 1, that `random` samples an answer. `window` is the model's default
+        k."""
         self._rate = rate
         self._runner = runner
         self._state = state
@@ -117,7 +119,7 @@ class Shadow:
 
     @property
     def idle(self) -> bool:
-        """Whether no shadow is queued or runs."""
+        """Whether no shadow is queued or running."""
         return not self._cases and self._work is None and self._running is None and self._timer is None
 
     def chosen(self) -> bool:
@@ -135,7 +137,7 @@ class Shadow:
         self._wake()
 
     def close(self) -> None:
-        """Drops the queued answers, and kills the other process without waiting for it."""
+        """Drops the queued answers, and kills the shadow process without waiting for its exit."""
         if self._closed:
             return
         self._closed = True
@@ -153,7 +155,8 @@ class Shadow:
         self._thread.shutdown(wait=False)
 
     def _case(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> Case:
-        """Copies an answer into a case: its row is a view that would keep the whole batch in memory."""
+        """Copies an answer into a case. Without the copy, the answer's row, which is a view, would keep the whole batch
+        in memory."""
         result = RunResult.of(live.result.network_logits.copy(), live.result.hidden.copy(), live.result.radius)
         cache, history = self._answer_builder.cache, NO_TOKENS
         if cache is not None and live.result.mixed is not None:
@@ -170,12 +173,12 @@ class Shadow:
         return Case(plan, tokens, history, ModeResult(result, live.bound, live.latency), recurrent)
 
     def _wake(self) -> None:
-        """Schedules the next piece, if there is one and none runs."""
+        """Schedules the next piece, if one is queued and no piece is scheduled or running."""
         if (self._cases or self._work is not None) and self._timer is None and self._running is None:
             self._timer = asyncio.get_running_loop().call_later(PAUSE_S, self._begin)
 
     def _begin(self) -> None:
-        """Starts the next piece, if the runner is idle; a busy runner calls `_wake` when it becomes idle."""
+        """Starts the next piece if the batcher is idle. A busy batcher calls `_wake` when it becomes idle."""
         self._timer = None
         if not self._batcher.idle:
             return
@@ -187,7 +190,7 @@ class Shadow:
         self._running.add_done_callback(self._end)
 
     def _end(self, done: asyncio.Future[tuple[Agreement | None, float]]) -> None:
-        """Records the result of a piece, and schedules the next."""
+        """Records the result of a piece, and schedules the next piece."""
         self._running = None
         if self._closed or done.cancelled():
             return
@@ -208,7 +211,7 @@ class Shadow:
         self._wake()
 
     def _answer(self, case: Case) -> Iterator[Agreement | None]:
-        """Runs a case: yields None after each piece but the last, then the agreement of the two answers."""
+        """Runs a case. Yields None after each piece except the last, then the agreement of the two answers."""
         if case.recurrent:
             lengths = np.array([len(case.tokens)])
             outputs = self._runner.run("window", {"tokens": case.tokens[None], "lengths": lengths})

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import numpy as np
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.batching.cost_model import Costs
 from wane.service.engine.agreement import AgreementBySource, AgreementStatistics, Source, violates
@@ -25,18 +25,19 @@ logger = logging.getLogger("wane.engine")
 PHASES = ("queue", "compute", "total")
 BUCKETS_MS = tuple(1e3 * bound for bound in REQUEST_SECONDS)
 ShadowOutcome = Literal["compared", "dropped", "failed"]
-RECENT = 4096  # latest durations, over which percentiles are computed exactly
+RECENT = 4096  # number of latest durations from which exact percentiles are computed
 
 
 class Bucket(TypedDict):
-    """The number of values that are at most `le_ms`; null: all values."""
+    """The number of values that are at most `le_ms`. If `le_ms` is null, the number of all values."""
 
     le_ms: float | None
     count: int
 
 
 class DurationsReport(TypedDict):
-    """One phase: percentiles of the latest values, and cumulative buckets of all values, which add up over replicas."""
+    """The durations of one phase: percentiles of the latest values, and cumulative buckets of all values. The buckets
+    of several replicas can be added."""
 
     p50_ms: float | None
     p90_ms: float | None
@@ -47,7 +48,7 @@ class DurationsReport(TypedDict):
 
 
 class PhasesReport(TypedDict):
-    """Latency by phase."""
+    """The latency of each phase."""
 
     queue: DurationsReport
     compute: DurationsReport
@@ -55,14 +56,15 @@ class PhasesReport(TypedDict):
 
 
 class ModeReport(TypedDict):
-    """Predictions and steps answered by one mode."""
+    """The number and latency of predictions and steps in one mode."""
 
     requests: int
     latency: PhasesReport
 
 
 class ShadowReport(TypedDict):
-    """Sampled live answers by outcome, and their processor time in seconds. `dropped`: there was no idle time."""
+    """The number of sampled live answers for each outcome, and the shadows' processor time in seconds. `dropped` counts
+    samples that were not compared, mostly for lack of idle time."""
 
     compared: int
     dropped: int
@@ -71,7 +73,7 @@ class ShadowReport(TypedDict):
 
 
 class StatsReport(TypedDict):
-    """The part of a model's report that `Stats` makes."""
+    """The part of a model's report that `Stats.document` returns."""
 
     modes: dict[Mode, ModeReport]
     operations: dict[str, int]
@@ -80,7 +82,7 @@ class StatsReport(TypedDict):
 
 
 class ModelReport(ModelDocument, StatsReport):
-    """One model's figures since the start; `operations` counts answers by kind of request."""
+    """One model's statistics since the start. `operations` counts the answers of each kind of request."""
 
     sessions: SessionsReport
     integrity: IntegrityReport
@@ -88,7 +90,7 @@ class ModelReport(ModelDocument, StatsReport):
 
 
 class Report(TypedDict):
-    """Measurements since the start."""
+    """The body of `/v1/report`: measurements since the start."""
 
     device: str
     models: list[ModelReport]
@@ -96,7 +98,7 @@ class Report(TypedDict):
 
 @dataclass(slots=True)
 class Durations:
-    """The latest values of one duration, and a histogram of all values."""
+    """The latest values of one kind of duration, and a histogram of all values."""
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_MS) + 1))
@@ -109,7 +111,7 @@ class Durations:
         self.total_ms += value_ms
 
     def add_all(self, values_ms: Sequence[float]) -> list[int]:
-        """Counts many values. Returns their buckets' indexes."""
+        """Counts many values. Returns the bucket index of each."""
         buckets = [bisect_left(BUCKETS_MS, value_ms) for value_ms in values_ms]
         counts = self.counts
         for bucket in buckets:
@@ -135,7 +137,8 @@ class Durations:
 
 
 class ModeStats:
-    """Statistics of one mode's predictions, here and in Prometheus, whose metrics are looked up once."""
+    """Counts one mode's predictions, for the report and for Prometheus. The Prometheus metrics are looked up only
+    once."""
 
     def __init__(self, metrics: Metrics, model: str, mode: Mode) -> None:
         self.durations = {phase: Durations() for phase in PHASES}
@@ -147,7 +150,7 @@ class ModeStats:
         self._proved = metrics.answers_top1_proved.labels(model, mode.value)
 
     def document(self) -> PhasesReport:
-        """Returns the durations by phase."""
+        """Returns the durations of each phase."""
         queue, compute, total = [durations.document() for durations in self.durations.values()]
         return {"queue": queue, "compute": compute, "total": total}
 
@@ -159,7 +162,8 @@ class ModeStats:
             seconds.observe(value_ms / 1e3)
 
     def made(self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int) -> None:
-        """Counts answers: their durations in milliseconds by phase, their error bounds, and how many are proved."""
+        """Counts answers. phases: their durations in milliseconds, for each phase; variations: their error bounds;
+        proved: the number of proved answers."""
         for (durations, seconds), values_ms in zip(self._phases, phases, strict=False):
             seconds.observe_all(durations.add_all(values_ms), sum(values_ms) / 1e3)
         for variation, count in Counter(variations).items():
@@ -170,7 +174,7 @@ class ModeStats:
 
 
 class Stats:
-    """Counts one model's answers, their latencies by mode and phase, and agreement."""
+    """Counts one model's answers, their latencies for each mode and phase, and their agreement."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
@@ -183,11 +187,11 @@ class Stats:
         self._by_source = {source: AgreementStatistics() for source in Source}
         self._shadows: Counter[ShadowOutcome] = Counter()
         self._shadow_cpu_s = 0.0
-        self._made: list[tuple[Answer, str | None]] = []  # not counted yet
-        metrics.agreement_bound_violations.labels(model)  # exported from the start, as 0
+        self._made: list[tuple[Answer, str | None]] = []  # answers that are not counted yet
+        metrics.agreement_bound_violations.labels(model)  # exports the metric as 0 from the start
 
     def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
-        """Counts one or several answered requests, under the mode that was used."""
+        """Counts answered requests under the mode that answered."""
         self._operations[operation] += requests
         if operation in ("predict", "step"):
             self._requests[mode] += requests
@@ -198,12 +202,13 @@ class Stats:
         count(requests)
 
     def took(self, mode: Mode, latency: Latency) -> None:
-        """Counts the latency of one prediction of `mode`. A `both` prediction counts there, and its parts by mode."""
+        """Counts the latency of one prediction in `mode`. A prediction in mode `both` counts under `both`, and each of
+        its parts under the part's mode."""
         self._of(mode).took(latency)
 
     def made(self, answer: Answer, operation: str | None) -> None:
-        """Counts an answer; `operation` is None if its caller has left. All answers of one turn of the event loop are
-        counted together."""
+        """Counts an answer. `operation` is None if the caller was cancelled. All answers of one turn of the event loop
+        are counted together."""
         if not self._made:
             asyncio.get_running_loop().call_soon(self._count_made)
         self._made.append((answer, operation))
@@ -211,7 +216,8 @@ class Stats:
     def stepped(
         self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int, waited_for: int
     ) -> None:
-        """Counts the answers of a batch of steps, like `ModeStats.made`; `waited_for` counts those with a caller."""
+        """Like `ModeStats.made`, for the answers of a batch of steps. `waited_for` is the number of answers whose
+        caller still waits."""
         self._of(Mode.RECURRENT).made(phases, variations, proved)
         self.answered("step", Mode.RECURRENT, waited_for)
 
@@ -237,7 +243,7 @@ class Stats:
         return found
 
     def shadowed(self, outcome: ShadowOutcome) -> None:
-        """Counts the outcome of one sampled answer."""
+        """Counts one sampled answer under its outcome."""
         self._shadows[outcome] += 1
         self._metrics.shadow.labels(self._model, outcome).inc()
 
@@ -257,12 +263,12 @@ class Stats:
         if violates(agreement):
             self._metrics.agreement_bound_violations.labels(self._model).inc()
             logger.error(
-                "a window and the recurrent model are further apart than is claimed",
+                "the answers of the window and of the recurrent mode contradict their bound or proof",
                 extra={"fields": {"model": self._model, **asdict(agreement)}},
             )
 
     def document(self) -> StatsReport:
-        """Returns `modes`, `operations`, `agreement` and `shadow` of the report."""
+        """Returns the report's fields `modes`, `operations`, `agreement` and `shadow`."""
         self._count_made()
         return {
             "modes": {

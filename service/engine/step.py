@@ -1,7 +1,7 @@
-"""Requests to sessions: check out, run, commit, answer.
+"""Answers requests to sessions in four stages: check out, run, commit, answer.
 
-Everything here runs under the session's lock. The record is read first, from the store or a cache, and written last. In
-between, the next state is made in a new slot, so a failure before the commit changes nothing.
+All stages run under the session's lock. The record is read first, from the store or a cache, and written last. In
+between, the next state is computed in a new slot. A failure before the commit therefore changes nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from wane.service.state.cache import CachedState
 from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import Answer, Identity, Mode, PredictRequest, SessionView, StateSource, StepRequest, id_of
 
-RETRIES = 3  # of a step whose commit lost to another writer
+RETRIES = 3  # retries of a step after another writer committed first
 NO_TOKENS = np.empty(0, np.int64)
-REBUILD_EMA_ALPHA = 1 / 64  # weight of the latest use of a state in the share of those that were found resident
-MOST_USES = 1e3  # cap on the estimated uses of a state per rebuild
+REBUILD_EMA_ALPHA = 1 / 64  # weight of the latest request in the moving average of `share_found`
+MOST_USES = 1e3  # upper limit of the expected number of uses of a rebuilt state
 
 
 class SessionSteps:
-    """Answers from sessions. The only part of the engine that knows both sessions and runs."""
+    """Answers requests to sessions. This is the only part of the engine that uses both sessions and runs."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class SessionSteps:
         *,
         has_radius_output: bool,
     ) -> None:
-        """`has_radius_output`: runs of windows compute a bound for their own tokens."""
+        """`has_radius_output`: the `window` graph outputs a bound for its own tokens."""
         self._manifest = manifest
         self._limits = limits
         self._pool = pool
@@ -74,7 +74,9 @@ class SessionSteps:
             mode = routing.of_session(request.mode, record.mode)
             if request.window is not None and mode is Mode.RECURRENT:
                 raise InvalidRequest(
-                    "window is given, but the session answers by mode recurrent; it is for window and both", "window"
+                    "window is given, but the session answers in mode recurrent; "
+                    "window is only for the modes window and both",
+                    "window",
                 )
             free = routing.is_free(request.mode, record.mode)
             return await self._answer_again(
@@ -90,8 +92,8 @@ class SessionSteps:
             )
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
-        """Appends tokens and answers, or replays the last answer. If another writer commits first, retries on the new
-        record. `is_locked`: the caller holds the session's lock; the step releases it in any case.
+        """Appends tokens and answers, or replays the last answer. If another writer commits first, retries with the new
+        record. `is_locked`: the caller holds the session's lock. The step always releases the lock.
 
         Raises UnknownSession, PositionConflict."""
         sessions = self._sessions
@@ -131,7 +133,7 @@ class SessionSteps:
         return self._cost_model.full(tokens) if tokens > PIECE_TOKENS else 0.0
 
     def view(self, record: SessionRecord, identity: Identity) -> SessionView:
-        """Returns the session as its owner may see it."""
+        """Returns the session's public view."""
         resident = self._sessions.cached(record, behind=True, use=False)
         mode = routing.of_session(None, record.mode)
         kept = resident or self._sessions.kept(record)
@@ -161,8 +163,8 @@ class SessionSteps:
         own = routing.of_session(None, record.mode)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
-        # A run from a kept state needs only the new tokens, unless answers are sampled for shadows.
-        # A mixture with a cache needs its tokens too.
+        # A run from a resident or stored state needs only the new tokens. Sampled answers for shadows and mixtures with
+        # a cache need the earlier tokens too.
         builder = self._answer_builder
         if base is None or mode is not Mode.RECURRENT or builder.sampler is not None or builder.cache is not None:
             input_ids = np.concatenate([record.tail.ids(), np.array(request.tokens, np.int64)])
@@ -173,7 +175,7 @@ class SessionSteps:
             context_ids, dropped_tokens = self._rebuilding(position, input_ids, dropped_tokens)
         held = len(record.tail) + len(request.tokens)
         plan = self._plan(mode, position, None, held, rebuilt, dropped_tokens, cache=request.cache)
-        # A step by window also advances an existing state, unless window is the session's own mode.
+        # A step in mode window also advances an existing state, unless window is the session's own mode.
         keeps = base is not None and own is not Mode.WINDOW
         recurrent: ModeResult | None = None
         window: ModeResult | None = None
@@ -208,7 +210,7 @@ class SessionSteps:
             return None
         if own is Mode.RECURRENT:
             self._resident.add(committed)
-        if request.prove:  # after the commit: a search may take longer than the client waits
+        if request.prove:  # after the commit, because the client may cancel during a long search
             recurrent = None if recurrent is None else await builder.search(recurrent, ticket)
             window = None if window is None else await builder.search(window, ticket)
         return await builder.answer(
@@ -238,23 +240,25 @@ class SessionSteps:
         cache: bool,
         replayed: bool | None = None,
     ) -> Answer:
-        """Answers from a session without appending, in the cheapest way if `free`. A state that was rebuilt stays
-        resident.
+        """Answers from a session without appending. If `free`, chooses the cheapest number of tokens for a rebuild. A
+        rebuilt state stays resident.
 
-        Raises InvalidRequest if the answer's bound does not meet the tolerance; before the run, if the bound is known.
+        Raises InvalidRequest if the answer's bound does not meet the tolerance. This happens before the run if the
+        bound is already known.
         """
         input_ids = context_ids = record.tail.ids()
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         if base is not None and free and tolerance is not None and record.dropped_tokens < base.dropped_tokens:
             known = record.position - base.dropped_tokens
             if not meets(bound(self._manifest.certificate, known, record.position), tolerance):
-                base, rebuilt = None, True  # the tail has more tokens than the state knows, and may meet the tolerance
+                # The record holds more tokens than the state has read, so a rebuilt state may meet the tolerance.
+                base, rebuilt = None, True
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         if base is None and free:
             context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)
         plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, cache=cache)
         mixes = cache and self._answer_builder.cache is not None
-        # A run that outputs a radius may give a better bound, and so may the network's part in a mixture.
+        # A run that outputs a radius may give a smaller bound. So may the network's weight in a mixture.
         if not mixes and (not self._has_radius_output or plan.state is StateSource.RESIDENT):
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
@@ -299,7 +303,8 @@ class SessionSteps:
     def _rebuilding(
         self, position: int, input_ids: NDArray[np.int64], dropped_tokens: int, tolerance: float | None = None
     ) -> tuple[NDArray[np.int64], int]:
-        """Returns the tokens to run to rebuild the state after `input_ids`, and how many tokens that state will lack.
+        """Returns the tokens that a rebuild of the state after `input_ids` runs, and the number of tokens that this
+        state will lack.
 
         `input_ids` ends at `position` and lacks the first `dropped_tokens` tokens."""
         found = self._share_found()
@@ -316,21 +321,23 @@ class SessionSteps:
         return (input_ids, dropped_tokens) if k is None else (tail(input_ids, position, k), position - k)
 
     def _base(self, record: SessionRecord, *, needed: bool) -> tuple[CachedState | None, bool]:
-        """Returns a state to continue from, or None, and whether the answer's state counts as rebuilt.
+        """Returns the state to continue from, or None, and whether the answer's state counts as rebuilt.
 
-        Prefers a resident state, which may be some tokens behind; otherwise, if `needed`, the store's copy."""
+        Prefers a resident state, which may be some tokens behind the session. If there is none and a state is `needed`,
+        returns the store's copy."""
         resident = self._sessions.cached(record, behind=True)
         if resident is not None or not needed:
             return resident, resident is None
         return self._sessions.restore(record), True
 
     def _unseen(self, record: SessionRecord, base: CachedState, request: StepRequest) -> NDArray[np.int64]:
-        """Returns the tokens that a state has not seen: those that it is behind, and the step's own."""
+        """Returns the tokens that a state has not read: the session's tokens after the state, and the step's own
+        tokens."""
         tokens = np.array(request.tokens, np.int64)
         return tokens if base.position == record.position else np.concatenate([self._missed(record, base), tokens])
 
     def _missed(self, record: SessionRecord, base: CachedState) -> NDArray[np.int64]:
-        """Returns the session's tokens that a state has not seen."""
+        """Returns the session's tokens that a state has not read."""
         missed = record.position - base.position
         if not missed:
             return NO_TOKENS
@@ -338,7 +345,8 @@ class SessionSteps:
         return record.tail.ids()[-missed:]
 
     def _record_hit(self, record: SessionRecord, *, found: bool) -> None:
-        """Records whether a needed state was resident. An empty session's state does not count."""
+        """Updates `share_found` with whether a needed state was resident. The state of an empty session does not
+        count."""
         if record.position:
             before = self._share_found()
             self.share_found = before + REBUILD_EMA_ALPHA * (found - before)
@@ -361,14 +369,15 @@ class SessionSteps:
         *,
         cache: bool = True,
     ) -> AnswerPlan:
-        """Plans the answer of a session with `held` tokens, whose state knows all but `dropped_tokens`.
+        """Plans the answer of a session. The session keeps its last `held` tokens. Its state has read all tokens except
+        the first `dropped_tokens`.
 
-        Raises InvalidRequest if the window is longer than the `held` tokens.
+        Raises InvalidRequest if the window exceeds the `held` tokens.
         """
         k: int | None = None
         if mode is not Mode.RECURRENT:
             k = self._limits.window if window is None else window
-            if held <= position and k > held:  # held > position is the whole sequence: any k will do
+            if held <= position and k > held:  # if held > position, the whole sequence is kept, and any k is valid
                 if window is not None:
                     raise InvalidRequest(
                         f"window is {window}, but the session keeps only its last {held} tokens", "window"

@@ -1,4 +1,4 @@
-"""Many steps of one call: different sessions' steps run concurrently, one session's in order."""
+"""Runs many steps of one call. Steps of different sessions run concurrently, and steps of the same session in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wane.service.types import Answer, StepRequest, id_of
 
 
 class StepCall(Waiter[None]):
-    """The results of one call's steps in columns, by step number; done when the last has its result."""
+    """Collects the results of one call's steps in columns, by step number. It is done when every step has a result."""
 
     __slots__ = ("_general", "results", "waits_for")
 
@@ -26,7 +26,7 @@ class StepCall(Waiter[None]):
         self._general: list[Pending[Answer]] = []
 
     def cancel(self) -> None:
-        """Withdraws the steps that have not entered a batch: the caller has left."""
+        """Withdraws the steps that have not entered a batch."""
         super().cancel()
         for pending in self._general:
             pending.cancel()
@@ -51,7 +51,7 @@ class StepCall(Waiter[None]):
             self._record(error, number)
 
     def _record(self, result: Answer | Exception, number: int) -> None:
-        """Records a step's first result: a step whose deadline passed while it ran may get a second one."""
+        """Records a step's first result. A step may get a second result if its deadline passed while it ran."""
         if number in self.results:
             return
         self.results[number] = result
@@ -67,7 +67,7 @@ async def step_many(
     """Returns each request's answer or error, in order.
 
     After a failed step, the later steps of its session are not submitted and fail with EarlierStepFailed. If the caller
-    leaves, every step is cancelled.
+    is cancelled, every step is cancelled.
     """
     results: list[Answer | Exception | None] = [None] * len(requests)
     by_session: dict[str, list[int]] = {}

@@ -22,7 +22,7 @@ class Stream(Generic[T]):
 
     @classmethod
     async def begin(cls, items: AsyncGenerator[T, None], share: Share, held: ExitStack) -> Self:
-        """Waits for the first result, so that a request which cannot be served fails before its response starts.
+        """Waits for the first result. A request that cannot be served therefore fails before its response starts.
 
         The stream takes over the resources in `held`, and releases them when it ends or is closed. `share` takes turns
         only while a result is awaited.
@@ -48,7 +48,7 @@ class Stream(Generic[T]):
             self._share.pause()
 
     async def aclose(self) -> None:
-        """Ends the stream, finished or not."""
+        """Ends the stream and releases its resources, even if results remain."""
         await self._items.aclose()
         self._over()
 

@@ -1,39 +1,43 @@
-"""Proves that an answer's first token is also the never-interrupted model's: by its margin, or by direction.
+"""Proves that an answer's most probable token is also the never-interrupted model's, by margin or by gradient.
 
-The proof by direction also bounds the total variation.
+The gradient proof also bounds the total variation.
 
-**By its margin** (`MarginProof`). With output rows V_a, logits are l_a = V_a . h + b_a. If the two models' h are at
-most E apart, the lead l_a - l_b of a token over another moves by at most |V_a - V_b|_2 E. So the first token is proved
-if, for every other b,
+**Margin proof** (`MarginProof`). With output rows V_a, logits are l_a = V_a . h + b_a. If the h of the two models are
+at most E apart, the lead l_a - l_b of token a over token b differs by at most |V_a - V_b|_2 E. So the most probable
+token a is proved if, for every other token b,
 
     l_a - l_b  >  |V_a - V_b|_2 E + rounding of the four logits.
 
-Tokens for which that fails are rivals, which the proof by direction may rule out.
+A token b for which this inequality fails is a rival. The gradient proof may still rule out a rival.
 
-The rounding is a theorem too: n terms summed in float32, in any order, are off by at most gamma = n u / (1 - n u) of
-the sum of their magnitudes, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2). Here
-that sum is |V_a|_2 |h|_2 + |b_a|, with |h|_2 + E for the other run. All of it is evaluated in float64.
+The rounding is a theorem too. The error of a float32 sum of n terms, in any order, is at most gamma = n u / (1 - n u)
+times the sum of the terms' magnitudes, where u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002,
+section 4.2). Here the sum of the magnitudes is |V_a|_2 |h|_2 + |b_a|. For the other run, |h|_2 + E replaces |h|_2. The
+whole inequality is evaluated in float64.
 
-**By direction** (`DirectionProof`), on request, if the margin leaves rivals. The margin test lets the output layer's
-input move anywhere within a radius. A gated model's window gives more: how far each unit of each state may be from the
-run's. A lead is a function of these units, so it moves by `sum_i |gradient_i| error_i` plus the remainder that the
-gradient leaves out (`models/certificate/top1.py`). Let h be the result of exact arithmetic from the state and the
-stream that the graph output. Token a is first, in the never-interrupted run in float32, if for every rival b
+**Gradient proof** (`DirectionProof`). It runs on request, if the margin proof leaves rivals. The margin proof lets the
+output layer's input move in any direction within a radius. For a window of a gated model more is known: how far each
+unit of each state may be from this run's. A lead is a function of these units. It therefore moves by at most
+`sum_i |gradient_i| error_i` plus the remainder of the first-order expansion (`models/certificate/top1.py`). Let h be
+computed in exact arithmetic from the state and the stream that the graph output. Token a is the most probable token of
+the never-interrupted float32 run if, for every rival b,
 
     (V_a - V_b) . h + b_a - b_b  >  moved + |V_a - V_b|_2 E + rounding of two logits.
 
-Which terms are theorems, and which are measured:
+Some of these terms are theorems, and some are measured:
 
-- `moved` bounds the difference between the lead at h and that of any *exact* run that ends in these tokens. It is a
-  theorem, if the output stream, states and errors are within R of an exact window's: then both runs are around h, at a
-  distance that includes R. It is evaluated in float64, whose rounding is counted.
-- R, for states, is the certificate's `rounding.states`. The stream is computed by a front of finite reach from the last
-  few tokens, and the errors are products of gates. Their rounding is measured when the model is loaded, for windows of
-  random tokens, of held tokens and of cycles, times the safety factor of the certificate's rounding.
+- `moved` bounds the difference between the lead at h and the lead of any *exact* run that ends in these tokens. It is a
+  theorem if the stream, states and errors that the graph output are within R of an exact window's. Both runs are then
+  around h, at a distance that includes R. `moved` is evaluated in float64, and the float64 rounding is included.
+- R, for states, is the certificate's `rounding.states`. The stream is computed from the last few tokens by convolution
+  layers, and the errors are products of gates. The rounding of both is measured when the model is loaded, with windows
+  of random tokens, of one repeated token and of cycles. It is multiplied by the safety factor of the certificate's
+  rounding.
 - E is the certificate's rounding of two runs at `hidden`: the measured error of one step, propagated by the theorem.
-  Half of it is the distance of either run from exact arithmetic, so the total variation of the two float32 runs exceeds
-  that of h and the exact run by at most tanh(D E / 4), D the diameter of the output matrix.
-- The rounding of the logits is a theorem (above). The answering run needs none: its first token is a by definition.
+  Half of E bounds the distance of either run from exact arithmetic. The total variation of the two float32 runs
+  therefore exceeds that of h and the exact run by at most tanh(D E / 4), where D is the diameter of the output matrix.
+- The rounding of the logits is a theorem (above). Only the logits of the never-interrupted run need it. The logits of
+  the answering run do not, because a is its most probable token by definition.
 """
 
 from __future__ import annotations
@@ -55,41 +59,42 @@ from wane.service.batching.batch import Row, Top, WindowTrace
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
 UNIT = 2.0**-24  # u of float32
-OUTWARD = 1 + 1e-9  # factor: far above float64's rounding of distances and norms
+OUTWARD = 1 + 1e-9  # factor that exceeds the float64 rounding of distances and norms by far
 
 
 class MarginProof:
-    """Proves first tokens by their margin. All that does not depend on a request is computed once."""
+    """Proves most probable tokens by their margin. Everything that does not depend on a request is computed once."""
 
     def __init__(self, weights: Weights) -> None:
         self._rows = head_weight(weights)
         rows = self._rows.astype(np.float64)
         self._norms: NDArray[np.float64] = np.sqrt((rows**2).sum(axis=1)) * OUTWARD
-        terms = rows.shape[1] + 2  # the products, the bias, and one to spare
+        terms = rows.shape[1] + 2  # the products, the bias, and one spare term
         self._gamma = terms * UNIT / (1 - terms * UNIT) * OUTWARD
         self._of_bias: NDArray[np.float64] = 2 * self._gamma * np.abs(weights["head.bias"].astype(np.float64))
         self._of_norm: NDArray[np.float64] = 2 * self._gamma * self._norms
-        # By token, as plain floats: faster for one or two tokens at a time.
+        # Lists of Python floats, indexed by token id. For one or two tokens they are faster than arrays.
         self._norm_of: list[float] = self._norms.tolist()
         self._rounding_of: list[tuple[float, float]] = list(
             zip(self._of_norm.tolist(), self._of_bias.tolist(), strict=True)
         )
         self._largest_norm = float(self._norms.max())
         self._of_sum = (len(rows) + 256) * UNIT
-        """Bound of the relative rounding of a sum of exponentials, and of its logarithm, in float32."""
+        """Bound of the relative float32 rounding of a sum of exponentials, and of the rounding of its logarithm."""
         self._largest_of_norm = float(self._of_norm.max())
         self._largest_of_bias = float(self._of_bias.max())
 
     def proves(
         self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
     ) -> bool:
-        """Returns whether the first token of `logits` (V), computed from `hidden` (H), is first for every h within
-        `error` of `hidden`, in any float32 run of the output layer. `top` holds the largest of the same logits."""
+        """Returns whether the most probable token of `logits` (V), computed from `hidden` (H), is the most probable
+        token for every h within `error` of `hidden`, in any float32 run of the output layer. `top` holds the largest
+        values of `logits`."""
         settled = self.at_a_look(logits, hidden, error, top)
         return self.has_no_rival(logits, hidden, error, int(logits.argmax())) if settled is None else settled
 
     def proves_of_row(self, row: Row, error: float) -> bool:
-        """Like `proves`, for a row that has logits and hidden."""
+        """Like `proves`, for a row with logits and hidden."""
         largest = row.largest(2)
         settled: bool | None = None
         if largest is not None:
@@ -98,7 +103,7 @@ class MarginProof:
         if settled is not None:
             return settled
         logits, hidden = row.logits, row.hidden
-        assert logits is not None and hidden is not None, "a row without logits or hidden: this is a bug"
+        assert logits is not None and hidden is not None, "a row lacks logits or hidden: this is a bug"
         return self.proves(logits, hidden, error)
 
     def settled(
@@ -108,7 +113,8 @@ class MarginProof:
         lengths: NDArray[np.float64],
         errors: NDArray[np.float64],
     ) -> NDArray[np.int8]:
-        """Like `proves`, for B rows, by their first two tokens only: 1 proved, 0 not, -1 undecided, int8 (B).
+        """Like `proves`, for B rows, but compares only the two most probable tokens. Returns int8 (B): 1 proved, 0 not
+        proved, -1 undecided.
 
         ids int64 and logits float64 (B, K >= 2), the largest first; lengths float64 (B): the 2-norms of `hidden`;
         errors float64 (B), like `error` of `proves`.
@@ -129,10 +135,12 @@ class MarginProof:
     def at_a_look(
         self, logits: NDArray[np.float32], hidden: NDArray[np.float32], error: float, top: Top | None = None
     ) -> bool | None:
-        """Like `proves`, by the first two tokens only; None if the other tokens must be checked.
+        """Like `proves`, but compares only the two most probable tokens. Returns None if the other tokens must be
+        checked.
 
-        If the second token is so far behind that its lead would hold for any row, no token comes before the first. For
-        rounding errors, that settles nearly all answers. One rival is enough for False: mostly it is the second token.
+        Returns True if the lead over the second token is large enough for any row of the output matrix: then no other
+        token can be first. This decides nearly all answers if `error` is a rounding error. Returns False if the second
+        token is a rival, because one rival disproves.
         """
         largest = None if top is None else top.first(2)
         if largest is not None:
@@ -142,15 +150,15 @@ class MarginProof:
             others = logits.copy()
             others[first] = -np.inf
             second = int(others.argmax())
-        if first == second:  # there is one token
+        if first == second:  # the vocabulary has one token
             return math.isfinite(error)
         exact = hidden.astype(np.float64)
         lead = float(logits[first]) - float(logits[second])
         return self.settles(first, second, lead, math.sqrt(exact @ exact), error)
 
     def settles(self, first: int, second: int, lead: float, length: float, error: float) -> bool | None:
-        """Like `at_a_look`, from the first two tokens and the lead of the first; `length`: the 2-norm of the hidden
-        vector."""
+        """Like `at_a_look`, given the two most probable tokens and the lead of `first` over `second`. `length`: the
+        2-norm of the hidden vector."""
         length = length * OUTWARD + error
         of_norm, of_bias = self._rounding_of[first]
         lead -= of_norm * length + of_bias
@@ -172,8 +180,8 @@ class MarginProof:
         weight: float = 1.0,
         added: NDArray[np.float64] | None = None,
     ) -> bool:
-        """Returns whether no token comes before `first` for any h within `error` of `hidden`, in any float32 run of the
-        output layer. weight, added (V): of the mixture with a cache, as in `DirectionProof.search`."""
+        """Returns whether `first` is the most probable token for every h within `error` of `hidden`, in any float32 run
+        of the output layer. weight, added (V): see `DirectionProof.search`."""
         if not math.isfinite(error):
             return False
         exact = logits.astype(np.float64)
@@ -191,17 +199,18 @@ class MarginProof:
         return first_is_proved(first, weight, added, moves, lead_moved)
 
     def rounding(self, tokens: NDArray[np.intp] | slice | int, length: float) -> NDArray[np.float64]:
-        """Returns the float32 rounding of these tokens' logits in two runs, for an h of at most this length."""
+        """Returns the bound of the float32 rounding of these tokens' logits in two runs, if the 2-norm of h is at most
+        `length`."""
         result: NDArray[np.float64] = np.asarray(self._of_norm[tokens] * length + self._of_bias[tokens])
         return result
 
     def _apart(self, first: int | NDArray[np.intp], others: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Returns the distances of output rows, from above."""
+        """Returns upper bounds of the 2-norm distances between output rows."""
         gaps = self._rows[others].astype(np.float64) - self._rows[first]
         result: NDArray[np.float64] = np.sqrt(np.einsum("bh,bh->b", gaps, gaps)) * OUTWARD
         return result
 
-    # In a mixture with a cache
+    # Mixtures with a cache
 
     def proves_mixtures(
         self,
@@ -210,12 +219,13 @@ class MarginProof:
         weights: NDArray[np.float64],
         errors: NDArray[np.float64],
     ) -> NDArray[np.bool_]:
-        """Returns, for B mixtures with a cache, whether the first token is proved to be first, as in `proves`, by the
-        two largest probabilities only.
+        """Like `proves`, for B mixtures with a cache, but compares only the two largest probabilities. Returns bool
+        (B).
 
-        probabilities (B, K >= 2), the largest first; hidden (B, H): of the networks; weights (B): of the networks'
-        distributions; errors (B), infinite where nothing can be proved. Two logits part by at most `spread`, so two
-        tokens' probabilities in the network's distribution part by at most twice its total variation, tanh(spread / 4).
+        probabilities (B, K >= 2): in descending order; hidden (B, H): the output layer's inputs; weights (B): the
+        weights of the networks' distributions; errors (B): infinite where nothing can be proved. The difference of two
+        logits changes by at most `spread`. The total variation of the network's distribution is therefore at most
+        tanh(spread / 4), and the difference of two tokens' probabilities changes by at most twice that.
         """
         exact = hidden.astype(np.float64)
         lengths = np.sqrt(np.einsum("bh,bh->b", exact, exact)) * OUTWARD + errors
@@ -226,20 +236,22 @@ class MarginProof:
 
 
 WINDOWS = 12
-"""Number of windows that measure the float32 rounding of stream and errors."""
+"""Number of windows for which the float32 rounding of stream and errors is measured."""
 
 
 class DirectionProof:
-    """The test for one model whose `window` graph outputs a stream. Blocks: call it off the event loop."""
+    """The gradient proof for one model whose `window` graph outputs a stream. Its methods block, so they must not be
+    called on the event loop."""
 
     def __init__(
         self, manifest: Manifest, weights: Weights, request: RequestBound, margin: MarginProof, runner: Runner
     ) -> None:
-        """Measures the graph's rounding: compares windows of random tokens with the oracle's bound, `request`.
+        """Measures the graph's rounding: compares its output with that of `request`, the float64 oracle, for WINDOWS
+        windows.
 
-        `request` and `margin` are those of `weights`, `runner` runs their graphs.
+        `request`, `margin` and the graphs of `runner` belong to `weights`.
         """
-        assert manifest.certificate.rounding is not None, "a proof without a measured rounding: this is a bug"
+        assert manifest.certificate.rounding is not None, "the certificate has no measured rounding: this is a bug"
         self._architecture = manifest.architecture
         self._margin = margin
         self._request = request
@@ -263,7 +275,7 @@ class DirectionProof:
         margin: MarginProof,
         runner: Runner,
     ) -> DirectionProof | None:
-        """Returns the test; None if the graphs do not output a stream, or no rounding was measured."""
+        """Returns the gradient proof; None if the graphs do not output a stream, or if no rounding was measured."""
         if STREAM not in runner.outputs("window") or manifest.certificate.rounding is None:
             return None
         return cls(manifest, weights, request(), margin, runner)
@@ -271,9 +283,10 @@ class DirectionProof:
     def search(
         self, trace: WindowTrace, first: int | None, weight: float, added: NDArray[np.float64] | None
     ) -> tuple[bool, float]:
-        """Returns whether `first` is first in every run that ends in the trace's tokens, and the bound of the total
-        variation of the network's distribution from that of any such run. first: None: no proof is tried. weight, added
-        (V): of the mixture with a cache; 1 and None for a network alone."""
+        """Returns whether `first` is proved to be the most probable token of every run that ends in the trace's tokens.
+        Also returns the bound of the total variation between the network's distribution and that of any such run. If
+        `first` is None, no proof is tried. weight: the network's weight in the mixture with a cache; added (V): the
+        part of the probabilities that comes from the cache. Without a cache they are 1 and None."""
         bound = self._bound(trace)
         if not np.isfinite(bound.radius[0]):
             return False, 1.0
@@ -301,7 +314,7 @@ class DirectionProof:
         return first_is_proved(first, weight, added, wider, lead_moved)
 
     def _bound(self, trace: WindowTrace) -> WindowBound:
-        """Returns the bound of an exact run that ends in the trace's tokens."""
+        """Returns the window and its bound for any exact run that ends in the trace's tokens."""
         return self._request.resume(
             trace.stream[None].astype(np.float64),
             np.array([trace.length]),
@@ -311,7 +324,8 @@ class DirectionProof:
         )
 
     def _measured(self, runner: Runner, window: int) -> float:
-        """Returns the largest deviation of the stream, or shortfall of an error: random, held and cycling tokens."""
+        """Returns the largest deviation of the stream, or shortfall of an error, for windows of random, repeated and
+        cycling tokens."""
         random = np.random.default_rng(3)
         tokens = random.integers(self._architecture.vocabulary_size, size=(WINDOWS, window), dtype=np.int64)
         for row, period in enumerate((1, 1, 1, 2, 2, 3)):

@@ -1,4 +1,4 @@
-"""A lock for each session, so that two steps of a session are never in one batch."""
+"""Locks each session, so that two steps of the same session are never in one batch."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from contextlib import asynccontextmanager, suppress
 from wane.service.errors import Overloaded
 from wane.service.types import id_of
 
-MOST_WAITERS = 64  # requests that may wait for one session; the batcher's bounded queue does not count them yet
+MOST_WAITERS = 64  # largest number of requests that wait for one session; the batcher's queue limit does not count them
 
 
 class SessionLocks:
-    """One lock per session, taken in order of arrival. A free lock uses no memory."""
+    """One lock for each session. Waiting requests get it in order of arrival. A free lock uses no memory."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, deque[asyncio.Future[None]] | None] = {}
 
     def take(self, session: str) -> bool:
-        """Takes the session's lock if it is free, and returns whether it did. The caller must then call `leave`."""
+        """Takes the session's lock if it is free. Returns whether it took the lock. If so, the caller must later call
+        `leave`."""
         if session in self.waiting:
             return False
         self.waiting[session] = None
         return True
 
     async def wait(self, session: str) -> None:
-        """Takes the session's lock after all earlier waiters. The caller must then call `leave`.
+        """Waits for the session's lock and takes it. The caller must later call `leave`.
 
-        Raises Overloaded if too many requests are waiting for it.
+        Raises Overloaded if MOST_WAITERS requests already wait for the lock.
         """
         if self.take(session):
             return
@@ -46,12 +47,12 @@ class SessionLocks:
             if mine.cancelled():
                 with suppress(ValueError):
                     queue.remove(mine)
-            else:  # it was cancelled after it got the lock
+            else:  # the request was cancelled after it got the lock
                 self.leave(session)
             raise
 
     def leave(self, session: str) -> None:
-        """Releases the session's lock to its next waiter, if there is one."""
+        """Releases the session's lock. The next waiting request gets it, if there is one."""
         queue = self.waiting[session]
         while queue:
             first = queue.popleft()

@@ -1,4 +1,4 @@
-"""The latest tokens of a session, packed. A state can be rebuilt from them."""
+"""The latest tokens of a session, in packed form. A lost state is rebuilt from them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 class TokenHistory:
     """Token ids as little-endian unsigned integers of `width` bytes, oldest first; immutable.
 
-    The leading `<eos>` of a sequence is part of its tail until the first token is cut off. The tail of a sequence whose
-    beginning is unknown has no `<eos>`.
+    The history begins with `<eos>` as long as it holds the whole sequence. It has no `<eos>` if the beginning of the
+    sequence was cut off or was never known.
     """
 
     data: bytes
@@ -23,7 +23,8 @@ class TokenHistory:
 
     @classmethod
     def start(cls, eos_id: int, vocabulary_size: int) -> Self:
-        """Returns the tail of a sequence without tokens: `<eos>` alone. A token takes two bytes if all ids fit."""
+        """Returns the history of a sequence without tokens, which holds only `<eos>`. A token takes two bytes if all
+        ids fit in two bytes, and four otherwise."""
         width = 2 if vocabulary_size <= 1 << 16 else 4
         return cls(eos_id.to_bytes(width, "little"), width)
 
@@ -35,9 +36,10 @@ class TokenHistory:
         return np.frombuffer(self.data, dtype=f"<u{self.width}").astype(np.int64)
 
     def append(self, tokens: Sequence[int], position: int, keep: int) -> TokenHistory:
-        """Returns the tail with `tokens` appended; `position` counts the sequence with them.
+        """Returns the history with `tokens` appended. `position` is the length of the sequence after the append.
 
-        A sequence of up to `keep` tokens is kept whole, with `<eos>`; of a longer one the last `keep` tokens are kept.
+        A sequence of up to `keep` tokens is kept whole, with `<eos>`. Only the last `keep` tokens of a longer sequence
+        are kept.
         """
         width = self.width
         if len(tokens) == 1:
@@ -47,15 +49,15 @@ class TokenHistory:
         return TokenHistory(data if position <= keep else data[-keep * width :], width)
 
     def ending(self, tokens: Sequence[int], position: int, keep: int) -> TokenHistory:
-        """Returns the tail of a sequence at `position` that ends in `tokens`. This tail must be that of an empty
+        """Returns the history of a sequence at `position` that ends in `tokens`. `self` must be the history of an empty
         sequence.
 
-        With fewer tokens than `position` the beginning is unknown, and the tail has no `<eos>`.
+        If there are fewer tokens than `position`, the beginning is unknown, and the history has no `<eos>`.
         """
         start = self if len(tokens) == position else TokenHistory(b"", self.width)
         return start.append(tokens, position, keep)
 
     def without_last(self, count: int) -> TokenHistory:
-        """Returns the tail without its latest `count` tokens. At least one token must remain."""
-        assert 0 <= count < len(self), "a tail cannot be cut to nothing: this is a bug"
+        """Returns the history without its latest `count` tokens. At least one token must remain."""
+        assert 0 <= count < len(self), "a rewind leaves no token: this is a bug"
         return TokenHistory(self.data[: len(self.data) - count * self.width], self.width)

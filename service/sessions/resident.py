@@ -1,8 +1,10 @@
-"""Sessions whose steps run in columns: a row for every state in the cache, and deferred writes to the store.
+"""Sessions whose steps run in columns. Each has a row in arrays with one row for every slot of the state cache, and its
+writes to the store are deferred.
 
-A step of one token changes a session by that token, one position and one revision. For a session with a resident state
-these changes are buffered here: the position and the revision with the state, and the tokens in a short row. They are
-written to the store when the row is full, and before the store does anything else with the session (`WriteBuffer`).
+A step of one token appends the token, and increments the session's position and revision. For a session with a resident
+state, these changes are buffered: the position and the revision in the state cache, and the tokens in a row of RECENT
+tokens. They are written to the store when the row is full, and before any other operation of the store on the session
+(`WriteBuffer`).
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.state.cache import StateCache
 
 RECENT = 32
-"""Largest number of buffered tokens of a session: the store is written to once in that many steps."""
+"""The largest number of buffered tokens of a session. The store is written to once in this number of steps."""
 
 WRITTEN_AT_ONCE = 256
-"""Sessions that `close` writes in one turn of the event loop."""
+"""The number of sessions that `close` writes in one turn of the event loop."""
 
 
 class ResidentSessions:
-    """The sessions of one model that are stepped in columns. Each has a resident state, and the store is in memory.
+    """The sessions of one model whose steps run in columns. Each has a resident state. If the store is not a
+    `MemoryStore`, no session is added.
 
-    All methods belong to the event loop's thread.
+    All methods must be called on the event loop's thread.
     """
 
     def __init__(
@@ -41,28 +44,29 @@ class ResidentSessions:
         clock: Callable[[], float] = time.monotonic,
         cache: CacheMixture | None = None,
     ) -> None:
-        """`ttl_s`: idle time after which a session ends. `clock` in seconds. `cache`: that of the model, if it has
-        one: the last tokens of every session are kept for it."""
+        """`ttl_s`: idle time in seconds after which a session expires. `clock` returns seconds. `cache` is the model's
+        cache, if it has one. The last tokens of every session are then kept for it."""
         self._state_cache = state_cache
         self._store = store if isinstance(store, MemoryStore) else None
         self._ttl_s = ttl_s
         self._clock = clock
-        # By slot, whether its session is one of these. A view: to read one item of an array takes longer.
+        # For each slot, whether its session is buffered here. A memoryview, because it reads one item faster than an
+        # array.
         self.buffered = np.zeros(state_cache.capacity, np.uint8).data
         self._recent = np.zeros((state_cache.capacity, RECENT), np.uint32)
-        self._counts = np.zeros(state_cache.capacity, np.int64)  # tokens of each row of `_recent`
+        self._counts = np.zeros(state_cache.capacity, np.int64)  # number of tokens in each row of `_recent`
         self._cache = cache
         length = 0 if cache is None else cache.length
         self._rings = np.zeros((state_cache.capacity, length), np.uint8 if cache is None else cache.dtype)
         self.flushes = 0
-        """How many sessions were flushed to the store."""
+        """Number of flushes of sessions to the store."""
         self.hits = 0
-        """How many steps were committed since the caller last set this to 0."""
+        """Number of steps that were committed since the caller last set this to 0."""
         state_cache.on_drop = self._on_drop
 
     def add(self, record: SessionRecord) -> None:
-        """Steps the session here from now on, if its state is in the cache and the store is in memory. Both must be at
-        `record`."""
+        """Buffers the session's next steps, if its state is in the cache and the store is in memory. The state and the
+        store must be at `record`."""
         slot = self._state_cache.slot_of(record.session)
         if self._store is not None and slot is not None:
             self._store.buffer(record.session, self)
@@ -74,19 +78,20 @@ class ResidentSessions:
                 self._rings[slot] = self._cache.ring(history, record.position)
 
     def slot(self, session: str) -> int | None:
-        """Returns the session's row, which is its state's slot, or None if the session is not stepped here."""
+        """Returns the session's row, which is the slot of its state. Returns None if the session is not buffered
+        here."""
         slot = self._state_cache.slot_of(session)
         return slot if slot is not None and self.buffered[slot] else None
 
     def alive(self, slots: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Returns for each of B sessions whether it has not expired: bool (B)."""
+        """Returns, for each of B sessions, whether it has not expired: bool (B)."""
         alive: NDArray[np.bool_] = self._state_cache.touched_s[slots] >= self._clock() - self._ttl_s
         return alive
 
     def commit(
         self, slots: NDArray[np.intp], sessions: Sequence[str], tokens: NDArray[np.int64], outputs: Mapping[str, Array]
     ) -> None:
-        """Appends one token to each of B different sessions, and replaces their states with the next ones."""
+        """Appends one token to each of B different sessions, and replaces their states with the run's outputs."""
         self.hits += len(slots)
         now_s = self._clock()
         self._state_cache.advance(slots, sessions, outputs, now_s)
@@ -97,34 +102,34 @@ class ResidentSessions:
         if self._cache is not None:
             self._rings[slots, self._newest(slots)] = tokens
         if counts.max() == RECENT:
-            assert self._store is not None, "sessions are stepped here without a store in memory: this is a bug"
+            assert self._store is not None, "a session is buffered, but the store is not in memory: this is a bug"
             for row in np.flatnonzero(counts == RECENT).tolist():
                 slot = int(slots[row])
-                if self.buffered[slot]:  # else the store, short of memory, has flushed it for one of those before
+                if self.buffered[slot]:  # False if the store flushed it to free memory
                     self._counts[slot] = 0
                     self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
 
     def shares(self, slots: NDArray[np.intp]) -> CacheShares:
-        """Returns what the model's cache adds to the next predictions of B sessions."""
-        assert self._cache is not None, "a model without a cache: this is a bug"
+        """Returns the cache's shares of the next predictions of B sessions."""
+        assert self._cache is not None, "the model has no cache: this is a bug"
         return self._cache.shares(self._rings[slots], self._newest(slots))
 
     def _newest(self, slots: NDArray[np.intp]) -> NDArray[np.int64]:
-        """Returns the places of the last tokens in the rings of B sessions: int64 (B)."""
+        """Returns the index of the last token in the ring of each of B sessions: int64 (B)."""
         newest: NDArray[np.int64] = (self._state_cache.positions[slots] - 1) % self._rings.shape[1]
         return newest
 
     def flush(self, session: str) -> tuple[Sequence[int], float]:
         """See `WriteBuffer`."""
         slot = self._state_cache.slot_of(session)
-        assert slot is not None, "a buffered session has a state: this is a bug"
+        assert slot is not None, "a buffered session has no state: this is a bug"
         self.buffered[slot] = False
         self.flushes += 1
         tokens: list[int] = self._recent[slot, : self._counts[slot]].tolist()
         return tokens, self._clock() - self._state_cache.touched_s.item(slot)
 
     async def close(self) -> None:
-        """Writes all tokens to the store, some sessions at a time."""
+        """Writes all buffered tokens to the store, WRITTEN_AT_ONCE sessions at a time."""
         for count, slot in enumerate(np.flatnonzero(self.buffered).tolist()):
             session = self._state_cache.sessions[slot]
             if self.buffered[slot] and session is not None and self._store is not None:
@@ -133,6 +138,6 @@ class ResidentSessions:
                 await asyncio.sleep(0)
 
     def _on_drop(self, session: str, slot: int) -> None:
-        """The state of a session is forgotten."""
+        """Flushes a session before its state is dropped."""
         if self.buffered[slot] and self._store is not None:
             self._store.flush(session)

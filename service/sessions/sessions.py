@@ -1,8 +1,9 @@
-"""Sessions: their locks, their steps (next or replay), their resident states, and commits.
+"""Creates, reads, steps and deletes sessions, and keeps their resident states up to date.
 
-The store holds the truth and the pool is a cache: a resident state is valid only while the session still begins as it
-did when the state was made. A state that is behind is brought up to date by running the tokens since. A snapshot from
-the store may replace a missing state. Without either, the next request that needs the state rebuilds it from the tail.
+The store is authoritative, and the state pool is a cache. A resident state is valid as long as the session still begins
+with the tokens from which the state was computed. A state that is behind the session is brought up to date: the tokens
+after it are run. A snapshot from the store may replace a missing state. If there is no state and no snapshot, the next
+request that needs the state rebuilds it from the stored tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from typing_extensions import TypedDict  # before Python 3.12 pydantic accepts only this one
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.errors import (
     IdempotencyKeyReused,
@@ -43,38 +44,38 @@ ID_BYTES = 16
 
 
 class StepKind(Enum):
-    """Whether a step is new or repeats the session's last step."""
+    """Whether a step is new or replays the session's last step."""
 
     NEXT = auto()
     REPLAY = auto()
 
 
 def last_step(record: SessionRecord, request: StepRequest) -> LastStep:
-    """Returns the `LastStep` that the session keeps after the step is appended to `record`."""
+    """Returns the `LastStep` of the session after the step is appended to `record`."""
     return LastStep(record.position, of_tokens(request.tokens), of_key(request.idempotency_key))
 
 
 def classify_step(record: SessionRecord, request: StepRequest) -> StepKind:
-    """Returns whether a step is new or a replay of the last one.
+    """Returns whether a step is new or a replay of the session's last step.
 
-    It is a replay if it has the last step's tokens and starting position, and also its key if the step has a key. A
-    step with the last step's key may omit the position. A step with neither position nor key is always new, because a
-    retry cannot be distinguished from a request to append the same tokens again.
+    It is a replay if it has the same tokens and starting position as the last step. If the step has an idempotency key,
+    the key must be the same too. A step with the last step's key may omit the position. A step without position and key
+    is always new, because a retry cannot be distinguished from a request to append the same tokens again.
 
-    Raises IdempotencyKeyReused if the last step's key comes with other tokens or another position, and PositionConflict
-    if the step does not start at the session's position.
+    Raises IdempotencyKeyReused if the step has the last step's key, but other tokens or another position. Raises
+    PositionConflict if the step does not start at the session's position.
     """
     last, start = record.last, request.expected_position
     if last is not None and request.idempotency_key is not None and has_last_key(record, request):
         if start not in (None, last.start):
             raise IdempotencyKeyReused(
-                f"the idempotency key is that of the session's last step, which starts at {last.start}, but this step "
+                f"the session's last step has the same idempotency key and starts at {last.start}, but this step "
                 f"starts at {start}",
                 record.position,
             )
         if of_tokens(request.tokens) != last.tokens:
             raise IdempotencyKeyReused(
-                "the idempotency key is that of the session's last step, which has other tokens", record.position
+                "the session's last step has the same idempotency key, but other tokens", record.position
             )
         return StepKind.REPLAY
     if start is None or start == record.position:
@@ -91,13 +92,13 @@ def has_last_key(record: SessionRecord, request: StepRequest) -> bool:
 
 
 def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
-    """Returns the error that names the session's position."""
-    asked = "other clients kept stepping it" if start is None else f"the step starts at {start}"
+    """Returns the error with the session's position."""
+    asked = "other clients kept changing it" if start is None else f"the step starts at {start}"
     return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
 
 
 class SessionsReport(TypedDict):
-    """How many sessions have a state in memory, how many do not, and how many states were rebuilt."""
+    """The numbers of sessions with a state in memory (`resident`) and without (`parked`), and of rebuilt states."""
 
     resident: int
     parked: int
@@ -105,7 +106,7 @@ class SessionsReport(TypedDict):
 
 
 class Sessions:
-    """The sessions of one model version, on a store that other processes may share."""
+    """Manages the sessions of one model version. Other processes may share the store."""
 
     def __init__(
         self,
@@ -122,10 +123,10 @@ class Sessions:
         state_checkpoint_interval_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`vocabulary` identifies the tokenizer. `state_ttl_s`: idle time after which a state is dropped. `empty`: the
-        tail of a sequence without tokens. `state_checkpoint_interval_tokens`: the store gets the state once in that
-        many tokens. `model_fingerprint` identifies the weights and graphs of states. `clock`: the store's, in
-        seconds."""
+        """`vocabulary` identifies the tokenizer. `state_ttl_s`: idle time in seconds after which a state is dropped.
+        `empty`: the history of a sequence without tokens. `state_checkpoint_interval_tokens`: number of tokens between
+        two snapshots in the store; None: no snapshots. `model_fingerprint` identifies the weights and graphs that
+        compute the states. `clock` returns seconds on the store's time scale."""
         self._store = store
         self._state_cache = state_cache
         self._model = model
@@ -145,11 +146,11 @@ class Sessions:
     async def create(
         self, given: str | None, mode: Mode | None, owner: Owner = ANYBODY, history: History | None = None
     ) -> tuple[SessionRecord, bool]:
-        """Creates a session at position 0 or after `history`, and returns it and True.
+        """Creates a session at position 0 or after `history`. Returns the session and True.
 
-        Its id is `given`, or 128 random bits. If a session of that id exists, and is exactly as this request would
-        create it, returns that session and False. Raises SessionExists, Overloaded, QuotaExceeded, and InvalidRequest
-        if the id is invalid.
+        Its id is `given`, or 128 random bits. If a session with this id exists, and is equal to the one that this
+        request would create, returns the existing session and False. Raises SessionExists, Overloaded, QuotaExceeded,
+        and InvalidRequest if the id is invalid.
         """
         session = name_within(owner.name, secrets.token_urlsafe(ID_BYTES) if given is None else given)
         position, tail = 0, self._empty
@@ -161,23 +162,25 @@ class Sessions:
         )
         while not await self._store.create(record, owner.sessions):
             there = await self._store.get(session)
-            if there is None:  # it has expired or was deleted meanwhile
+            if there is None:  # the session expired or was deleted in the meantime
                 continue
             if not _is_as_created(there, record):
                 raise SessionExists(f"session {given!r} exists already with other options or after a step")
             await self._store.touch(session)
             return there._replace(idle_s=0.0), False
-        self._state_cache.drop(session)  # an earlier session of that id may have been at the same revision
+        self._state_cache.drop(session)  # an earlier session with this id may have been at the same revision
         return (self._store.get_cached(session) or record)._replace(idle_s=0.0), True
 
     async def read(self, session: str) -> SessionRecord:
-        """Returns the session as the store has it. Raises UnknownSession."""
+        """Reads the session from the store. Raises UnknownSession."""
         return self._known(session, await self._store.get(session))
 
     def _known(self, session: str, record: SessionRecord | None) -> SessionRecord:
         if record is None or record.model != self._model:
             self._state_cache.drop(session)
-            raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
+            raise UnknownSession(
+                f"there is no session {id_of(session)!r}: it was never created, was deleted, or has expired"
+            )
         if record.vocabulary != self._vocabulary:
             raise TokenizerChanged(id_of(session), self._model, self._version)
         return record
@@ -187,9 +190,9 @@ class Sessions:
         await self._store.touch(session)
 
     def look(self, request: StepRequest) -> SessionRecord | None:
-        """Returns the session as it was last seen here, if the step is its next one and its state is available here.
-        The commit's comparison checks whether the session is still the same. Returns None if the store must be asked:
-        see `check_out`.
+        """Returns the session as this process last saw it, if the step is new and the session's state is available. The
+        commit then checks whether the session is still the same. Returns None if the session must be read from the
+        store: see `check_out`.
 
         Raises PositionConflict.
         """
@@ -199,7 +202,7 @@ class Sessions:
         return record
 
     async def check_out(self, request: StepRequest) -> tuple[SessionRecord, StepKind]:
-        """Returns the session as the store has it, and the kind of the step. Raises UnknownSession,
+        """Reads the session from the store. Returns it and the kind of the step. Raises UnknownSession,
         PositionConflict."""
         record = await self.read(request.session)
         return record, classify_step(record, request)
@@ -211,13 +214,14 @@ class Sessions:
             return False
         if self._checkpoint_interval_tokens is None or record.snapshot is not None:
             return True
-        return self.cached(record, behind=True, use=False) is not None  # else the store may have a snapshot
+        return self.cached(record, behind=True, use=False) is not None  # if False, the store may have a snapshot
 
     def cached(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
-        """Returns the resident state of the session in `record`, or None. Drops a state that is not valid for it.
+        """Returns the resident state of the session in `record`, or None. Drops a state that is not valid for `record`.
 
-        `behind` allows a state of an earlier position, if the tail has all tokens since. `use` makes the state the most
-        recently used. A session without tokens always has a state: all of them share one.
+        If `behind`, the state may be at an earlier position, provided that `record` holds all later tokens. If `use`,
+        the state becomes the most recently used. A session without tokens always has a state: all such sessions share
+        one.
         """
         if record.position == 0:
             return CachedState(START, record.revision, 0, 0)
@@ -231,7 +235,7 @@ class Sessions:
         return cached if behind else None
 
     def kept(self, record: SessionRecord) -> Snapshot | None:
-        """Returns the store's snapshot of the session, if this model made it and the tail has all tokens since."""
+        """Returns the store's snapshot of the session, if this model made it and `record` holds all later tokens."""
         snapshot = record.snapshot
         if (
             snapshot is None
@@ -242,7 +246,8 @@ class Sessions:
         return snapshot if len(snapshot.state) == self._state_cache.slot_bytes else None
 
     def restore(self, record: SessionRecord) -> CachedState | None:
-        """Loads the store's snapshot of a session into the cache, and returns it; None if there is no usable snapshot.
+        """Loads the store's snapshot of a session into the state cache, and returns the state; None if there is no
+        usable snapshot.
 
         Raises Overloaded if requests use every slot.
         """
@@ -256,28 +261,30 @@ class Sessions:
         return cached
 
     def keep(self, record: SessionRecord, slot: int, dropped_tokens: int) -> None:
-        """Puts the state in `slot` into the cache. It lacks the first `dropped_tokens` tokens of the session."""
+        """Makes the state in `slot` the session's resident state. It lacks the first `dropped_tokens` tokens of the
+        session."""
         self._state_cache.put(
             record.session, CachedState(slot, record.revision, dropped_tokens, record.position), self._clock()
         )
 
     def count_state_replay(self) -> None:
-        """Counts a state that was brought up to tokens that another process had appended."""
+        """Counts a state for which tokens were run that another process had appended."""
         self._state_replays.inc()
 
     def count_rebuilt(self) -> None:
-        """Counts a state that was rebuilt, from a tail or from a snapshot."""
+        """Counts a state that was rebuilt from stored tokens or loaded from a snapshot."""
         self.rebuilt += 1
         self._rebuilt_metric.inc()
 
     async def commit(
         self, record: SessionRecord, request: StepRequest, slot: int | None, dropped_tokens: int
     ) -> SessionRecord | None:
-        """Appends the step's tokens if the session is still at `record` (compare-and-append), and makes the state in
-        `slot` the resident one.
+        """Appends the step's tokens if the session is still at `record` (compare-and-append). The state in `slot` then
+        becomes the session's resident state.
 
-        Returns None, without appending, if another writer changed the session. The earlier resident state then stays,
-        as it does if the store does not answer: the next revision read decides whether that state is still valid.
+        Returns None, without appending, if another writer changed the session. In this case, and if the store does not
+        answer, the earlier resident state stays in the cache. The next read of the session's revision decides whether
+        that state is still valid.
         """
         step = last_step(record, request)
         snapshot = None if slot is None else self._snapshot(record.position, len(request.tokens), slot, dropped_tokens)
@@ -291,17 +298,18 @@ class Sessions:
         return committed
 
     def _snapshot(self, before: int, appended: int, slot: int, dropped_tokens: int) -> Snapshot | None:
-        """Returns the state in `slot` as a snapshot, if the store is to keep one at this position."""
+        """Returns the state in `slot` as a snapshot, if the step reaches a checkpoint."""
         position = before + appended
         if self._checkpoint_interval_tokens is None or not due(before, position, self._checkpoint_interval_tokens):
             return None
         return Snapshot(position, dropped_tokens, self.model_fingerprint, self._state_cache.pack(slot))
 
     async def rewind(self, session: str, position: int) -> SessionRecord:
-        """Cuts the tail back to `position`; the next step rebuilds the state. At the session's own position this
-        changes nothing.
+        """Rewinds the session to `position`. The next step rebuilds the state. Changes nothing if the session is
+        already at `position`.
 
-        Raises UnknownSession, and InvalidRequest naming the positions that the tail holds.
+        Raises UnknownSession. Raises InvalidRequest, with the possible positions, if the stored tokens do not reach
+        back to `position`.
         """
         while True:
             record = await self.read(session)
@@ -325,23 +333,24 @@ class Sessions:
             raise UnknownSession(f"there is no session {id_of(session)!r}")
 
     async def expire(self) -> int:
-        """Drops states that were idle for too long, and expired sessions. Returns the number of remaining sessions."""
+        """Drops expired sessions and the states that were idle for longer than `state_ttl_s`. Returns the number of
+        remaining sessions."""
         self._state_cache.drop_idle(self._clock() - self._state_ttl_s)
         return await self._store.count(self._model)
 
     async def counts(self) -> SessionsReport:
-        """Returns how many sessions have a resident state, how many do not, and how many states were rebuilt."""
+        """Returns the numbers of sessions with and without a resident state, and of rebuilt states."""
         count = await self.expire()
         cached = len(self._state_cache)
         return {"resident": cached, "parked": max(count - cached, 0), "rebuilt": self.rebuilt}
 
 
 def _is_as_created(there: SessionRecord, record: SessionRecord) -> bool:
-    """Returns whether a session is still as it was created by `record`, without a step."""
+    """Returns whether session `there` has no step yet and is equal to `record`."""
     kept = there.model, there.vocabulary, there.mode, there.position, there.tail
     return there.last is None and kept == (record.model, record.vocabulary, record.mode, record.position, record.tail)
 
 
 def _reaches(record: SessionRecord, position: int) -> bool:
-    """Returns whether the tail holds all tokens after `position`."""
+    """Returns whether the record holds all tokens after `position`."""
     return 0 < position <= record.position and record.position - position <= len(record.tail)

@@ -1,10 +1,10 @@
-"""A cache of sessions' states, in a pool of slots. Every evicted state can be rebuilt.
+"""Caches the states of sessions in a pool of slots. Every evicted state can be rebuilt.
 
-A resident state counts as one user of its slot, and the only one that can be evicted. If no slot is free, the least
-recently used resident state without other users is evicted.
+The cache counts as one user of the slot of each resident state. If no slot is free, the cache evicts the least recently
+used resident state whose slot has no other user.
 
-The cache can be checked while it is in use (`faults`). A resident state is never written to, so the number of writes to
-its slot and its checksum must not change; if one does, the state is corrupt.
+The cache can be checked while it is in use (`faults`). A resident state does not change between two updates by the
+cache. If the number of writes to its slot or its checksum changes in another way, the state is corrupt.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from wane.models.manifest import StateTensor
 from wane.service.runners.runner import Array
 from wane.service.state.pool import RESERVED, StatePool
 
-NEXT_TO_EVICT = 64  # residents at the front of the LRU order whose order each check verifies
+NEXT_TO_EVICT = 64  # number of least recently used states whose order is verified by each check
 
 
 class CachedState(NamedTuple):
-    """A session's state in the pool: it is the state at `revision` and `position`, and does not know the first
-    `dropped_tokens` tokens."""
+    """A session's state in the pool, at `revision` and `position`. It lacks the first `dropped_tokens` tokens of the
+    session."""
 
     slot: int
     revision: int
@@ -35,14 +35,15 @@ class CachedState(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A failed check. `session` is the session whose state is corrupt; None: the bookkeeping is."""
+    """A failed check. `session` is the session with the corrupt state. None: the cache's indexes or counts are
+    inconsistent."""
 
     text: str
     session: str | None = None
 
 
 class StateCache(StatePool):
-    """A state pool that caches sessions' states and evicts the least recently used."""
+    """A state pool that caches sessions' states and evicts the least recently used state."""
 
     def __init__(
         self,
@@ -54,21 +55,23 @@ class StateCache(StatePool):
         """See `StatePool`. `on_evict` is called for every evicted state."""
         super().__init__(state, hidden, budget_bytes)
         self._on_evict = on_evict
-        self.order: OrderedDict[str, int] = OrderedDict()  # slot by session, least recently used first
+        self.order: OrderedDict[str, int] = OrderedDict()  # session id to slot, least recently used first
         self.has_state: Callable[[str], bool] = self.order.__contains__
         """Returns whether a session's state is resident."""
-        # Data of the resident state, by slot. The system commits zeroed memory only when it is first written.
+        # Data of the resident state in each slot. The operating system commits zeroed memory only when it is first
+        # written.
         self.sessions: list[str | None] = [None] * RESERVED  # one item for each slot that was ever used
         self._revisions = np.zeros(self.capacity, np.uint64)
         self.dropped_tokens = np.zeros(self.capacity, np.int64)
         self.positions = np.zeros(self.capacity, np.int64)
         self.touched_s = np.zeros(self.capacity, np.float64)
         self._written = np.zeros(self.capacity, np.uint32)  # `written` of the slot when it became resident
-        # `written` and `checksum` at the last check; 0 means never, because a slot with a state was written to.
+        # `written` and `checksum` at the last check. If `written` is 0, there was no check, because a slot with a state
+        # has at least one write.
         self._seen_written = np.zeros(self.capacity, np.uint32)
         self._seen_checksum = np.zeros(self.capacity, np.uint32)
         self.on_drop: Callable[[str, int], object] = lambda _session, _slot: None
-        """Called with a session and its slot before its state is dropped."""
+        """Called with a session and its slot before the session's state is dropped."""
 
     def acquire(self) -> int:
         """Returns a slot with one user. Raises Overloaded if requests use every slot."""
@@ -88,7 +91,8 @@ class StateCache(StatePool):
                 return
 
     def put(self, session: str, cached: CachedState, now_s: float) -> None:
-        """Makes a state the session's resident one, in place of any earlier one; retains its slot."""
+        """Makes a state the session's resident state, and retains its slot. Drops the session's earlier resident
+        state."""
         slot, revision, dropped_tokens, position = cached
         self.retain(slot)
         self.drop(session)
@@ -101,13 +105,14 @@ class StateCache(StatePool):
         self._written[slot] = self._writes[slot]
 
     def slot_of(self, session: str) -> int | None:
-        """Returns the slot of the session's resident state, or None; does not count as a use."""
+        """Returns the slot of the session's resident state, or None. Does not count as a use."""
         return self.order.get(session)
 
     def advance(
         self, slots: NDArray[np.intp], sessions: Sequence[str], outputs: Mapping[str, Array], now_s: float
     ) -> None:
-        """Replaces the states of B sessions by a run's, one token and one revision later; counts as a use.
+        """Replaces the states of B sessions by the outputs of a run over one token each. Increments their positions and
+        revisions. Counts as a use.
 
         `outputs`: float32 (B, ...), see `write`.
         """
@@ -129,7 +134,7 @@ class StateCache(StatePool):
         return self._cached(slot)
 
     def peek(self, session: str) -> CachedState | None:
-        """Returns the session's resident state, or None; does not count as a use."""
+        """Returns the session's resident state, or None. Does not count as a use."""
         slot = self.order.get(session)
         return None if slot is None else self._cached(slot)
 
@@ -146,7 +151,7 @@ class StateCache(StatePool):
             self.release(slot)
 
     def drop_idle(self, since_s: float) -> None:
-        """Drops the states last used before `since_s`."""
+        """Drops the states that were last used before `since_s`."""
         while self.order:
             session, slot = next(iter(self.order.items()))
             if self.touched_s[slot] >= since_s:
@@ -160,9 +165,9 @@ class StateCache(StatePool):
     # Integrity
 
     def faults(self, slots: range | None = None, *, idle: bool = False) -> list[Fault]:
-        """Returns the faults of the bookkeeping, and of the states in `slots` (default: all).
+        """Returns the faults of the cache's indexes and counts, and of the states in `slots` (default: all).
 
-        `idle`: no request is in flight, so that only residents may use slots.
+        `idle`: no request is in flight, so every slot in use must hold a resident state.
         """
         texts = self.miscounts()
         owners = len(self.sessions) - self.sessions.count(None)
@@ -183,7 +188,7 @@ class StateCache(StatePool):
         if session is None:
             return None
         if self.order.get(session) != slot:
-            return Fault("a slot belongs to a session that has another slot")
+            return Fault("a slot's session has its state in another slot")
         if not self.users[slot]:
             return Fault("a slot with a state is free")
         written, checksum = self.written(slot), self.checksum(slot)
@@ -192,11 +197,12 @@ class StateCache(StatePool):
         if written != self._written[slot]:
             return Fault("a resident state was written to", session)
         if was_checked and checksum != before:
-            return Fault("a resident state has changed by itself", session)
+            return Fault("a resident state changed without a write", session)
         return None
 
     def mend(self, faults: Sequence[Fault], *, idle: bool = False) -> None:
-        """Drops the states at fault; drops all states if the bookkeeping is at fault."""
+        """Drops the corrupt states. Drops all states and recounts the slots if the cache's indexes or counts are
+        inconsistent."""
         for fault in faults:
             if fault.session is not None:
                 self.drop(fault.session)
@@ -213,6 +219,6 @@ class StateCache(StatePool):
         self.recount()
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """Asserts that there are no faults; for tests and debugging."""
+        """Raises AssertionError if there are faults. For tests and debugging."""
         found = self.faults(idle=idle)
         assert not found, "; ".join(fault.text for fault in found)

@@ -1,10 +1,10 @@
-"""Memory for states: one contiguous array for each state tensor, a row ("slot") for each state.
+"""Allocates memory for states: one contiguous array for each state tensor, with a row ("slot") for each state.
 
-Slots are reference-counted: users retain and release a slot, and it is free at zero. A state is written to a new slot
-and replaces its predecessor only when it is committed, so a failed run changes nothing.
+Slots are reference-counted: users retain and release a slot. A slot without users is free. A new state is written to a
+new slot, and replaces the earlier state when it is committed. A failed run therefore changes nothing.
 
-Slots are counted on the event loop's thread. `gather` and `scatter` may run on the runner's thread: they only touch
-slots that are retained for their batch.
+Slots are counted on the event loop's thread. `gather` and `scatter` may run on the runner's thread, because they only
+access slots that are retained for their batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StatePool:
     """Slots for states, within a budget in bytes."""
 
     def __init__(self, state: Sequence[StateTensor], hidden: int, budget_bytes: int) -> None:
-        """`hidden` is the width of the output layer's input, which is kept with every state.
+        """`hidden` is the width of the output layer's input, which is stored with every state.
 
         Raises ValueError if the budget is too small for FEWEST_SLOTS states.
         """
@@ -47,12 +47,13 @@ class StatePool:
                 f"need {FEWEST_SLOTS * self.slot_bytes}"
             )
         self._names = [tensor.name for tensor in state]
-        # The system commits zeroed memory only when it is first written: an idle server does not use its budget.
+        # The operating system commits zeroed memory only when it is first written. An idle server therefore does not
+        # use its budget.
         self.arrays: dict[str, Array] = {
             name: np.zeros((self.capacity, *shape), np.float32) for name, shape in shapes.items()
         }
         self._writes = np.zeros(self.capacity, np.uint32)  # number of writes to each slot
-        self.users = array("i", bytes(4 * RESERVED))  # of the slots ever used: it grows with them
+        self.users = array("i", bytes(4 * RESERVED))  # number of users of each slot that was ever used
         self.free = array("i")
         self._untouched = RESERVED  # the first slot that was never used
 
@@ -72,17 +73,17 @@ class StatePool:
         return slot
 
     def _add_slot(self) -> None:
-        """Extends the lists by one slot, which is used for the first time."""
+        """Extends the lists of slots for a slot that is used for the first time."""
         self.users.append(0)
 
     def retain(self, slot: int) -> None:
-        """Adds a user. The reserved slots are never freed, and not counted."""
+        """Adds a user. The reserved slots are never freed, and their users are not counted."""
         if slot >= RESERVED:
             assert self.users[slot], "a free slot cannot be retained: this is a bug"
             self.users[slot] += 1
 
     def release(self, slot: int) -> None:
-        """Removes a user; the last one frees the slot."""
+        """Removes a user. Frees the slot if it was the last user."""
         if slot >= RESERVED:
             users = self.users[slot] = self.users[slot] - 1
             assert users >= 0, "a slot was released once too often: this is a bug"
@@ -101,7 +102,7 @@ class StatePool:
 
     @contextmanager
     def lease(self) -> Iterator[int]:
-        """Yields a slot to write a state to, and releases it at the end of the block.
+        """Yields a slot for a new state, and releases it at the end of the block.
 
         Raises Overloaded if requests use every slot.
         """
@@ -113,7 +114,7 @@ class StatePool:
 
     @contextmanager
     def hold(self, slot: int) -> Iterator[None]:
-        """Keeps the state in `slot` from being evicted until the end of the block."""
+        """Prevents eviction of the state in `slot` until the end of the block."""
         self.retain(slot)
         try:
             yield
@@ -144,26 +145,27 @@ class StatePool:
     def gather(
         self, slots: Sequence[int] | NDArray[np.intp], room: Mapping[str, Array] | None = None
     ) -> dict[str, Array]:
-        """Returns copies of the states of B slots by name, each float32 (B, *shape).
+        """Returns copies of the states in B slots: for each tensor's name, float32 (B, *shape).
 
-        If `room` is given, the copies are in it, and valid until its next use: allocating memory takes longer than
-        copying the states.
+        If `room` is given, the copies are written to it, and are valid until its next use. This is faster, because
+        allocating memory takes longer than copying the states.
         """
         rows = np.asarray(slots, np.intp)
         if room is None:
             return {name: self.arrays[name].take(rows, 0) for name in self._names}
         states = {name: room[name][: len(rows)] for name in self._names}
         for name, values in states.items():
-            self.arrays[name].take(rows, 0, values, "clip")  # other modes make a buffered copy
+            self.arrays[name].take(rows, 0, values, "clip")  # other modes of `take` make a buffered copy
         return states
 
     def gather_hidden(self, slots: Sequence[int]) -> NDArray[np.float32]:
-        """Returns a copy of the output layer's input at B slots: float32 (B, H)."""
+        """Returns a copy of the output layer's input in B slots: float32 (B, H)."""
         hidden: NDArray[np.float32] = self.arrays[HIDDEN][np.asarray(slots, np.intp)]
         return hidden
 
     def scatter(self, slots: Sequence[int | None], outputs: Mapping[str, Array]) -> None:
-        """Writes a run's `next.<name>` and `hidden`, row by row, to B slots; None skips its row."""
+        """Writes the rows of a run's outputs `next.<name>` and `hidden` to B slots. A row is skipped if its slot is
+        None."""
         kept = [row for row, slot in enumerate(slots) if slot is not None]
         if not kept:
             return
@@ -184,7 +186,8 @@ class StatePool:
         return b"".join([values[slot].tobytes() for values in self.arrays.values()])
 
     def unpack(self, slot: int, packed: bytes) -> None:
-        """Writes the result of `pack` to a slot. Raises ValueError if its size is not that of this model's states."""
+        """Writes the result of `pack` to a slot. Raises ValueError if its size is not the size of this model's
+        states."""
         if len(packed) != self.slot_bytes:
             raise ValueError(f"the state has {len(packed)} bytes, but this model's states have {self.slot_bytes}")
         assert slot not in (ZERO, START), "a write to a reserved state: this is a bug"
@@ -207,13 +210,14 @@ class StatePool:
         return value
 
     def close(self) -> None:
-        """Frees the memory. The values must not be used afterwards."""
+        """Frees the memory. The pool must not be used afterwards."""
         self.arrays.clear()
 
     # Integrity
 
     def miscounts(self) -> list[str]:
-        """Returns the faults of the reference counts: each slot that was ever used must be free, once, or in use."""
+        """Returns the faults of the reference counts. Each slot that was ever used must either be in use or be once in
+        the list of free slots."""
         users = np.frombuffer(self.users.tobytes(), np.int32)[: self._untouched]
         free = np.frombuffer(self.free.tobytes(), np.int32)
         if len(free) and not RESERVED <= free.min() <= free.max() < self._untouched:
@@ -224,7 +228,7 @@ class StatePool:
             "a slot was freed twice": np.count_nonzero(is_free) < len(free),
             "a slot was released once too often": (users < 0).any(),
             "a slot is both in use and free": (users[is_free] > 0).any(),
-            "a slot is lost": (users[RESERVED:] == 0)[~is_free[RESERVED:]].any(),
+            "a slot is neither in use nor free": (users[RESERVED:] == 0)[~is_free[RESERVED:]].any(),
             "the number of used slots is wrong": np.count_nonzero(users) != self.used,
             "the zero state was written to": any(values[ZERO].any() for values in self.arrays.values()),
         }

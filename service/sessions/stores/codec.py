@@ -1,21 +1,21 @@
-"""The format of a session and of a state for other processes: in a shared store, or in a dump file.
+"""Encodes a session and a snapshot for other processes: in a shared store, or in a dump file.
 
 A session:
 
     revision  run     length  format  stamp   position  start  tokens' digest    key's digest      identity  tail
     uint64    uint32  uint16  uint8   uint64  uint64    int64  16 bytes at most  16 bytes at most  JSON      token ids
 
-Numbers are big-endian, token ids little-endian. `run` identifies one start of Redis, and is 0 elsewhere. `length` is
-the length of the head, from `format` to the identity. `stamp` is a random number, drawn for every change, that
-identifies the writer's change. `start` is the last step's position, or -1 without a last step. The identity (model,
-version, mode, width of an id, vocabulary) does not change. A digest follows its length.
+Numbers are big-endian, and token ids are little-endian. `run` identifies one start of Redis; in a dump file it is 0.
+`length` is the number of bytes of the head, from `format` to `identity`. `stamp` is a random number that identifies a
+change and its writer. `start` is the last step's position, or -1 if there is no last step. `identity` (model, version,
+mode, width of a token id, vocabulary) does not change. Each digest follows a byte with its length.
 
-A state (`Snapshot`), which the store keeps with a session's last tokens at every checkpoint:
+A snapshot (`Snapshot`), which the store keeps in addition to a session's last tokens, at every checkpoint:
 
     position  dropped_tokens  length  model_fingerprint  state
     uint64    uint64          uint16  `length` bytes     float32, as the pool holds it
 
-Numbers are big-endian; the state has this machine's byte order.
+Numbers are big-endian. The state has this machine's byte order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_snapshot(snapshot: Snapshot) -> bytes:
 
 
 def read_snapshot(data: bytes) -> Snapshot | None:
-    """Reads a snapshot. Returns None if the bytes are invalid: the state is then rebuilt from the tail."""
+    """Decodes a snapshot. Returns None if the bytes are invalid. The state is then rebuilt from the stored tokens."""
     if len(data) < _SNAPSHOT_HEAD.size:
         return None
     position, dropped_tokens, length = _SNAPSHOT_HEAD.unpack_from(data)
@@ -48,14 +48,15 @@ def read_snapshot(data: bytes) -> Snapshot | None:
 
 
 def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:
-    """Returns a digest of the model's version, its files, and the results of its graphs on this kind of processor
-    (`bits`). A state with another fingerprint is not used, but rebuilt."""
+    """Returns a digest of the model's version, its files, and its graphs' results on this kind of processor (`bits`). A
+    snapshot with another fingerprint is not used, and the state is rebuilt."""
     told = json.dumps([manifest.name, manifest.version, sorted(manifest.files.items()), bits.hex()])
     return digest(told.encode())
 
 
 def due(before: int, after: int, every: int) -> bool:
-    """Returns whether a step between two positions reaches a checkpoint (every `every` tokens)."""
+    """Returns whether a step from position `before` to `after` reaches a checkpoint. There is a checkpoint every
+    `every` tokens."""
     return after // every > before // every
 
 
@@ -67,15 +68,15 @@ _FRONT = struct.Struct(">QIH")
 _RUN = struct.Struct(">QI")
 _HEAD = struct.Struct(f">BQQq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 _STAMP = slice(1, 9)
-IDENTITIES = 4096  # cache size: more than all loaded models have versions and modes
+IDENTITIES = 4096  # cache size: more than the number of versions and modes of all loaded models
 
 
 class Unreadable(ValueError):
-    """The bytes are not a session, or a later version of Wane wrote them."""
+    """The bytes are not a session, or were written by a later version of Wane."""
 
 
 def head(record: SessionRecord) -> bytes:
-    """Returns the bytes of a session without its revision and its tail. Every call draws a new stamp."""
+    """Encodes a session without its revision and its tokens. Every call draws a new stamp."""
     start, tokens, key = record.last or (NO_STEP, b"", None)
     identity = _identity(record.model, record.model_version, record.mode, record.tail.width, record.vocabulary)
     stamp = secrets.randbits(STAMP_BITS)
@@ -83,8 +84,8 @@ def head(record: SessionRecord) -> bytes:
 
 
 def mark(revision: int, about: bytes = b"") -> bytes:
-    """Returns the mark of a session at `revision`. With the session's head, it differs from the mark of another writer
-    at that revision."""
+    """Returns the mark by which a session at `revision` is recognised. If the session's head is given in `about`, the
+    mark differs from that of another writer at the same revision."""
     return REVISION.pack(revision) + about[_STAMP]
 
 
@@ -94,12 +95,12 @@ def write(record: SessionRecord) -> bytes:
 
 
 def after_run(written: bytes) -> bytes:
-    """Returns the bytes after `run` of a session that `write` wrote."""
+    """Returns the bytes after `run` of a session that was encoded by `write`."""
     return written[_RUN.size :]
 
 
 def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRecord:
-    """Reads a session, with the latest `keep` tokens of its tail. Raises Unreadable."""
+    """Decodes a session with its latest `keep` tokens. Raises Unreadable."""
     try:
         revision, _, length = _FRONT.unpack_from(data)
         about = data[_FRONT.size : _FRONT.size + length]
@@ -113,7 +114,7 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRe
         raise Unreadable(f"the stored bytes of session {id_of(session)!r} cannot be read") from error
     ids = data[_FRONT.size + length :]
     if not ids or len(ids) % width:
-        raise Unreadable(f"the tail of session {id_of(session)!r} has {len(ids)} bytes, but a token takes {width}")
+        raise Unreadable(f"the tokens of session {id_of(session)!r} take {len(ids)} bytes, but each takes {width}")
     last = None if start == NO_STEP else LastStep(start, tokens, key or None)
     tail = TokenHistory(ids if position <= keep else ids[-keep * width :], width)
     return SessionRecord(session, model, version, mode, position, tail, revision, last, idle_s, vocabulary)

@@ -1,4 +1,4 @@
-"""A file of sessions. A server writes it after it has drained, and the next server reads it when it starts.
+"""Saves sessions in a file. A server writes the file after it has drained, and the next server reads it when it starts.
 
     "wane sessions 1\\n"  unix time  count   sessions  SHA-256 of all
                          float64    uint64            32 bytes
@@ -8,8 +8,8 @@ Each session:
     length  id     idle_s   length  session
     uint16  UTF-8  float64  uint32  as in codec.py
 
-Numbers are big-endian. `length` is the length of the id, or of the session. The file is replaced atomically, and is
-read only if it is complete.
+Numbers are big-endian. `length` is the number of bytes of the id or the session that follows. The file is replaced
+atomically, and is read only if it is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def save(path: Path, records: Sequence[SessionRecord], now_s: Callable[[], float] = time.time) -> None:
-    """Writes the sessions to `path`. `now_s`: unix time. Raises OSError; the file is then unchanged."""
+    """Writes the sessions to `path`. `now_s` returns unix time in seconds. Raises OSError if writing fails. The file is
+    then unchanged."""
     part = path.with_name(path.name + PART)
     try:
         with part.open("wb") as file:
@@ -57,9 +58,9 @@ def save(path: Path, records: Sequence[SessionRecord], now_s: Callable[[], float
 
 
 def load(path: Path, keep: int, now_s: Callable[[], float] = time.time) -> list[SessionRecord]:
-    """Reads the sessions saved at `path`, the longest idle first, with the latest `keep` tokens of each tail. Their
-    idle time includes the time since they were saved. Raises StoreError if the file is damaged, or has another
-    format."""
+    """Reads the sessions from `path`, in descending order of idle time, with the latest `keep` tokens of each. The idle
+    time includes the time since the file was written. Raises StoreError if the file is damaged or has another format.
+    """
     try:
         with path.open("rb") as file:
             _check(path, file)
@@ -77,9 +78,9 @@ ADVICE = "the file was left unchanged; to start without its sessions, move it aw
 
 
 def _check(path: Path, file: BinaryIO) -> None:
-    """Raises StoreError unless `save` wrote the file, and wrote it completely."""
+    """Raises StoreError if the file was not written by `save`, or is incomplete."""
     if file.read(len(MAGIC)) != MAGIC:
-        raise StoreError(f"session_file {path} does not begin like a file of sessions; {ADVICE}")
+        raise StoreError(f"session_file {path} is not a file of sessions; {ADVICE}")
     left = os.fstat(file.fileno()).st_size - DIGEST_BYTES
     sha = hashlib.sha256()
     file.seek(0)

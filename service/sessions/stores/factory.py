@@ -1,4 +1,4 @@
-"""Makes the session store that the settings select."""
+"""Creates the session store that the settings select."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from wane.service.settings import IN_MEMORY, Settings
 
 
 def make_store(settings: Settings, session_history_tokens: int, metrics: Metrics) -> Store:
-    """Returns the session store, which is not open yet. It keeps `session_history_tokens` tokens of each session.
+    """Returns the session store, which is not open yet. It keeps the last `session_history_tokens` tokens of each
+    session.
 
     Raises StoreError if the password file cannot be read.
     """
@@ -23,7 +24,7 @@ def make_store(settings: Settings, session_history_tokens: int, metrics: Metrics
             on_memory_eviction=lambda model: metrics.sessions_evicted_memory.labels(model).inc(),
             file=settings.session_file,
         )
-    # These take long to import, and most servers keep sessions in memory.
+    # Imported here because the import takes long, and most servers keep sessions in memory.
     from wane.service.sessions.stores.fallback import FallbackStore
     from wane.service.sessions.stores.redis import RedisStore
 
@@ -40,7 +41,7 @@ def make_store(settings: Settings, session_history_tokens: int, metrics: Metrics
 
 
 def _with_password(settings: Settings) -> str:
-    """Returns the address of Redis, with the password from the file if the address has none."""
+    """Returns the address of Redis. Adds the password from the password file if the address has no password."""
     if settings.store_password_file is None or urlsplit(settings.store).password is not None:
         return settings.store
     try:

@@ -1,9 +1,10 @@
-"""A local fallback while the shared store is unreachable: sessions continue in this process, but are not durable.
+"""A local fallback for an unreachable shared store: sessions continue in this process, but are not durable.
 
-A session continues from its last known record. Once the store is back, the session is written to it, if the store still
-has the record that the session continued from. Otherwise another process changed or deleted the session: the store
-wins, the tokens that were not durable are lost, and the session's next step raises PositionConflict. Until the store is
-back, a session that this process has not seen cannot continue, and no session can be deleted.
+A session continues from the last record that this process has seen. When the store is reachable again, the session is
+written to the store, if the store still has that record. Otherwise another process changed or deleted the session. The
+store's session is then kept, the tokens that were not durable are lost, and the session's next step raises
+PositionConflict. While the store is unreachable, a session that this process has not seen cannot continue, and no
+session can be deleted.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from wane.service.types import owner_of
 
 logger = logging.getLogger("wane.store")
 
-AT_ONCE = 256  # sessions that are written to the store in parallel once it is back
+AT_ONCE = 256  # number of sessions that are written concurrently when the store is reachable again
 
 
 @dataclass(slots=True, eq=False)
 class UnsyncedSession:
-    """A session that is newer here than in the store. The store has it at one of `marks`, unless another process
-    changed it. `since`: the position up to which both are equal, the lowest since they differ. `counts`: it was created
-    here, and counts against its owner's quota."""
+    """A session that is newer in this process than in the store. The store's session is at one of `marks`, unless
+    another process changed it. `since` is the position up to which both are equal. A rewind can lower it. `counts`: the
+    session was created in this process, and counts against its owner's quota."""
 
     record: SessionRecord
     marks: list[bytes]
@@ -41,17 +42,17 @@ class UnsyncedSession:
 
 
 class FallbackStore:
-    """A `Store` over a shared store that may be unreachable."""
+    """A `Store` that continues sessions in this process while the shared store is unreachable."""
 
     def __init__(
         self, shared: RedisStore, ttl_s: float, metrics: Metrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`ttl_s`: idle time after which a session expires, also here. `clock` in seconds."""
+        """`ttl_s`: idle time in seconds after which a session expires, in this process too. `clock` returns seconds."""
         self._shared = shared
         self._ttl_s = ttl_s
         self._clock = clock
         self._unsynced: dict[str, UnsyncedSession] = {}
-        self._discarded_unsynced: dict[str, tuple[int, float]] = {}  # position in the store, time of discarding
+        self._discarded_unsynced: dict[str, tuple[int, float]] = {}  # value: position in the store, time of the discard
         self._settling: asyncio.Task[None] | None = None
         self._discarded = metrics.sessions_conflict_discarded
         metrics.sessions_not_durable.set_function(lambda: len(self._unsynced))
@@ -72,7 +73,8 @@ class FallbackStore:
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
         """See `Store`. While the store is unreachable, only sessions that are not durable count against an owner's
-        quota. Once it is back, the sessions created meanwhile count there, even if they exceed the quota."""
+        quota. When the store is reachable again, the sessions created in the meantime count there, even if they exceed
+        the quota."""
         session = record.session
         if session in self._unsynced:
             return False
@@ -91,10 +93,10 @@ class FallbackStore:
                 raise
             if session in self._unsynced:
                 return False
-            # The store may have created the session although it did not answer.
+            # The store may have created the session without answering.
             unsynced = self._mark_unsynced(fresh, [NOBODY, codec.mark(fresh.revision)])
             unsynced.counts = most is not None
-            unsynced.since = 0  # the state of an earlier session is not valid for it
+            unsynced.since = 0  # an earlier session's state in the store is not valid for this session
             created = True
         if created:
             self._discarded_unsynced.pop(session, None)
@@ -135,14 +137,14 @@ class FallbackStore:
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """See `Store`. Raises PositionConflict if tokens that were not durable are lost."""
+        """See `Store`. Also raises PositionConflict if tokens that were not durable are lost."""
         session, revision = record.session, record.revision
         unsynced = self._unsynced.get(session)
         if unsynced is None:
             try:
                 return await self._shared.append(record, tokens, step, snapshot)
             except Unanswered as lost:
-                if session in self._unsynced:  # another request came first
+                if session in self._unsynced:  # another request marked the session first
                     return None
                 marks, before = lost.marks, lost.before
             after = extended(before, branch(), tokens, step, self.session_history_tokens)
@@ -170,7 +172,7 @@ class FallbackStore:
                 if known is None or known.revision != revision:
                     raise
                 before, marks = known, (codec.mark(revision),)
-            if session in self._unsynced:  # another request came first
+            if session in self._unsynced:  # another request marked the session first
                 return None
             unsynced = self._mark_unsynced(before, marks)
         async with unsynced.lock:
@@ -187,7 +189,7 @@ class FallbackStore:
         if unsynced is None:
             deleted = await self._shared.delete(session)
         else:
-            async with unsynced.lock:  # another task may be writing it to the store
+            async with unsynced.lock:  # another task may be writing the session to the store
                 deleted = await self._shared.delete(session) or self._unsynced.get(session) is unsynced
                 self._unsynced.pop(session, None)
         self._discarded_unsynced.pop(session, None)
@@ -217,25 +219,26 @@ class FallbackStore:
         await self._shared.close()
 
     def _lost(self, session: str) -> PositionConflict:
-        """Returns the error for the next step of a session whose tokens were lost, which is raised once."""
+        """Returns the error for the next step of a session that lost tokens. It is raised only once."""
         position, _ = self._discarded_unsynced.pop(session)
         return PositionConflict(
-            f"tokens acknowledged as not durable are lost: the session is at position {position} in the store",
+            "tokens that were acknowledged as not durable are lost: "
+            f"the session is at position {position} in the store",
             position,
         )
 
     def _mark_unsynced(self, record: SessionRecord, marks: Sequence[bytes]) -> UnsyncedSession:
-        """Keeps the session in this process, as not durable."""
+        """Keeps the session in this process and marks it as not durable."""
         record = record._replace(durable=False, snapshot=None)
         unsynced = UnsyncedSession(record, [*marks], self._clock(), record.position)
         self._unsynced[record.session] = unsynced
         return unsynced
 
     async def _settle(self, unsynced: UnsyncedSession) -> SessionRecord | None:
-        """Writes a session to the store; the caller holds its lock.
+        """Tries to write a session to the store. The caller must hold `unsynced.lock`.
 
-        Returns the session as the store has it now, or as it still is here. Returns None if another process changed the
-        session in the store, which wins.
+        Returns the session that the store now has. Returns the session in this process if the store is unreachable or
+        full. Returns None if another process changed the session in the store: the store's session is then kept.
         """
         record = unsynced.record
         session = record.session
@@ -246,13 +249,13 @@ class FallbackStore:
                 await self._shared.trips.do(*self._shared.counting(session))
             kept = await self._shared.replace(record, unsynced.marks, unsynced.since)
         except Unavailable:
-            unsynced.marks.append(codec.mark(record.revision))  # the store may have taken it
+            unsynced.marks.append(codec.mark(record.revision))  # the store may have written this revision
             return record
-        except Overloaded:  # the store is full: the session continues here
+        except Overloaded:  # the store is full: the session continues in this process
             return record
         self._unsynced.pop(session, None)
         if unsynced.counts:
-            self._shared.trips.tell(*self._shared.counting(session))  # again, as in `RedisStore.make`
+            self._shared.trips.tell(*self._shared.counting(session))  # repeated, as in `RedisStore.make`
         if kept is None:
             self._discarded.inc()
             now = self._shared.get_cached(session)
@@ -264,8 +267,8 @@ class FallbackStore:
         self._settling = asyncio.get_running_loop().create_task(self._settle_all())
 
     async def _settle_all(self) -> None:
-        """Writes all sessions that are not durable to the store. A session that does not fit is retried when it is used
-        again."""
+        """Writes all sessions that are not durable to the store. A session that does not fit is written again at its
+        next use."""
 
         async def settle(unsynced: UnsyncedSession) -> None:
             async with unsynced.lock:

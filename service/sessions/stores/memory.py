@@ -1,18 +1,18 @@
-"""Sessions in this process's memory; they end with the process.
+"""Keeps sessions in this process's memory. They are lost when the process ends, unless they are saved to a file.
 
-A session is one `bytes` object, because a million sessions have to fit into a gigabyte:
+A session is one `bytes` object, because a million sessions must fit into a gigabyte:
 
     touched_s  position  revision  start  identity  tokens' digest  key's digest  tail
     float64    uint64    uint64    int64  uint16    16 bytes at most, each after its length    token ids
 
 `start` is the last step's position, or -1 without a last step. The key's digest is empty if the step had no key. An
-identity (model, version, mode, the width of an id, the vocabulary) is stored once for all sessions that share it. Bytes
-hold no references, so the garbage collector does not traverse them.
+identity (model, version, mode, the width of a token id, the vocabulary) is stored once for all sessions that share it.
+Bytes hold no references, so the garbage collector does not traverse them.
 
 The sessions are spread over shards. A shard is a plain dict, which keeps its order of insertion. A used entry is
-removed and inserted again, so the session that is idle longest comes first. Unlike an OrderedDict this costs no memory
-and leaves nothing for the garbage collector to traverse. A dict is copied when it outgrows its table, which for a
-million entries would stall every request; many small dicts avoid that.
+removed and inserted again. The longest idle session therefore comes first. Unlike an OrderedDict, a dict needs no
+memory for the order, and the garbage collector does not traverse it. A dict is copied when it outgrows its table. For a
+million entries the copy would delay every request, so the sessions are spread over many small dicts.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ _IDENTITY = struct.Struct("<H")
 _IDENTITY_AT = struct.calcsize("<dQQq")
 _HEADER = struct.Struct(f"<dQQqH{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 NO_STEP = -1
-# Measured by benchmarks/parked.py: a string, a bytes object, a share of a dict's table, and the waste of an allocator
-# that rounds up to 16 bytes.
+# Measured by benchmarks/parked.py: the overhead of a string, of a bytes object, of an entry in a dict's table, and of
+# an allocator that rounds up to 16 bytes.
 OVERHEAD_BYTES = 200
 
 
 Identity = tuple[str, str, Mode, int, str]
-"""Model, version, mode, bytes of a token id, and vocabulary, which many sessions share."""
+"""Model, version, mode, bytes of a token id, and vocabulary. Many sessions share an identity."""
 
 
 def entry_bytes(session: str, tail: int) -> int:
-    """Returns the memory of a session whose tail has `tail` bytes."""
+    """Returns the memory in bytes of a session whose tokens take `tail` bytes."""
     return OVERHEAD_BYTES + len(session) + _HEADER.size + tail
 
 
 def tail_bytes(packed: bytes) -> int:
-    """Returns the length of the session's tail in bytes."""
+    """Returns the length of the session's tokens in bytes."""
     return len(packed) - _HEADER.size
 
 
 def touched_s(packed: bytes) -> float:
-    """Returns when the session was last used."""
+    """Returns the time of the session's last use, in seconds."""
     (when,) = TOUCHED.unpack_from(packed)
     return float(when)
 
@@ -81,20 +81,20 @@ def revision(packed: bytes) -> int:
 
 
 def touched(packed: bytes, now_s: float) -> bytes:
-    """Returns the session with its last use set to `now_s`."""
+    """Returns the packed session with its last use set to `now_s`."""
     return TOUCHED.pack(now_s) + packed[TOUCHED.size :]
 
 
 class Packing:
-    """Packs and unpacks records. Numbers identities in order of appearance: there is one for each version and mode of
-    the loaded models."""
+    """Packs and unpacks records. Each identity gets a number in order of appearance. There is one identity for each
+    version and mode of the loaded models."""
 
     def __init__(self) -> None:
         self._identities: list[Identity] = []
         self._numbers: dict[Identity, int] = {}
 
     def pack(self, record: SessionRecord, now_s: float) -> bytes:
-        """Packs the record, last used at `now_s`."""
+        """Packs the record with `now_s` as its last use."""
         identity = record.model, record.model_version, record.mode, record.tail.width, record.vocabulary
         number = self._numbers.get(identity)
         if number is None:
@@ -103,7 +103,7 @@ class Packing:
         return self._pack(number, record, now_s)
 
     def repack(self, packed: bytes, record: SessionRecord, now_s: float) -> bytes:
-        """Packs a changed record like `pack`; `packed` is its earlier value."""
+        """Like `pack`, for a changed record. `packed` is the record's earlier value."""
         (number,) = _IDENTITY.unpack_from(packed, _IDENTITY_AT)
         return self._pack(number, record, now_s)
 
@@ -115,7 +115,7 @@ class Packing:
     def unpack(
         self, session: str, packed: bytes, now_s: float, durable: bool | None = None, snapshot: Snapshot | None = None
     ) -> SessionRecord:
-        """Unpacks the record, with its idle time as of `now_s`. `durable` and `snapshot` are not packed."""
+        """Unpacks the record, with its idle time at `now_s`. `durable` and `snapshot` are not packed."""
         touched_s, position, revision, start, number, tokens, key = _HEADER.unpack_from(packed)
         model, version, mode, width, vocabulary = self._identities[number]
         tail = TokenHistory(packed[_HEADER.size :], width)
@@ -137,7 +137,7 @@ class Packing:
 
 
 class Shard:
-    """Packed sessions, in the order of their last use. Each expires after `ttl_s` without use."""
+    """Packed sessions in the order of their last use. Each expires after `ttl_s` seconds without use."""
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
@@ -148,7 +148,7 @@ class Shard:
         return len(self._entries)
 
     def put(self, session: str, packed: bytes) -> None:
-        """Makes the session the most recently used."""
+        """Stores the session as the most recently used."""
         self._entries.pop(session, None)
         self._entries[session] = packed
 
@@ -166,38 +166,39 @@ class Shard:
         return self._entries.pop(session, None)
 
     def all(self, now_s: float) -> Iterator[tuple[str, bytes]]:
-        """Yields every session that has not expired, the longest idle first."""
+        """Yields every session that has not expired, in descending order of idle time."""
         since_s = now_s - self._ttl_s
         return ((session, packed) for session, packed in self._entries.items() if touched_s(packed) >= since_s)
 
     def oldest(self) -> tuple[str, bytes] | None:
-        """Returns the session that has been idle longest."""
+        """Returns the longest idle session."""
         return next(iter(self._entries.items()), None)
 
     def over(self, now_s: float) -> str | None:
-        """Returns an expired session, if there is one. The call is cheap while no session can have expired."""
+        """Returns the longest idle session's id if the session has expired. The call is cheap while no session can have
+        expired."""
         if now_s <= self._quiet_until_s:
             return None
         oldest = self.oldest()
         ends_s = (now_s if oldest is None else touched_s(oldest[1])) + self._ttl_s
         if oldest is not None and now_s > ends_s:
             return oldest[0]
-        self._quiet_until_s = ends_s  # sessions used from now on expire later
+        self._quiet_until_s = ends_s  # sessions that are used after this time expire later
         return None
 
 
 logger = logging.getLogger("wane.store")
 
 SHARDS = 64
-ASIDE = ".read"  # suffix of a file whose sessions were read
-EXPIRED_AT_ONCE = 1000  # expired sessions that one call removes at most, so that no call takes long
+ASIDE = ".read"  # suffix of a file after its sessions were read
+EXPIRED_AT_ONCE = 1000  # largest number of expired sessions that one call removes, which limits the time of a call
 
 
 class MemoryStore:
     """A `Store` of sessions in memory, within a budget in bytes. A session expires after `ttl_s` without use.
 
-    A new session is rejected unless it fits with a full tail. Existing sessions may still outgrow the budget as their
-    tails fill; then those that are idle longest are evicted.
+    A new session is rejected unless it fits with a full token history. Existing sessions may still exceed the budget
+    when their token histories grow. The longest idle sessions are then evicted.
     """
 
     def __init__(
@@ -209,8 +210,8 @@ class MemoryStore:
         on_memory_eviction: Callable[[str], object] = lambda _: None,
         file: Path | None = None,
     ) -> None:
-        """`on_memory_eviction` is called with the model of every session that is evicted for lack of memory. `file`: to
-        save sessions to when the store is closed, and to read them from when it is opened."""
+        """`on_memory_eviction` is called with the model of every session that is evicted for lack of memory. Sessions
+        are read from `file` when the store is opened, and saved to it when the store is closed."""
         self.session_history_tokens = session_history_tokens
         self.used_bytes = 0
         self.budget_bytes = budget_bytes
@@ -221,7 +222,7 @@ class MemoryStore:
         self._packing = Packing()
         self._shards = [Shard(ttl_s) for _ in range(SHARDS)]
         self._counts: Counter[str] = Counter()
-        self._owned: Counter[str] = Counter()  # by owner
+        self._owned: Counter[str] = Counter()  # number of sessions of each owner
         self._buffered: dict[str, WriteBuffer] = {}  # sessions whose latest tokens are in a write buffer
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
@@ -229,7 +230,7 @@ class MemoryStore:
         session = record.session
         if self._find(session) is not None:
             return False
-        self._forget(session)  # an expired session of that id may still be stored
+        self._forget(session)  # an expired session with this id may still be stored
         self._expire([self._shard(session)])
         owner = owner_of(session)
         if most is not None and self._owned[owner] >= most:
@@ -241,8 +242,8 @@ class MemoryStore:
             self._expire(self._shards)
         if self.used_bytes + whole > self.budget_bytes:
             raise Overloaded(
-                f"{sum(map(len, self._shards))} sessions use {self.used_bytes} bytes, and one more uses up to {whole}: "
-                f"too much for session_budget_bytes, which is {self.budget_bytes}"
+                f"{sum(map(len, self._shards))} sessions use {self.used_bytes} bytes, and a new session uses up to "
+                f"{whole}: more than session_budget_bytes, which is {self.budget_bytes}"
             )
         self._add(record._replace(revision=branch()))
         return True
@@ -287,17 +288,18 @@ class MemoryStore:
         return changed
 
     def buffer(self, session: str, buffer: WriteBuffer) -> None:
-        """Leaves a session's next tokens to `buffer`. The store flushes the buffer before any other operation on the
+        """Buffers the session's next tokens in `buffer`. The store flushes the buffer before any other operation on the
         session."""
         self._buffered[session] = buffer
 
     def write(self, session: str, tokens: Sequence[int], idle_s: float) -> None:
-        """Writes tokens from the session's buffer. The session, idle for `idle_s` seconds, stays buffered."""
+        """Writes tokens from the session's buffer. The session has been idle for `idle_s` seconds, and stays
+        buffered."""
         self._write(session, tokens, idle_s)
         self._squeeze()
 
     def flush(self, session: str) -> None:
-        """Writes the tokens of the session's buffer, if it has one, and ends its buffering."""
+        """Writes the tokens of the session's buffer, if it has one. The session is no longer buffered."""
         buffer = self._buffered.pop(session, None)
         if buffer is not None:
             self.write(session, *buffer.flush(session))
@@ -341,8 +343,8 @@ class MemoryStore:
         return StoreHealth("memory")
 
     async def open(self) -> None:
-        """See `Store`. Renames a file after reading it, because its sessions are out of date from the first step on. If
-        the store is closed while it reads the file, the file stays for the next process."""
+        """See `Store`. Renames the file after reading it, because the first step makes the file's sessions out of date.
+        If the store is closed during the read, the file stays for the next process."""
         if self._file is None or not await asyncio.to_thread(self._file.exists):
             self._is_open = True
             return
@@ -356,7 +358,7 @@ class MemoryStore:
         logger.info("%d sessions were read from %s", sum(map(len, self._shards)), self._file)
 
     async def close(self) -> None:
-        """See `Store`. Does not replace a file that could not be read."""
+        """See `Store`. Does not overwrite a file that could not be read."""
         self._is_closed = True
         for session in [*self._buffered]:
             self.flush(session)
@@ -373,7 +375,8 @@ class MemoryStore:
             logger.info("%d sessions were written to %s", len(alive), self._file)
 
     def _put_aside(self, file: Path) -> None:
-        """Renames a file whose sessions are loaded. It has no `await`: the sessions are either in the file or here."""
+        """Renames the file after its sessions are loaded. It must not `await`, so that the sessions are always either
+        in the file or in this store."""
         file.replace(file.with_name(file.name + ASIDE))
         self._is_open = True
 
@@ -396,7 +399,7 @@ class MemoryStore:
         revision: int,
         last: LastStep | None = None,
     ) -> SessionRecord:
-        """Stores the session at its next revision, last used at `now_s`, and returns it. `packed` is its earlier
+        """Stores the session at `revision`, with `now_s` as its last use, and returns it. `packed` is its earlier
         value."""
         session, model, version, mode = before[:4]
         record = SessionRecord(session, model, version, mode, position, tail, revision, last, 0.0, before.vocabulary)
@@ -425,22 +428,23 @@ class MemoryStore:
             self.used_bytes -= entry_bytes(session, tail_bytes(packed))
 
     def _expire(self, shards: Sequence[Shard]) -> None:
-        """Removes expired sessions from the front of each shard, without a scan, and only some at a time."""
+        """Removes at most EXPIRED_AT_ONCE expired sessions. It does not scan the shards, because the longest idle
+        session of a shard comes first."""
         now_s = self._clock()
         left = EXPIRED_AT_ONCE
         for shard in shards:
             while left and (session := shard.over(now_s)) is not None:
-                if self._find(session) is None:  # else its buffer had a later use
+                if self._find(session) is None:  # its write buffer may have had a later use
                     self._forget(session)
                 left -= 1
 
     def _squeeze(self) -> None:
-        """Evicts the sessions that are idle longest, until the others fit into the budget."""
+        """Evicts the longest idle sessions until the remaining sessions fit into the budget."""
         while self.used_bytes > self.budget_bytes:
             oldest = [oldest for shard in self._shards if (oldest := shard.oldest()) is not None]
             session, packed = min(oldest, key=lambda entry: touched_s(entry[1]))
             buffer = self._buffered.pop(session, None)
-            if buffer is not None:  # its buffer may have a later use
+            if buffer is not None:  # its write buffer may have a later use
                 self._write(session, *buffer.flush(session))
                 continue
             self._forget(session)

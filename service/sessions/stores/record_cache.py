@@ -1,4 +1,4 @@
-"""A cache of the sessions that this process last saw in a shared store."""
+"""Caches the sessions of a shared store as this process last saw them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from collections.abc import Callable
 from wane.service.sessions.stores.memory import Packing, entry_bytes, tail_bytes, touched_s
 from wane.service.sessions.stores.store import SessionRecord, Snapshot
 
-SNAPSHOTS = 256  # cached snapshots of records that were read and not used yet
-# A step whose cached session is out of date reads the session again, and then has the current one. If half of all steps
-# do so, a quarter to a third of the lookups find a session out of date.
+SNAPSHOTS = 256  # largest number of cached snapshots, from records that were read and not used yet
+# A step with an outdated cached session reads the session again, which updates the cache. If half of all steps do so, a
+# quarter to a third of the lookups find an outdated session.
 MOVED_OFTEN = 0.25
-EMA_ALPHA = 1 / 16  # weight of the latest lookup
+EMA_ALPHA = 1 / 16  # weight of the latest lookup in the moving average
 
 
 class RecordCache:
-    """The packed records of the most recently used sessions, within a budget in bytes. The least recently used session
-    is evicted first."""
+    """An LRU cache of packed session records, within a budget in bytes."""
 
     def __init__(self, budget_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`ttl_s`: idle time after which a session expires. `clock` in seconds."""
+        """`ttl_s`: idle time in seconds after which a session expires. `clock` returns seconds."""
         self._budget_bytes = budget_bytes
         self._ttl_s = ttl_s
         self._clock = clock
@@ -34,15 +33,15 @@ class RecordCache:
 
     @property
     def mostly_moved(self) -> bool:
-        """Whether cached sessions are often out of date, because other processes step them too."""
+        """Whether cached sessions are often outdated, because other processes step them too."""
         return self._moved > MOVED_OFTEN
 
     def saw(self, *, moved: bool) -> None:
-        """Records whether a cached session was out of date."""
+        """Records whether a cached session was outdated."""
         self._moved += EMA_ALPHA * (moved - self._moved)
 
     def put(self, record: SessionRecord) -> None:
-        """Caches a session that is used now."""
+        """Caches a session as the most recently used."""
         session = record.session
         self.forget(session)
         packed = self._packing.pack(record, self._clock())
@@ -71,7 +70,7 @@ class RecordCache:
         return self._packing.kind(packed)
 
     def forget(self, session: str) -> None:
-        """Removes a session from the cache, if it is there."""
+        """Removes a session from the cache, if it is cached."""
         packed = self._entries.pop(session, None)
         if packed is not None:
             self._bytes -= entry_bytes(session, tail_bytes(packed))
@@ -79,7 +78,7 @@ class RecordCache:
         self._snapshots.pop(session, None)
 
     def count(self, model: str) -> int:
-        """Returns how many cached sessions of a model have not expired."""
+        """Returns the number of a model's cached sessions that have not expired."""
         since_s = self._clock() - self._ttl_s
         while (session := next(iter(self._entries), None)) is not None and touched_s(self._entries[session]) < since_s:
             self.forget(session)

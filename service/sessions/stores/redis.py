@@ -1,19 +1,20 @@
-"""Sessions in Redis, which replicas share. Redis holds the truth; each process caches the sessions that it uses.
+"""Keeps sessions in Redis, which replicas share. Redis is authoritative. Each process caches the sessions that it uses.
 
-A session is one key, `wane:<namespace>:{<session>}`, in the format of `codec.py`. Its latest state, if states are kept,
-is another key, with the suffix `:state`. The braces put both on one node of a cluster. Both expire once the session has
-been idle for its time to live.
+A session is one key, `wane:<namespace>:{<session>}`, in the format of `codec.py`. Its latest snapshot, if states are
+kept, is another key with the suffix `:state`. The braces put both keys on the same node of a cluster. Both keys expire
+when the session has been idle for the time to live.
 
-If an owner has a quota, a sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts its sessions. The set may be on
-another node than a session, so the two are never changed together. The creator of a session adds it to the set before
-it creates the session, and again afterwards, so that every session is counted. A session is removed from the set only
-if it has expired and its score has not changed since that check. A request that creates the session again changes the
-score, and no score is used twice.
+If an owner has a quota, a sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts the owner's sessions. The set may
+be on another node than a session, so the set and a session are never changed together. The creator of a session adds it
+to the set both before and after it creates the session, so that every session is counted. A session is removed from the
+set only if it has expired and its score has not changed since that check. A request that creates the session again
+changes the score, and no score is used twice.
 
 Every change is one script that atomically compares the revision, makes the change, and sets the time to live. A caller
-that got no answer may run it again: a script that finds the revision that it would set changes nothing. For that,
-revisions are never used twice. The upper half of a revision is random. It is drawn again when a session is created or
-rewound, and by the first change after a restart of Redis, which may have lost acknowledged changes.
+that got no answer may run the script again: it changes nothing if the session already has the new revision. This
+requires that revisions are never used twice. The upper half of a revision is random. It is drawn again when a session
+is created or rewound. It is also drawn again by the first change after a restart of Redis, because Redis may have lost
+acknowledged changes.
 """
 
 from __future__ import annotations
@@ -37,18 +38,20 @@ from wane.service.types import SLASH, owner_of
 APPEND, REPLACE, READ = Script("append"), Script("replace"), Script("read")
 CLAIM = Script("claim")
 COUNTED = 1
-"""The claim script's reply if it counted the session; else it lists sessions that may be expired, with their scores."""
+"""The claim script's reply if it counted the session. Otherwise the reply lists sessions that may have expired, with
+their scores."""
 DOUBT_BITS = 40
-"""Bits of a random score. As milliseconds since 1970 it is far in the past."""
+"""Number of bits of a random score. As a time in milliseconds since 1970, such a score is far in the past."""
 DONE = (1, 2)
-"""The append script's replies if it appended: at the next revision, or at the alternative one."""
+"""The append script's replies if it appended the tokens: at the next revision (1), or at the alternative revision (2).
+"""
 NOBODY = b""
 """The mark of a session that does not exist."""
 
 
 class Unanswered(Unavailable):
-    """Redis did not answer a change of the session `before`. The session is at one of `marks`, unless another process
-    changed it."""
+    """Redis did not answer a change of the session. `before` is the session before the change. The session is now at
+    one of `marks`, unless another process changed it."""
 
     def __init__(self, message: str, before: SessionRecord, marks: Sequence[bytes]) -> None:
         super().__init__(message)
@@ -66,13 +69,13 @@ def extended(
 
 
 def rewound(record: SessionRecord, position: int) -> SessionRecord:
-    """Returns the session cut back to `position`, at a new revision."""
+    """Returns the session rewound to `position`, at a new revision."""
     tail = record.tail.without_last(record.position - position)
     return record._replace(position=position, tail=tail, revision=branch(), last=None, idle_s=0.0, snapshot=None)
 
 
 class RedisStore:
-    """A `Store` that replicas share, with a cache of the sessions used here."""
+    """A `Store` that replicas share, with a cache of the sessions that this process uses."""
 
     def __init__(
         self,
@@ -86,8 +89,8 @@ class RedisStore:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`namespace` is part of every key. `budget_bytes`: size of the cache. `timeout_s`: of a round trip. Raises
-        ValueError if the address is invalid."""
+        """`namespace` is part of every key. `budget_bytes`: the size of the cache. `timeout_s`: the timeout of a round
+        trip. Raises ValueError if the address is invalid."""
         self.trips = RedisPipeline(url, timeout_s, metrics)
         self.prefix = f"wane:{namespace}:"
         self.session_history_tokens = session_history_tokens
@@ -100,21 +103,22 @@ class RedisStore:
         return await self.make(record._replace(revision=branch()), counts=most is not None)
 
     async def make(self, fresh: SessionRecord, *, counts: bool) -> bool:
-        """Adds a new session at a new revision; returns False if its id exists. `counts`: it was claimed before."""
+        """Adds a new session. Returns False if its id exists. `fresh` must have a new revision. `counts`: the session
+        was claimed before."""
         made = False
         try:
-            made = await self.replace(fresh, [NOBODY], since=0) is not None  # drops the state of an earlier session
+            made = await self.replace(fresh, [NOBODY], since=0) is not None  # deletes an earlier session's state
         finally:
-            if counts:  # if no session was made, the claim is returned unless the session exists
+            if counts:  # if no session was created, the claim is released unless the session exists
                 self.trips.tell(*(self.counting(fresh.session) if made else self._doubting(fresh.session)))
         return made
 
     async def claim(self, session: str, most: int) -> None:
-        """Counts a new session among its owner's, at most `most`. Raises QuotaExceeded.
+        """Counts a new session against its owner's quota, `most`. Raises QuotaExceeded.
 
-        Redis does not notify when a session expires, so the set has the time at which each session expires if it is not
-        used. Only if the set is full, the sessions are looked up whose time has come or is in doubt. Expired ones are
-        removed from the set; the others get their current time.
+        Redis does not notify when a session expires. The set therefore holds, for each session, the time when it
+        expires if it is not used. If the set is full, the sessions are looked up whose time has passed or is uncertain.
+        Expired sessions are removed from the set. The other sessions get their current time.
         """
         owner = owner_of(session)
         looked: list[tuple[Argument, ...]] = []
@@ -131,8 +135,9 @@ class RedisStore:
             looked = list(zip(found, scores, left_ms, strict=True))
 
     def counting(self, session: str) -> tuple[str, ...]:
-        """Returns the command that counts a session among its owner's, even over the quota. The new session's time is
-        in doubt; the time of a session that is counted already moves by half a millisecond."""
+        """Returns the command that counts a session against its owner's quota, even if that exceeds the quota. The time
+        of a newly counted session is uncertain. If the session is already counted, its time increases by about half a
+        millisecond."""
         part = 0.5 + secrets.randbits(DOUBT_BITS) / (4 << DOUBT_BITS)
         return "ZINCRBY", self._owned(owner_of(session)), repr(part), session
 
@@ -164,10 +169,10 @@ class RedisStore:
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """Appends as in `Store`. If the comparison fails, caches the current session.
+        """See `Store`. If the comparison fails, caches the current session.
 
-        A script that was sent twice may have succeeded the first time and failed the second, if another process
-        appended in between. That cannot be determined, so this raises Unanswered.
+        A script that was sent twice may have succeeded the first time and failed the second time, because another
+        process appended in between. Raises Unanswered in this case, because the result of the first time is unknown.
         """
         session, revision = record.session, record.revision
         after = extended(record, appended(revision), tokens, step, self.session_history_tokens)
@@ -212,9 +217,9 @@ class RedisStore:
     async def replace(
         self, record: SessionRecord, marks: Sequence[bytes], since: int | None = None
     ) -> SessionRecord | None:
-        """Replaces a session that is at one of `marks` with `record`, at a new revision. Returns None, without side
-        effects, if it is at none of them. `since`: the position up to which both are equal, by default the record's; a
-        later state is deleted."""
+        """Replaces a session that is at one of `marks` with `record`, which must have a new revision. Returns None,
+        without side effects, if the session is at none of the marks. `since`: the position up to which both are equal,
+        by default the record's position. The stored state is deleted if its position is later."""
         data = codec.write(record)
         done = await self.trips.run(
             REPLACE,
@@ -236,7 +241,7 @@ class RedisStore:
         self._remembered.forget(session)
         deleted = await self.trips.do("DEL", *self.keys(session))
         if owner_of(session):
-            self.trips.tell(*self._doubting(session, "XX"))  # another request may be creating it again
+            self.trips.tell(*self._doubting(session, "XX"))  # another request may be creating the session again
         return bool(deleted)
 
     async def count(self, model: str) -> int:
@@ -257,7 +262,8 @@ class RedisStore:
         return f"{self.prefix}{{{owner}{SLASH}}}:sessions"
 
     def _doubting(self, session: str, *only: str) -> tuple[str, ...]:
-        """Returns the command that puts a session's time in doubt; with "XX" only if the session is counted."""
+        """Returns the command that makes a session's time uncertain. With "XX", it does so only if the session is
+        counted."""
         return "ZADD", self._owned(owner_of(session)), *only, str(secrets.randbits(DOUBT_BITS)), session
 
     def keys(self, session: str) -> tuple[str, str]:

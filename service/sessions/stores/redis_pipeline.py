@@ -1,8 +1,8 @@
-"""Commands to Redis, joined into round trips, and whether Redis is reachable.
+"""Pipelines commands to Redis into round trips, and tracks whether Redis is reachable.
 
-The commands of one turn of the event loop are sent together, so the commits of one batch of the runner take one trip.
-While MOST_TRIPS are in flight, commands wait for the next. A trip is a pipeline, not a transaction: each command is
-atomic by itself, and is sent to its own node of a cluster.
+The commands of one turn of the event loop are sent together. The commits of one batch therefore take one round trip.
+While MOST_TRIPS round trips are in flight, commands wait for the next round trip. A round trip is a pipeline, not a
+transaction: each command is atomic by itself. In a cluster, each command is sent to the node of its key.
 
 While Redis is unreachable, every command fails immediately, without waiting for a timeout.
 """
@@ -39,19 +39,20 @@ from wane.service.observability.metrics import Metrics
 
 logger = logging.getLogger("wane.store")
 
-MOST_TRIPS = 2  # in flight at a time
+MOST_TRIPS = 2  # largest number of round trips in flight
 PROBE_EVERY_S = 0.25
 CLUSTER = "+cluster"
 KIND = "redis"
 Argument = bytes | str | int
 Tells = Callable[[Any], bool]
-"""Returns whether the second reply of a script that was sent twice shows what the first run did."""
+"""Returns whether the reply of a script that was sent twice shows the result of its first run."""
 AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError, ClusterError, OSError)
-"""Errors which mean that Redis, or the node that has the key, is unavailable."""
+"""Errors of an unavailable Redis, or of an unavailable node that holds the key."""
 
 
 class Script:
-    """A Lua script in this file's folder. It is called by its digest, and sent in full if Redis does not know it."""
+    """A Lua script in this file's folder. It is called by its digest. Its source is sent if Redis does not know the
+    digest."""
 
     def __init__(self, name: str) -> None:
         self.source = Path(__file__).with_name(f"{name}.lua").read_text(encoding="utf-8")
@@ -64,15 +65,15 @@ class _Call:
     script: Script | None
     reply: asyncio.Future[Any]
     tells: Tells | None = None
-    again: bool = False  # it was sent twice, and may have run twice
+    again: bool = False  # the command was sent twice, and may have run twice
 
 
 class RedisPipeline:
-    """Sends commands to one Redis, or to one cluster."""
+    """Sends commands to one Redis server or one Redis cluster."""
 
     def __init__(self, url: str, timeout_s: float, metrics: Metrics) -> None:
-        """`url` is in redis-py's format; with `+cluster` in its scheme, it is the address of a node of a cluster.
-        `timeout_s`: of a round trip. Raises ValueError if the address is invalid."""
+        """`url` is in redis-py's format. If its scheme ends in `+cluster`, it is the address of a node of a cluster.
+        `timeout_s`: the timeout of a round trip. Raises ValueError if the address is invalid."""
         scheme, _, rest = url.partition("://")
         options: dict[str, Any] = {
             "socket_timeout": timeout_s,
@@ -96,13 +97,13 @@ class RedisPipeline:
         self.on_back: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
-        """Checks whether Redis is reachable; if not, starts probing it."""
+        """Checks whether Redis is reachable. If not, starts to probe it."""
         if not await self._greet():
             logger.warning("the session store is not reachable yet")
             self._probing = asyncio.create_task(self._probe())
 
     async def close(self) -> None:
-        """Waits for the trips in flight. No command may follow."""
+        """Waits for the round trips in flight. No command may be sent afterwards."""
         if self._probing is not None:
             self._probing.cancel()
         while self._under_way:
@@ -111,10 +112,11 @@ class RedisPipeline:
             await self._client.aclose()
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: Argument, tells: Tells | None = None) -> Any:
-        """Runs a script and returns its reply. A script that got no answer is sent again, although it may have run.
+        """Runs a script and returns its reply. If the connection is lost before the reply, the script is sent again,
+        although it may have run.
 
-        Raises Unavailable if Redis is unreachable, or if a script was sent twice and `tells` returns False for its
-        reply; Overloaded if Redis is full.
+        Raises Overloaded if Redis is full. Raises Unavailable if Redis is unreachable, or if the script was sent twice
+        and `tells` returns False for its reply.
         """
         return await self._ask(("EVALSHA", script.digest, len(keys), *keys, *arguments), script, tells)
 
@@ -142,7 +144,7 @@ class RedisPipeline:
         return call.reply
 
     def _leave(self) -> None:
-        """Starts a trip with all queued commands."""
+        """Starts a round trip with all queued commands."""
         self._is_called = False
         calls, self._queue = self._queue, []
         trip = asyncio.create_task(self._travel(calls))
@@ -160,7 +162,7 @@ class RedisPipeline:
         try:
             try:
                 replies = await self.send([call.command for call in calls])
-            except ConnectionError:  # an idle connection may be closed although Redis is reachable: try another one
+            except ConnectionError:  # tried again, because an idle connection may be closed although Redis is reachable
                 for call in calls:
                     call.again = True
                 replies = await self.send([call.command for call in calls])
@@ -185,7 +187,7 @@ class RedisPipeline:
         return replies
 
     async def _with_scripts(self, calls: Sequence[_Call], replies: list[Any]) -> list[Any]:
-        """Returns the replies, after sending scripts that Redis did not know in full."""
+        """Sends the source of scripts that Redis did not know. Returns all replies."""
         unknown = [index for index, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if unknown:
             commands = []
@@ -202,7 +204,9 @@ class RedisPipeline:
             return
         if not isinstance(reply, Exception):
             if call.again and call.tells is not None and not call.tells(reply):
-                call.reply.set_exception(Unavailable("the session store was cut off, and may have made the change"))
+                call.reply.set_exception(
+                    Unavailable("the connection to the session store was lost; the store may have made the change")
+                )
             else:
                 call.reply.set_result(reply)
             return
@@ -219,7 +223,7 @@ class RedisPipeline:
         call.reply.set_exception(failure)
 
     def _lose(self, error: Exception) -> None:
-        """Marks Redis as unreachable, fails the queued commands, and starts probing."""
+        """Marks Redis as unreachable, fails the queued commands, and starts to probe Redis."""
         if not self.reachable:
             return
         logger.warning("the session store is unreachable: %s", error)
@@ -240,7 +244,7 @@ class RedisPipeline:
         self.on_back()
 
     async def _greet(self) -> bool:
-        """Returns whether Redis answers a ping. If it does, commands are accepted from now on."""
+        """Returns whether Redis answers a ping. If it answers, marks Redis as reachable."""
         try:
             await self._client.execute_command("PING")
         except (RedisError, OSError):

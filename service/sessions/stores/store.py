@@ -1,4 +1,4 @@
-"""The protocol of a session store, and its records. The store holds the truth; resident states are only a cache."""
+"""The protocol of a session store, and its records. The store is authoritative; resident states are only a cache."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from wane.service.types import Mode
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """The health of a store. `kind`: `memory` or `redis`. `ready`: whether requests to sessions can be answered.
-    `not_durable`: how many sessions have tokens that only this process has, although others share the store."""
+    """The health of a store. `kind` is `memory` or `redis`. `ready`: whether requests to sessions can be answered.
+    `not_durable`: the number of sessions with tokens that are only in this process and not yet in the shared store."""
 
     kind: str
     reachable: bool = True
@@ -35,19 +35,19 @@ def appended(revision: int) -> int:
 
 
 def branch() -> int:
-    """Returns an unused revision, with room for its successors, for a session that is created or rewound."""
+    """Returns an unused revision for a session that is created or rewound. Its successors are unused too."""
     return secrets.randbits(_BRANCH_BITS) << _BRANCH_BITS
 
 
 def follows(revision: int, earlier: int) -> bool:
-    """Returns whether only appends lie between two revisions, so that the session still begins as it was at
+    """Returns whether only appends lie between two revisions. If so, the session still begins with its tokens at
     `earlier`."""
     return revision >= earlier and revision >> _BRANCH_BITS == earlier >> _BRANCH_BITS
 
 
 def digest(data: bytes) -> bytes:
-    """Returns a digest of a step's tokens or key, of at most 16 bytes: the data itself if it is shorter than that, else
-    its BLAKE2b. A collision is expected among 2^64 digests."""
+    """Returns a digest of at most 16 bytes of a step's tokens or key. Shorter data is its own digest. Otherwise the
+    digest is BLAKE2b, for which a collision is expected among 2^64 digests."""
     return data if len(data) < DIGEST_BYTES else hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
@@ -64,8 +64,8 @@ def of_key(key: str | None) -> bytes | None:
 
 
 class LastStep(NamedTuple):
-    """The last step of a session, by which a retry is recognised: its starting position, and digests of its tokens and
-    its key."""
+    """The last step of a session: its starting position, and digests of its tokens and its key. A retry of the step is
+    recognised by these."""
 
     start: int
     tokens: bytes
@@ -73,10 +73,11 @@ class LastStep(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A state that the store keeps with a tail. It is the state at `position`, and lacks the first `dropped_tokens`
+    """A state that the store keeps with a session. It is the state at `position`, and lacks the first `dropped_tokens`
     tokens.
 
-    `model_fingerprint` identifies the weights and graphs that made it; no others may continue from it.
+    `model_fingerprint` identifies the weights and graphs that computed the state. Only the same weights and graphs may
+    continue from it.
     """
 
     position: int
@@ -88,12 +89,13 @@ class Snapshot(NamedTuple):
 class SessionRecord(NamedTuple):
     """A session as a store keeps it.
 
-    `revision` differs after every change: see `appended` and `branch`. Changes compare it: unlike a position, a
-    revision is never used twice, so a session that another process rewound and stepped, or deleted and created again,
-    is not mistaken for the earlier one. `idle_s` is the time since the session was last touched, when it was read.
-    `model_version` is the version that it was started with, for information. `vocabulary` identifies the tokenizer of
-    its tail; a model version with another tokenizer cannot run it. `durable`: whether a shared store has the session at
-    this revision; None if the store is not shared. `snapshot`: the latest state kept with the tail, if it was read.
+    `revision` differs after every change: see `appended` and `branch`. A change succeeds only if the revision is the
+    expected one. Unlike a position, a revision is never used twice. A session that another process rewound and stepped,
+    or deleted and created again, is therefore not mistaken for the earlier session. `tail` holds the latest tokens.
+    `idle_s` is the time between the session's last use and the read of this record. `model_version` is the version that
+    created the session, for information only. `vocabulary` identifies the tokenizer of `tail`. A model version with
+    another tokenizer cannot run the session. `durable`: whether a shared store has the session at this revision; None
+    if the store is not shared. `snapshot` is the latest state in the store, if it was read.
     """
 
     session: str
@@ -111,45 +113,46 @@ class SessionRecord(NamedTuple):
 
     @property
     def dropped_tokens(self) -> int:
-        """The number of tokens that are not in the tail, because they were cut off or never known. 0: the tail has the
-        whole sequence. `<eos>` is cut off together with the first token."""
+        """The number of tokens that are missing from `tail`, because they were cut off or were never known. If 0,
+        `tail` holds the whole sequence. `<eos>` is cut off together with the first token."""
         return max(self.position - len(self.tail), 0)
 
     @property
     def earliest(self) -> int:
-        """The earliest position that the session can be rewound to; one token must remain in the tail."""
+        """The earliest position to which the session can be rewound. One token must remain in `tail`."""
         return self.position - len(self.tail) + 1
 
 
 class StoreError(Exception):
-    """The session store cannot be opened. The message is for the operator, and the process ends."""
+    """The session store cannot be opened. The process prints the message for the operator and exits."""
 
 
 class WriteBuffer(Protocol):
     """Holds the latest tokens of sessions until they are written to a store."""
 
     def flush(self, session: str) -> tuple[Sequence[int], float]:
-        """Removes a session from the buffer. Returns the tokens that were appended since the last write, each by a step
-        of its own without a key, and the session's idle time in seconds."""
+        """Removes a session from the buffer. Returns the tokens that were appended since the last write, and the
+        session's idle time in seconds. Each token was appended by a separate step without a key."""
         ...
 
 
 class Store(Protocol):
-    """Keeps sessions. Every method is atomic, and resets the session's idle time unless it says otherwise.
+    """Stores sessions. Every method is atomic. Every method resets the session's idle time, unless its docstring says
+    otherwise.
 
-    A store that can answer immediately does not suspend, so that requests do not wait for the event loop. A session
-    that is idle for longer than the store's time to live does not exist any more. A store raises Unavailable if its
-    backend is unreachable.
+    A store that can answer immediately does not suspend its caller, so that requests do not wait for the event loop. A
+    session expires when it is idle for longer than the store's time to live. A store raises Unavailable if its backend
+    is unreachable.
 
-    `session_history_tokens`: how many of its latest tokens a session keeps. If it is raised, histories grow with the
-    next tokens.
+    `session_history_tokens`: the number of latest tokens that a session keeps. If the number is increased, existing
+    sessions keep their next tokens in addition.
     """
 
     session_history_tokens: int
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
-        """Adds a new session; returns False if its id exists. Raises Overloaded if there are too many sessions, and
-        QuotaExceeded if its owner already has `most`."""
+        """Adds a new session. Returns False if its id exists. Raises Overloaded if there are too many sessions, and
+        QuotaExceeded if the session's owner already has `most` sessions."""
         ...
 
     async def get(self, session: str) -> SessionRecord | None:
@@ -157,10 +160,10 @@ class Store(Protocol):
         ...
 
     def get_cached(self, session: str, *, to_step: bool = False) -> SessionRecord | None:
-        """Returns the session as it was last seen here, without asking the backend. The next comparison checks whether
-        it is still the same.
+        """Returns the session as this process last saw it, without a request to the backend. A later append or rewind
+        checks whether the session is still the same.
 
-        With `to_step`, returns None also if that comparison would probably fail, and raises PositionConflict, once, if
+        If `to_step`, also returns None if an append would probably fail. It also raises PositionConflict, once, if
         tokens that were acknowledged as not durable were lost since the last step.
         """
         ...
@@ -170,45 +173,46 @@ class Store(Protocol):
         ...
 
     def kind(self, session: str) -> tuple[str, str] | None:
-        """Returns the session's model and vocabulary as last seen here, without asking the backend; None if the session
-        was not seen."""
+        """Returns the session's model and vocabulary as this process last saw them, without a request to the backend.
+        None if it has not seen the session."""
         ...
 
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """Appends `tokens` if the session is at the revision of `record` (compare-and-append). Returns None, without
-        side effects, if it is not.
+        """Appends `tokens` if the session is at the revision of `record` (compare-and-append). Otherwise returns None,
+        without side effects.
 
-        `snapshot`: the state after `tokens`, for the store to keep. A store that does not keep states ignores it.
+        `snapshot`: the state after `tokens`, which the store should keep. A store that does not keep states ignores it.
         """
         ...
 
     async def rewind(self, session: str, revision: int, position: int) -> SessionRecord | None:
-        """Cuts the tail back to `position`, which must be in the tail, and forgets the last step.
+        """Rewinds the session to `position`, and deletes the last step. One token must remain in `tail`.
 
         Returns None, without side effects, if the session is not at `revision`.
         """
         ...
 
     async def delete(self, session: str) -> bool:
-        """Deletes a session; returns False if it does not exist."""
+        """Deletes a session. Returns False if it does not exist."""
         ...
 
     async def count(self, model: str) -> int:
-        """Returns the number of a model's sessions; recently expired ones may be included. A shared store counts the
-        sessions that were used here."""
+        """Returns the number of a model's sessions. Recently expired sessions may be included. A shared store counts
+        only the sessions that this process used."""
         ...
 
     @property
     def standing(self) -> StoreHealth:
-        """The store's health, for the readiness probe."""
+        """The health of the store, for the readiness probe."""
         ...
 
     async def open(self) -> None:
-        """Opens the store; the caller must call this first. Raises StoreError if saved sessions cannot be read."""
+        """Opens the store. Must be called before all other methods. Raises StoreError if saved sessions cannot be
+        read."""
         ...
 
     async def close(self) -> None:
-        """Closes the store; the caller must call this last."""
+        """Closes the store. Must be called last."""
         ...

@@ -28,7 +28,7 @@ SOON = {"x-request-timeout-ms": "40"}  # a request that takes longer was accepte
 MODEL = [
     r"but the vocabulary has \d+ tokens",
     r"takes windows of 1 to \d+ tokens",
-    r"window is given, but the session answers by mode",
+    r"window is given, but the session answers in mode",
     r"the session can be rewound to positions?",
     r"there is no token in the text",
     r"the history has \d+ tokens, but position is \d+: there cannot be more",

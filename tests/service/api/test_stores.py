@@ -62,7 +62,7 @@ def test_an_invalid_session_file_ends_the_process_with_a_message(tmp_path: Path)
     file.write_bytes(b"no sessions")
     ended = run("serve", "--port", "0", env=environment(WANE_SESSION_FILE=str(file)))
     assert ended.returncode == 2
-    assert f"error: session_file {file} does not begin like a file of sessions" in ended.stderr
+    assert f"error: session_file {file} is not a file of sessions" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert file.read_bytes() == b"no sessions"
 

@@ -52,7 +52,7 @@ async def test_a_corrupt_state_is_rebuilt_by_the_next_token(
     await harness.engine.housekeeper.look()
     harness.engine.state_cache.arrays["layers.0.c"][slot_of(harness, spoilt)] += 1.0
     await harness.engine.housekeeper.look()
-    assert "a resident state has changed by itself" in caplog.text
+    assert "a resident state changed without a write" in caplog.text
     for session, token, origin in ((spoilt, 6, StateSource.REBUILT), (other, 7, StateSource.RESIDENT)):
         answer = await harness.engine.submit(StepRequest(session, (8,)))
         assert answer.state is origin

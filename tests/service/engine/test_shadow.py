@@ -342,7 +342,7 @@ async def test_a_pair_over_its_bound_is_counted(make_harness: MakeHarness, caplo
     agreement, _ = await report(harness)
     assert agreement["sources"][Source.SHADOW]["bound_violations"] == agreement["bound_violations"] == 1
     assert harness.sample("wane_agreement_bound_violations_total") == 1
-    assert "further apart than is claimed" in caplog.text
+    assert "contradict their bound or proof" in caplog.text
 
 
 @pytest.mark.parametrize("trouble", ["poison", "hot"])

@@ -605,7 +605,9 @@ async def test_a_tolerance_that_the_session_does_not_meet_is_refused(harness: En
 
 async def test_a_window_for_a_recurrent_session_is_refused(harness: EngineHarness) -> None:
     session = await start(harness, *range(10, 20))
-    with pytest.raises(InvalidRequest, match="answers by mode recurrent; it is for window and both") as caught:
+    with pytest.raises(
+        InvalidRequest, match="answers in mode recurrent; window is only for the modes window and both"
+    ) as caught:
         await harness.engine.submit(PredictRequest(session=session, window=3))
     assert caught.value.field == "window"
     own = await start(harness, *range(10, 20), mode=Mode.WINDOW)

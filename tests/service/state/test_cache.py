@@ -94,10 +94,10 @@ def test_using_a_state_resets_its_idle_time() -> None:
 
 SPOILT: dict[str, Callable[[StateCache], object]] = {
     "4 slots belong to 3 sessions": lambda state_cache: state_cache.order.pop("b"),
-    "a slot belongs to a session that has another slot": lambda state_cache: state_cache.order.__setitem__("b", 2),
+    "a slot's session has its state in another slot": lambda state_cache: state_cache.order.__setitem__("b", 2),
     "a slot with a state is free": lambda state_cache: state_cache.users.__setitem__(3, 0),
     "not the least recently used": lambda state_cache: state_cache.order.move_to_end("a"),
-    "a slot is lost": lambda state_cache: state_cache.free.pop(),
+    "a slot is neither in use nor free": lambda state_cache: state_cache.free.pop(),
     "a slot has two users": lambda state_cache: state_cache.retain(3),
     "5 slots are in use for 4 sessions, but no request is in flight": lambda state_cache: state_cache.acquire(),
 }
@@ -152,7 +152,7 @@ def test_a_resident_state_that_changed_since_its_last_check_is_found() -> None:
     state_cache.check_integrity()
     state_cache.arrays["b"][slot, 1, 0] = 2.5
     faults = state_cache.faults()
-    assert faults == [Fault("a resident state has changed by itself", "b")]
+    assert faults == [Fault("a resident state changed without a write", "b")]
     state_cache.mend(faults)
     keep(state_cache, "b", value=3.0)
     state_cache.check_integrity(idle=True)

@@ -144,10 +144,10 @@ def test_a_write_changes_the_checksum_and_the_write_count() -> None:
     [
         (lambda pool: pool.free.append(5), "freed twice"),
         (lambda pool: pool.free.append(99), "free slot does not exist"),
-        (lambda pool: pool.free.remove(5), "lost"),
+        (lambda pool: pool.free.remove(5), "neither in use nor free"),
         (lambda pool: pool.users.__setitem__(5, 1), "both in use and free"),
         (lambda pool: pool.users.__setitem__(4, -1), "released once too often"),
-        (lambda pool: pool.users.__setitem__(4, 0), "lost"),
+        (lambda pool: pool.users.__setitem__(4, 0), "neither in use nor free"),
         (lambda pool: pool.arrays["b"].__setitem__(ZERO, 1.0), "zero state"),
     ],
     ids=["freed twice", "no slot", "not free", "in use and free", "negative", "not in use", "zero"],

@@ -173,7 +173,7 @@ async def test_a_new_session_needs_room_for_a_full_tail_and_expired_sessions_fre
     await store.create(record("a"))
     await store.create(record("b"))
     assert store.used_bytes == 2 * entry_bytes("a", 2)
-    with pytest.raises(Overloaded, match=f"one more uses up to {whole}.*session_budget_bytes.* {2 * whole}"):
+    with pytest.raises(Overloaded, match=f"a new session uses up to {whole}.*session_budget_bytes.* {2 * whole}"):
         await store.create(record("c"))
     clock.now_s += 11
     assert await store.create(record("c"))
