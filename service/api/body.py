@@ -1,13 +1,13 @@
 """Reads request bodies. Enforces their deadline and size limit, parses them strictly, and names the invalid field in
 errors.
 
-**Values are counted before the body is decoded.** A JSON decoder takes a second for four megabytes of empty lists, and
-it holds the interpreter the whole time, on any thread. Counting the values takes some milliseconds of numpy, which
-releases the interpreter to the event loop.
+**Values are counted before the body is decoded.** A JSON decoder takes a second for four megabytes of empty lists. It
+holds the interpreter lock the whole time, on any thread. Counting the values with numpy takes a few milliseconds and
+releases the lock, so the event loop can run.
 
-**Error messages are our own.** They name the field by its place and say what it must be. Places are written like those
-in the engine's messages, `steps[0].tokens[1]`. pydantic's places contain the names of a union's branches, and its
-messages use Python's terms.
+**Error messages are our own.** They name the field by its path and say what its value must be. The path has the
+notation of the engine's messages, such as `steps[0].tokens[1]`. pydantic's own paths contain the names of a union's
+branches, and pydantic's messages use Python's terms.
 """
 
 from __future__ import annotations
@@ -82,14 +82,13 @@ def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
 
 
 def _quotes(data: NDArray[np.uint8]) -> Mask:
-    """Marks the quotes that begin or end strings. These quotes follow an even number of backslashes, which may be zero.
-    """
+    """Marks the quotes that begin or end strings: the quotes after an even number of backslashes (or no backslash)."""
     quotes: Mask = data == QUOTE
     backslashes: Mask = data == BACKSLASH
     if backslashes.any():
         ordinals = np.arange(1, len(data) + 1, dtype=np.int64)
-        run = ordinals - np.maximum.accumulate(ordinals * ~backslashes)  # the number of consecutive backslashes that
-                                                                         # end at each byte
+        # The number of consecutive backslashes that end at each byte.
+        run = ordinals - np.maximum.accumulate(ordinals * ~backslashes)
         quotes[1:] &= run[:-1] & 1 == 0
     return quotes
 

@@ -116,7 +116,7 @@ def _stream(components: Schema) -> Iterator[str]:
     step's answer."""
     schema = StreamBody.model_json_schema()
     yield f"<details><summary><b>WS</b> <code>{STREAM}</code></summary>"
-    yield "<p>Each message is one step or one rewind. Messages are answered in order. The answer to a failed message is "
+    yield "<p>Each message is one step or one rewind. Messages are answered in order. A failed message gets the answer "
     yield '<code>{"error": ...}</code>, a problem document. The socket stays open, unless the failure has one of '
     yield "the close codes below.</p><h4>Message</h4>"
     yield from _fields(schema, schema.get("$defs", {}))
