@@ -21,8 +21,8 @@ class Channel(Protocol):
     """An accepted WebSocket."""
 
     async def receive(self) -> Message:
-        """Returns the next ASGI message. It is a `websocket.receive`, or a `websocket.disconnect` as the last message.
-        """
+        """Returns the next ASGI message. It is a `websocket.receive`, or a `websocket.disconnect` as the last
+        message."""
         ...
 
     async def send_text(self, text: bytes) -> None:
@@ -40,8 +40,8 @@ class Channel(Protocol):
 
 
 def channel_of(socket: WebSocket) -> Channel:
-    """Returns the server's own protocol if it handles the WebSocket. Otherwise returns a channel through the framework.
-    """
+    """Returns the server's own protocol if it handles the WebSocket. Otherwise returns a channel through the
+    framework."""
     native: Channel | None = socket.scope.get(CHANNEL)
     return AsgiChannel(socket) if native is None else native
 

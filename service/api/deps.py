@@ -1,5 +1,5 @@
-"""Accessors for the objects that a route needs for a request, such as the engine, the session's key and the deadline.
-"""
+"""Accessors for the objects that a route needs for a request, such as the engine, the session's key and the
+deadline."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ async def model_engine(request: Request, name: str | None = None) -> Engine:
 
 
 async def session_engine(request: Request, session: str, model: str | None = None) -> Engine:
-    """Returns a session's engine, and adds the model to the request's access log line. See `ModelRegistry.engine_for`.
-    """
+    """Returns a session's engine, and adds the model to the request's access log line. See
+    `ModelRegistry.engine_for`."""
     models = registry(request)
     if models.status == "loading":
         with until_hangup(request):

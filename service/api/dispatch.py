@@ -31,8 +31,8 @@ class Dispatcher:
     def __init__(
         self, app: ASGIApp, policy: RequestPolicy, routes: Iterable[BaseRoute], endpoints: frozenset[Endpoint]
     ) -> None:
-        """`app` is the application of the `routes`. `endpoints` are the endpoint functions that the dispatcher calls.
-        """
+        """`app` is the application of the `routes`. `endpoints` are the endpoint functions that the dispatcher
+        calls."""
         self._app = app
         self._policy = policy
         found = [route for route in routes if isinstance(route, Route) and route.endpoint in endpoints]

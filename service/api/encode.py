@@ -160,8 +160,8 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
 
 
 def _step(engine: Engine, results: StepResults, row: int) -> AnswerDocument:
-    """Returns the document of one step, like `answer`. Reads the step's values from row `row` of the batch's results.
-    """
+    """Returns the document of one step, like `answer`. Reads the step's values from row `row` of the batch's
+    results."""
     vocabulary, most = results.vocabulary, results.top_k[row]
     texts, ids, bound = vocabulary.texts, results.ids[row][:most], results.bounds[row]
     found: list[PredictionDocument] = [
