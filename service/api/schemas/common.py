@@ -29,7 +29,7 @@ HISTORY = "The history of the"
 
 IDEMPOTENCY = (
     "a key for this step. A retry with the key of the session's last step, the same tokens and the same position (if "
-    "it gives one) gets the same answer and appends nothing. A retry with other tokens or another position fails with 409 "
+    "it gives one) gets the same answer and appends nothing. A retry with other tokens or another position answers 409 "
     "idempotency_key_reused"
 )
 AT_MOST = "x-at-most"
