@@ -164,7 +164,8 @@ class Settings(BaseModel):
         default="reject",
         description="behaviour while Redis is unreachable: reject answers requests to sessions with 503; degrade "
         "continues each session from the last tokens that this server has, and answers say durable: "
-        "false; when Redis is reachable again, its version of a session replaces this server's",
+        "false. When Redis is reachable again, the server writes these sessions to Redis, except "
+        "sessions that another server has changed",
     )
     store_policy: str = Field(
         default="auto",
