@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 GROUPS: dict[str, list[str]] = {
     title: names.split()
     for title, names in {
-        "The five that matter first": "bundles default_model store session_budget_bytes api_keys_file",
+        "The five most important settings": "bundles default_model store session_budget_bytes api_keys_file",
         "Network": "host port trusted_proxies max_connections max_header_bytes max_body_bytes receive_budget_bytes "
         "header_timeout_s body_timeout_s send_timeout_s stream_idle_s",
         "Keys": "api_keys",
@@ -81,7 +81,8 @@ def settings_page() -> str:
 
 
 def _default(name: str, value: object) -> object:
-    """Returns the text for a default. The folder of the shipped bundles has no fixed path, so a text replaces it."""
+    """Returns a default for the page. A text replaces the path of the shipped bundles, which depends on the
+    installation."""
     return "the shipped models" if name == "bundles" else value
 
 

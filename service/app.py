@@ -37,8 +37,9 @@ from wane.service.settings import Settings
 VERSION = "0.1.0"
 
 DESCRIPTION = (
-    "Next-token prediction by recurrent models whose memory provably fades: as a stream of steps, or from a window of "
-    "the last k tokens, and how far the two are apart. Every failure is a problem document (RFC 9457)."
+    "Next-token prediction with recurrent models whose memory provably fades. A prediction is computed from a "
+    "session's state or from a window of the last k tokens. The answer says how far the two predictions can be apart. "
+    "Every failure is a problem document (RFC 9457)."
 )
 
 ROUTERS = (

@@ -161,7 +161,7 @@ class TokenizerChanged(Conflict):
     def __init__(self, session: str, model: str, version: str) -> None:
         super().__init__(
             f"session {truncate_repr(session)} was started with another tokenizer than that of version {version} of "
-            f"model {model}, which is served now: start a new session"
+            f"model {model}, which is the served version: start a new session"
         )
 
 

@@ -153,8 +153,9 @@ def run(settings: Settings) -> None:
     untested = untested_releases()
     if untested:
         SERVICE.warning(
-            "not tested with %s: serving on uvicorn's own protocol classes, slower and without the limits for slow"
-            " clients; not in force: %s; body_timeout_s in part; see docs/security.md",
+            "not tested with %s: the server uses uvicorn's own protocol classes, which are slower and have no limits "
+            "for slow clients; these settings have no effect: %s; body_timeout_s has only a partial effect; see "
+            "docs/security.md",
             " and ".join(untested),
             ", ".join(NOT_IN_FORCE),
         )

@@ -144,7 +144,7 @@ class PredictRequest:
             _within("tolerance", self.tolerance, 0, 1)
             if self.mode not in TOLERANCE_MODES:
                 raise InvalidRequest(
-                    f"tolerance is given, but mode is {self.mode}; it is for auto, which chooses by it", "tolerance"
+                    f"tolerance is given, but mode is {self.mode}; only mode auto has a tolerance", "tolerance"
                 )
         _at_least("top_k", self.top_k, 1)
 
@@ -320,7 +320,9 @@ def _window(window: int | None, mode: Mode, *takes: Mode) -> None:
         return
     _at_least("window", window, 1)
     if mode not in takes:
-        raise InvalidRequest(f"window is given, but mode is {mode}; it is for {', '.join(takes)}", "window")
+        raise InvalidRequest(
+            f"window is given, but mode is {mode}; modes with a window are {', '.join(takes)}", "window"
+        )
 
 
 ErrorBound = Annotated[

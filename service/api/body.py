@@ -141,7 +141,7 @@ class BodyShape(NamedTuple):
 
 @cache
 def shape(model: type[Body]) -> BodyShape:
-    """Returns the shape of a body."""
+    """Returns the shape of a body type. Computes it once for each type."""
     bodies: dict[str, type[Body]] = {}
     lists: dict[str, type[Body]] = {}
     for name, field in model.model_fields.items():

@@ -24,7 +24,7 @@ def deadline(request: HTTPConnection) -> float | None:
 
 
 def header(request: HTTPConnection, name: str) -> str | None:
-    """Returns a header's value, by its lower-case name."""
+    """Returns the value of the header with this lower-case name."""
     return context(request.scope).header(name)
 
 

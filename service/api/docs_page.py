@@ -41,8 +41,8 @@ PAGE = """<!doctype html>
 </html>
 """
 FIRST = """<h1>Wane</h1>
-<p>Wane serves recurrent next-token and next-event models. It answers from a session's state or from the last k tokens,
-and says how far the two can be apart.</p>
+<p>Wane serves recurrent next-token and next-event models. A prediction is computed from a
+session's state or from the last k tokens. The answer says how far the two predictions can be apart.</p>
 <ul><li><a href="docs">Routes, fields and examples</a> (<a href="openapi.json">OpenAPI</a>)</li>
 <li><a href="v1/models">Models</a></li><li><a href="v1/report">Report: latency and agreement</a></li>
 <li><a href="metrics">Metrics for Prometheus</a></li></ul>"""

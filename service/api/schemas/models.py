@@ -81,7 +81,7 @@ class ModelCardDocument(ModelFactsDocument):
 
 
 class CertificateSummary(BaseModel, from_attributes=True):
-    """The certificate without its curve; `reason` explains why a model is not certified."""
+    """The certificate without its curve. `reason` explains why a model is not certified."""
 
     contractive: bool
     certified: bool
