@@ -477,7 +477,7 @@ class Answer:
 
 
 Identity = tuple[str, str, str]
-"""The fields of `Served`, which an engine has."""
+"""The model, version and device of an engine, in the order of the fields of `Served`."""
 
 
 @dataclass(frozen=True, slots=True)

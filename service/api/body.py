@@ -259,8 +259,8 @@ def _complaint(found: Sequence[Mapping[str, Any]]) -> str:
 B = TypeVar("B", bound=Body)
 
 LARGE_BYTES = 1 << 15
-"""Bodies of more bytes are decoded on the decoder's thread. Decoding a shorter body takes at most a few milliseconds.
-"""
+"""A body of more bytes than this is decoded on the decoder's thread. Decoding a smaller body takes at most a few
+milliseconds."""
 
 MOST_FIELDS = 16
 """An upper bound on the number of fields of one object in a body, and on the number of their values other than token

@@ -1,4 +1,4 @@
-"""Serves a session as a WebSocket. Each message is a step. Its answer is a prediction. Answers are in order.
+"""Serves a session over a WebSocket. Each message is a step, and gets a prediction as its answer, in order.
 
     -> {"tokens": [5]}              <- {"predictions": [...], "position": 1, ...}    like the answer of POST .../tokens
     -> {"rewind": 0}                <- {"predictions": [...], "position": 0, ...}    the prediction at that position
