@@ -1,8 +1,8 @@
-"""Writes the pages that are generated from types: docs/settings.md and docs/experiments.md.
+"""Generates docs/settings.md and docs/experiments.md from the types of settings and experiments.
 
     python -m docs.reference
 
-Tests compare the pages with what this module makes.
+Tests check that the pages are up to date.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 GROUPS: dict[str, list[str]] = {
     title: names.split()
     for title, names in {
-        "The five that matter first": "bundles default_model store session_budget_bytes api_keys_file",
+        "The five most important settings": "bundles default_model store session_budget_bytes api_keys_file",
         "Network": "host port trusted_proxies max_connections max_header_bytes max_body_bytes receive_budget_bytes "
         "header_timeout_s body_timeout_s send_timeout_s stream_idle_s",
         "Keys": "api_keys",
@@ -41,32 +41,33 @@ GROUPS: dict[str, list[str]] = {
         "Observation": "shadow_rate log_level",
     }.items()
 }
-"""Every setting, once."""
+"""Groups of settings. Each setting is in one group."""
 
 TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Top level", "", Experiment),
     ("[model]", "The network.", ModelConfig),
-    ("[model.front]", "Causal convolutions below the first layer. Their memory is finite.", Front),
+    ("[model.front]", "Causal convolutions before the first layer. Their memory is finite.", Front),
     ("[data]", "The corpus.", DataConfig),
     (
         "[training]",
-        "How the weights are found. Schedules, after `warmup` steps: `constant`; `cosine`, to 0; `inverse_time`, "
-        "learning_rate / t; `plateau`, constant until validation stops improving, then linear to 0.",
+        "The optimisation of the weights. After `warmup` steps, the schedule `constant` keeps the learning rate, "
+        "`cosine` lowers it to 0, and `inverse_time` sets it to learning_rate / t. `plateau` keeps it until validation "
+        "stops improving, and then lowers it linearly to 0.",
         TrainingConfig,
     ),
-    ("[training.proof]", "A penalty on answers that a window cannot prove.", ProofConfig),
-    ("[export]", "What the bundle's manifest says.", ExportConfig),
+    ("[training.proof]", "A penalty on predictions that the bound of a window cannot prove.", ProofConfig),
+    ("[export]", "Texts and values for the bundle's manifest.", ExportConfig),
 )
 
 
 def settings_page() -> str:
-    """docs/settings.md: every setting by group."""
+    """Returns docs/settings.md, which has every setting in its group."""
     lines = [
         "# Settings",
         "",
         "Each setting is a variable `WANE_...` and an option of `wane serve`: `WANE_MAX_QUEUE=64` or `--max-queue 64`.",
-        "An option wins over the variable. An unknown `WANE_...` variable ends the server with an error. This page is",
-        "generated from `service/settings.py`.",
+        "An option overrides the variable. An unknown `WANE_...` variable is an error, and the server exits.",
+        "This page is generated from `service/settings.py`.",
     ]
     for group, names in GROUPS.items():
         lines += ["", f"## {group}", "", "| setting | default | unit | meaning |", "| --- | --- | --- | --- |"]
@@ -80,18 +81,19 @@ def settings_page() -> str:
 
 
 def _default(name: str, value: object) -> object:
-    """The folder of the shipped bundles depends on where Wane is installed."""
+    """Returns a default for the page. A text replaces the path of the shipped bundles, which depends on the
+    installation."""
     return "the shipped models" if name == "bundles" else value
 
 
 def experiments_page() -> str:
-    """docs/experiments.md: every field of an experiment file."""
+    """Returns docs/experiments.md, which has every field of an experiment file."""
     lines = [
         "# Experiment files",
         "",
-        "`wane train FILE` trains the model that a TOML file describes. Every field is below, by table; an unknown",
-        "field is an error. The files of the shipped models are in [training/experiments](../training/experiments).",
-        "A small one:",
+        "`wane train FILE` trains the model that a TOML file describes. This page lists the fields of each table. An",
+        "unknown field is an error. The files of the shipped models are in",
+        "[training/experiments](../training/experiments). A small experiment:",
         "",
         "```toml",
         'name = "mine"',
@@ -119,7 +121,7 @@ def experiments_page() -> str:
         lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
         for name, field in model.model_fields.items():
             if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                continue  # a table of its own
+                continue  # the field is a table, which has its own section
             default = "required" if field.is_required() else "absent" if field.default is None else f"`{_toml(field)}`"
             if field.default is PydanticUndefined and not field.is_required():
                 default = "absent"
@@ -136,7 +138,7 @@ def _cell(text: str) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    """What a TOML value must be: its type and range."""
+    """Returns a text with the type and the range of a TOML value."""
     kinds = " or ".join(dict.fromkeys(_kinds(field.annotation)))
     limits = ", ".join(_limits([*field.metadata, *_metadata(field.annotation)]))
     return f"{kinds} {limits}".strip()
@@ -161,7 +163,7 @@ def _kinds(annotation: Any) -> Iterator[str]:
 
 
 def _metadata(annotation: Any) -> list[Any]:
-    """The limits of the first part of a type that has some."""
+    """Returns the limits of the first type argument that has limits."""
     found = getattr(annotation, "__metadata__", None)
     if found is not None:
         return [limit for one in found for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]
@@ -189,7 +191,7 @@ PAGES = {"settings.md": settings_page, "experiments.md": experiments_page}
 
 
 def main() -> None:
-    """Writes both pages."""
+    """Writes both pages to the docs folder."""
     for name, page in PAGES.items():
         (HERE / name).write_text(page(), encoding="utf-8")
 

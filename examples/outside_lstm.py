@@ -1,4 +1,4 @@
-"""A typical language model: a torch.nn.LSTM trained on a text file with ordinary torch code, without Wane.
+"""Trains a typical language model, a torch.nn.LSTM, on a text file with plain PyTorch code and without Wane.
 
     python examples/outside_lstm.py LICENSE outside/
     wane audit outside/model.pt --data LICENSE --tokenizer outside/tokenizer.json --export bundles/

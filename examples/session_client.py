@@ -1,8 +1,9 @@
-"""A session that survives retries, restarts and lost servers, over httpx.
+"""A client whose session survives retries, server restarts and the loss of servers. It uses httpx.
 
     python examples/session_client.py http://127.0.0.1:8000
 
-Steps one session through a text's first tokens, and prints what the model expects next after each.
+Sends the first tokens of a text to one session, one token in each step. Prints the most probable next token after each
+step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import httpx
 
-RETRY = {429, 502, 503, 504}  # the server is full, restarting or late: the same step may be sent again
+RETRY = {429, 502, 503, 504}  # the server is overloaded, restarting or too slow: retry the same step
 
 
 class Session:
@@ -22,29 +23,29 @@ class Session:
         self.post("/v1/sessions", {"session": name})
 
     def step(self, token: int) -> dict[str, Any]:
-        body = {"tokens": [token], "expected_position": len(self.tokens)}  # sent twice, it counts once
+        body = {"tokens": [token], "expected_position": len(self.tokens)}  # makes a retry of the step safe
         answer = self.post(f"/v1/sessions/{self.name}/tokens", body)
         self.tokens.append(token)
-        return answer  # its "position" is the next step's expected_position
+        return answer  # the "position" of an answer is the expected_position of the next step
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         for wait_s in (0.1, 0.2, 0.5, 1, 2, 5, 10):
             try:
                 response = self.http.post(path, json=body)
-                if response.status_code == 404:  # every server has lost the session: bring it back
+                if response.status_code == 404:  # every server has lost the session: create it again
                     history = {"history": self.tokens[-256:], "position": len(self.tokens)} if self.tokens else {}
                     response = self.http.post("/v1/sessions", json={"session": self.name, **history})
                 elif response.status_code not in RETRY:
                     answer: dict[str, Any] = response.raise_for_status().json()
                     return answer
-            except httpx.TransportError:  # no connection, or no answer: the step may have been appended
+            except httpx.TransportError:  # no connection or no answer: the step may have been appended
                 pass
             time.sleep(wait_s)
         raise ConnectionError(f"no answer from {path}")
 
 
 def main() -> None:
-    """Steps a session of the server at the address in the first argument."""
+    """Runs a session on the server whose address is the first argument."""
     session = Session(sys.argv[1], f"example-{time.time_ns()}")
     for token in (313, 262, 517, 298):
         first = session.step(token)["predictions"][0]

@@ -1,4 +1,4 @@
-"""The ASGI application: its parts, their order, its startup and its shutdown."""
+"""Builds the ASGI application from its middleware and routes. Defines its startup and its shutdown."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ from wane.service.settings import Settings
 VERSION = "0.1.0"
 
 DESCRIPTION = (
-    "Next-token prediction by recurrent models whose memory provably fades: as a stream of steps, or from a window of "
-    "the last k tokens, and how far the two are apart. Every failure is a problem document (RFC 9457)."
+    "Next-token prediction with recurrent models whose memory provably fades. A prediction is computed from a "
+    "session's state or from a window of the last k tokens. The answer says how far the two predictions can be apart. "
+    "Every failure is a problem document (RFC 9457)."
 )
 
 ROUTERS = (
@@ -63,7 +64,8 @@ PROBLEM = {
 
 
 class Application(FastAPI):
-    """FastAPI, which describes every route, and calls those that `service/api/dispatch.py` does not."""
+    """FastAPI with the project's OpenAPI description. It describes every route, and calls the routes that
+    `service/api/dispatch.py` does not call."""
 
     def __init__(self, *, policy: RequestPolicy, settings: Settings, **described: Any) -> None:
         super().__init__(middleware=[Middleware(RequestMiddleware, policy=policy)], **described)
@@ -72,7 +74,7 @@ class Application(FastAPI):
         self._dispatched = RequestMiddleware(self.dispatcher, policy=policy)
 
     def openapi(self) -> dict[str, Any]:
-        """Returns the description of every route, which is built once."""
+        """Returns the OpenAPI description of every route. Builds it at the first call."""
         if self.openapi_schema is None:
             self.openapi_schema = complete(super().openapi(), self.settings)
         return self.openapi_schema
@@ -93,12 +95,11 @@ def create_app(
     on_ready: Callable[[], None] = lambda: None,
     tracing: Tracing | None = None,
 ) -> Application:
-    """Returns the application for a registry whose models are not loaded yet.
-
-    It answers at once. Requests for a model wait until the model is loaded, verified and warmed up. If a model that the
-    server needs fails to load, `on_load_failure` is called with the error, and must end the process. `on_default` is
-    called once the default model is ready, `on_ready` once every model has loaded or failed. The caller closes
-    `tracing`. Raises KeysError for a key file that cannot be read.
+    """Returns the application for a registry whose models are not loaded yet. The application accepts requests
+    immediately. A request for a model waits until the model is loaded, verified and warmed up. If a required model
+    fails to load, the application calls `on_load_failure` with the error. That function must end the process. The
+    application calls `on_default` when the default model is ready, and `on_ready` when every model has loaded or failed
+    to load. The caller must close `tracing`. Raises KeysError if the key file cannot be read.
     """
     keys = KeySource(settings)
 
@@ -108,7 +109,7 @@ def create_app(
         except Exception as error:
             on_load_failure(error)
             await registry.close()
-        if registry.ready:  # also means that the server is not draining
+        if registry.ready:  # `ready` also means that the server is not draining
             on_ready()
             names = [engine.name for engine in registry.list()]
             SERVICE.info("ready", extra={"fields": {"device": registry.device, "models": names}})
@@ -159,7 +160,7 @@ def create_app(
     nowhere = app.router.default
 
     async def default(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # the framework would refuse it without a problem document
+        if scope["type"] == "websocket":  # the framework's own rejection would not be a problem document
             raise NotFound(NOWHERE)
         await nowhere(scope, receive, send)
 
@@ -168,14 +169,15 @@ def create_app(
 
 
 async def answer_problem(request: Request, error: Exception) -> Response:
-    """Turns the framework's own errors into problem documents."""
+    """Converts the framework's own errors to problem documents."""
     if isinstance(error, HTTPException) and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         error = HTTPException(error.status_code, headers={"allow": ", ".join(sorted(methods_at(request)))})
     return envelope(request.scope, error)
 
 
 def methods_at(request: Request) -> set[str]:
-    """Returns the methods of every route at the request's path. The framework itself lists only the first route's."""
+    """Returns the methods of every route at the request's path. The framework itself lists only the methods of the
+    first route."""
     routes = chain(request.app.routes, ROUTES)
     here = (one for one in routes if isinstance(one, Route) and one.matches(request.scope)[0] is not Match.NONE)
     return {method for route in here for method in route.methods or ()}

@@ -1,4 +1,4 @@
-"""Everything that can go wrong in answering a request, as one tree of exceptions.
+"""The exceptions that answering a request can raise, as one class hierarchy.
 
     WaneError                     code                  status  retryable
     ├── NotJson                   not_json              400     no
@@ -24,8 +24,9 @@
     ├── DeadlineExceeded          deadline_exceeded     504     yes
     └── Abandoned                 abandoned             499     no   (the client has disconnected)
 
-This module imports no framework: each protocol maps this tree to its own envelope, once.
-`BundleError` and `DeviceError` (models/bundle.py, service/runners) end the process at start instead.
+This module imports no framework. Each protocol has one function that converts these exceptions to its own error format.
+`BundleError` (models/bundle.py) and `DeviceError` (service/runners) are not in this hierarchy, because they end the
+process at startup.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ REPR_MAX_CHARACTERS = 64
 
 
 def truncate_repr(value: object) -> str:
-    """Returns the repr of a client's value, truncated for an error message: the value may be as long as a body."""
+    """Returns the repr of a client's value for an error message. Truncates it, because the value may be as long as a
+    body."""
     text = repr(value[: REPR_MAX_CHARACTERS + 1] if isinstance(value, str) else value)
     return text if len(text) <= REPR_MAX_CHARACTERS + 2 else f"{text[:REPR_MAX_CHARACTERS]}..."
 
 
 class WaneError(Exception):
-    """A failure with a stable code; its message is for the client to read."""
+    """A failure with a stable code and a message for the client."""
 
     code = "internal"
     http_status = 500
@@ -51,19 +53,20 @@ class WaneError(Exception):
         self.message = message
 
     def extra(self) -> dict[str, object]:
-        """Returns fields besides the message that help the client to recover."""
+        """Returns additional fields of the failure that help the client to recover."""
         return {}
 
 
 class NotJson(WaneError):
-    """The body is not JSON. The message says where the first fault is."""
+    """The body is not JSON. The message has the position of the first syntax error."""
 
     code = "not_json"
     http_status = 400
 
 
 class InvalidRequest(WaneError):
-    """The request is well-formed, but not valid. `field` names the field at fault, if there is one."""
+    """The body is JSON, but the request is invalid. `field` names the invalid field, or is None if no single field is
+    invalid."""
 
     code = "invalid_request"
     http_status = 422
@@ -77,8 +80,8 @@ class InvalidRequest(WaneError):
 
 
 class Unauthorized(WaneError):
-    """The request has no API key, or an invalid one. `basic`: the client may be a browser, which asks its user for a
-    key."""
+    """The request has no API key or an invalid key. `basic` is true if the client may be a browser, which can ask its
+    user for a key."""
 
     code = "unauthorized"
     http_status = 401
@@ -96,7 +99,7 @@ class Forbidden(WaneError):
 
 
 class NotFound(WaneError):
-    """There is nothing at the path."""
+    """No resource exists at the path."""
 
     code = "not_found"
     http_status = 404
@@ -119,7 +122,7 @@ class SessionExists(Conflict):
 
 
 class PositionConflict(Conflict):
-    """The step does not start at the session's position, which is `position`."""
+    """The step's expected position differs from the session's position. `position` is the session's position."""
 
     code = "position_conflict"
 
@@ -132,36 +135,38 @@ class PositionConflict(Conflict):
 
 
 class IdempotencyKeyReused(PositionConflict):
-    """The step has the last step's key, but other tokens or another position. `position` is the session's."""
+    """The step has the same idempotency key as the session's last step, but other tokens or another position.
+    `position` is the session's position."""
 
     code = "idempotency_key_reused"
 
 
 class EarlierStepFailed(Conflict):
-    """An earlier step of the same session in the same call failed, so this one was not run."""
+    """An earlier step of the same session in the same call failed, so this step was not run."""
 
     code = "earlier_step_failed"
 
     def __init__(self, session: str) -> None:
         super().__init__(
-            f"an earlier step of session {truncate_repr(session)} in this call failed, so this one was not run"
+            f"an earlier step of session {truncate_repr(session)} in this call failed, so this step was not run"
         )
 
 
 class TokenizerChanged(Conflict):
-    """The session's tokens are from another tokenizer, so no version of its model that is served here can run them."""
+    """The session's tokens are from another tokenizer than the served version's. No version of the model on this server
+    can run them."""
 
     code = "tokenizer_changed"
 
     def __init__(self, session: str, model: str, version: str) -> None:
         super().__init__(
             f"session {truncate_repr(session)} was started with another tokenizer than that of version {version} of "
-            f"model {model}, which is served now: start a new session"
+            f"model {model}, which is the served version: start a new session"
         )
 
 
 class LoadFailed(WaneError):
-    """A model was not loaded. The models served before are still served."""
+    """A model was not loaded. The server continues to serve the models that it served before."""
 
     code = "load_failed"
     http_status = 422
@@ -172,7 +177,7 @@ class LoadFailed(WaneError):
 
 
 class BodyTimeout(WaneError):
-    """The body arrived too slowly."""
+    """The body was not received within the body timeout."""
 
     code = "body_timeout"
     http_status = 408
@@ -201,7 +206,8 @@ class RateLimited(Overloaded):
 
 
 class QuotaExceeded(Overloaded):
-    """The owner has reached its quota of sessions; one must be deleted or expire before it can create another."""
+    """The owner has reached its quota of sessions. A session must be deleted or expire before the owner can create
+    another."""
 
     code = "quota_exceeded"
 

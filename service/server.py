@@ -1,6 +1,5 @@
-"""The server process: uvicorn with one worker, with a drain before shutdown.
-
-numpy uses one thread unless the operator sets another number.
+"""Runs the server process, which is uvicorn with one worker and drains before it shuts down. numpy uses one thread,
+unless the operator sets another number.
 """
 
 from __future__ import annotations
@@ -35,22 +34,23 @@ BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", 
 
 
 def spare_the_processors(environment: Mapping[str, str]) -> None:
-    """Limits BLAS to one thread, unless one of the usual variables sets another number.
-
-    The matrices of a bundle's checks are small, and BLAS's threads spin while they wait for each other. They would slow
-    requests down while a model is loaded, or while another replica starts.
+    """Limits BLAS to one thread, unless one of the usual environment variables sets another number. The checks of a
+    bundle use small matrices, and BLAS threads spin while they wait for each other. Several BLAS threads would slow
+    down requests while a model is loaded or another replica starts.
     """
     if not any(environment.get(name) for name in BLAS_VARIABLES):
         threadpool_limits(1, user_api="blas")
 
 
-KEEP_ALIVE_S = 75  # longer than the usual proxies' idle timeout (60 s), so that the proxy closes the connection
-GC_THRESHOLDS = (20_000, 10, 10)  # collections are rare: requests leave few reference cycles
-CLOSE_S = 5  # time for clients to read the rest of their responses after the drain
+# Longer than the usual idle timeout of proxies (60 s), so that the proxy is the side that closes a connection.
+KEEP_ALIVE_S = 75
+GC_THRESHOLDS = (20_000, 10, 10)  # collections can be rare, because requests create few reference cycles
+CLOSE_S = 5  # the time after the drain in which clients can read the rest of their responses
 
 
 class Announcer:
-    """Logs the listening addresses, and prints `ready` on a terminal when the default model is ready."""
+    """Logs the listening addresses when the server listens. Prints `ready` on a terminal when the default model is
+    ready, too."""
 
     def __init__(self, registry: ModelRegistry, keys: KeySource) -> None:
         self._registry = registry
@@ -58,7 +58,7 @@ class Announcer:
         self._urls: list[str] = []
 
     def listening(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Logs the addresses. From now on SIGHUP reloads the key file, if there is one."""
+        """Logs the addresses. Installs the SIGHUP handler that reloads the key file, if there is one."""
         if self._keys.has_file:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._keys.reload)
         for host, port in addresses:
@@ -70,16 +70,15 @@ class Announcer:
         self.announce()
 
     def announce(self) -> None:
-        """Prints on its later call: it is called when the server listens, and when the default model is ready."""
+        """Prints `ready` if the server listens and serves a model. It is called at each of these two events."""
         if self._urls and self._registry.served and sys.stdout.isatty():
             print(f"ready: {' '.join(self._urls)}", flush=True)  # noqa: T201
 
 
 async def drain(registry: ModelRegistry, notice_s: float) -> None:
-    """Drains the registry.
-
-    The server is unready at once, and still serves for `notice_s`, while the load balancer redirects new requests. Then
-    it refuses new work with 503, and finishes requests in flight within `drain_timeout_ms`.
+    """Drains the registry. The readiness probe fails immediately. The server still accepts requests for `notice_s`,
+    while the load balancer redirects new requests. Then it answers new requests with 503, and finishes the requests in
+    flight within `drain_timeout_ms`.
     """
     SERVICE.info("draining")
     if registry.ready:
@@ -89,15 +88,16 @@ async def drain(registry: ModelRegistry, notice_s: float) -> None:
 
 
 def refuse_more_workers(environment: Mapping[str, str]) -> None:
-    """Raises SettingsError if uvicorn is told to start several workers: sessions live in one process."""
+    """Raises SettingsError if uvicorn's variable WEB_CONCURRENCY requests several workers. Sessions are in the memory
+    of one process."""
     workers = environment.get("WEB_CONCURRENCY", "1")
     if workers.strip() != "1":
         raise SettingsError(f"WEB_CONCURRENCY is {workers}, but one process is one replica: start more processes")
 
 
 def spare_the_collector() -> None:
-    """Excludes the objects of loaded models, which are never freed, from garbage collection. A collection that visits
-    them stops every request for a tenth of a second."""
+    """Excludes the objects of loaded models from garbage collection, because they stay in use. A collection that visits
+    them blocks every request for a tenth of a second."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -108,17 +108,18 @@ def protocols(
 ) -> dict[str, Any]:
     """Returns uvicorn's options for protocol classes and trusted proxies. uvicorn trusts local clients by default.
 
-    `plain_uvicorn`: use uvicorn's own classes, which are slower and have no limits for slow clients.
+    `plain_uvicorn` selects uvicorn's own protocol classes, which are slower and have no limits for slow clients.
     """
     proxies = {
         "proxy_headers": settings.trusted_proxies is not None,
         "forwarded_allow_ips": settings.trusted_proxies or "",
     }
-    # WebSocket messages are short: compressing one costs more than answering it.
+    # WebSocket messages are short, so compressing a message would take longer than answering it.
     common = {"ws_per_message_deflate": False, "ws_max_size": settings.max_body_bytes, **proxies}
     if plain_uvicorn:
         return {"http": "auto", "ws": "auto", **common}
-    # Imported here because another release of uvicorn or websockets may lack names that these modules import.
+    # These imports are here because an untested release of uvicorn or websockets may lack names that these modules
+    # import.
     from wane.service.net.http_protocol import HttpProtocol, ProxyHeaders
     from wane.service.net.websocket_protocol import WebSocketProtocol
 
@@ -152,8 +153,9 @@ def run(settings: Settings) -> None:
     untested = untested_releases()
     if untested:
         SERVICE.warning(
-            "not tested with %s: serving on uvicorn's own protocol classes, slower and without the limits for slow"
-            " clients; not in force: %s; body_timeout_s in part; see docs/security.md",
+            "not tested with %s: the server uses uvicorn's own protocol classes, which are slower and have no limits "
+            "for slow clients; these settings have no effect: %s; body_timeout_s has only a partial effect; see "
+            "docs/security.md",
             " and ".join(untested),
             ", ".join(NOT_IN_FORCE),
         )

@@ -1,7 +1,7 @@
-"""Every setting of the server, in one frozen object: from `WANE_...` variables and from the command line.
+"""The server's settings, in one frozen object. They are read from `WANE_...` variables and from the command line.
 
 The command line overrides the environment, and the environment overrides the defaults. An unknown `WANE_...` variable
-is fatal: otherwise a misspelt limit would silently keep its default. Units are in the names.
+is an error, because a misspelt limit would otherwise silently keep its default. The names of settings have their units.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, V
 PREFIX = "WANE_"
 IN_MEMORY = "memory"
 STATE_CHECKPOINT_INTERVAL_TOKENS = 32
-SECRET = re.compile("(?<=//)[^/]*(?=@)|(?<=password=)[^&']*")  # the user and the password in an address
-NOT_AN_OPTION = frozenset({"api_keys"})  # other users of the machine can read the command line
+SECRET = re.compile("(?<=//)[^/]*(?=@)|(?<=password=)[^&']*")  # matches the user and the password in an address
+NOT_AN_OPTION = frozenset({"api_keys"})  # because other users of the machine can read the command line
 POLICIES = ("auto", "tail", "state")
-# Variables of the client and of the tests, with the same prefix.
+# Variables with the same prefix that the client and the tests use.
 FOREIGN = frozenset({"WANE_API_KEY", "WANE_DATA", "WANE_REQUIRE_STACK"})
 
 UNITS = {"_us": "microseconds", "_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
@@ -31,170 +31,195 @@ SHIPPED = Path(__file__).parents[1] / "models" / "bundles"
 
 
 class SettingsError(Exception):
-    """A setting is unknown or out of range. The message names it, and the process ends."""
+    """A setting is unknown or out of range. The message names the setting. The process then exits."""
 
 
 class Settings(BaseModel):
-    """The operator's settings. A field's name is its option on the command line and, in capitals, its variable."""
+    """The operator's settings. Each field has a command-line option and a `WANE_...` variable with the field's name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one")
+    port: int = Field(default=8000, ge=0, le=65535, description="TCP port to listen on; 0 selects a free port")
     api_keys: SecretStr | None = Field(
         default=None,
-        description="accepted keys, as NAME:KEY or NAME:KEY:SCOPE with commas between; scopes are use, metrics, admin",
+        description="accepted API keys, as comma-separated NAME:KEY or NAME:KEY:SCOPE; scopes are use, metrics "
+        "and admin",
     )
     api_keys_file: Path | None = Field(
         default=None,
-        description="a file with the hashes of keys, which is read again when it changes: see docs/security.md. "
-        "Without any keys, every client may send requests",
+        description="a file with the hashes of API keys; the server reads it again when it changes; see "
+        "docs/security.md. Without any keys, the server accepts requests from every client",
     )
     trusted_proxies: str | None = Field(
         default=None,
-        description="addresses and networks of proxies, with commas between, whose x-forwarded-for header "
-        "names the client in the log; not set: the log names the connection's peer",
+        description="comma-separated addresses and networks of proxies; the log names the client in their "
+        "x-forwarded-for header; not set: the log names the peer of the connection",
     )
-    bundles: Path = Field(default=SHIPPED, description="a folder of bundles, or one bundle")
+    bundles: Path = Field(default=SHIPPED, description="a folder of bundles, or the path of one bundle")
     require_all: bool = Field(
-        default=False, description="exit if any model cannot be loaded, and not only if the default one cannot"
+        default=False,
+        description="exit if any model fails to load; without it, exit only if the default model fails to load",
     )
     model_poll_interval_s: float | None = Field(
         default=None,
         gt=0,
-        description="time between two checks of the folder for new versions to load; none: they are loaded on request",
+        description="time between two checks of the bundles' folder for new versions, which are then loaded; "
+        "none: new versions are loaded only on request",
     )
     default_model: str = Field(
         default="gated-stable",
-        description="model that answers requests without a model name; if not set and absent, the first by name",
+        description="the model for requests without a model name; if this is not set and gated-stable is absent, "
+        "the first model by name",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="where models run; auto uses cuda if it is available; cuda never falls back to cpu"
+        default="auto",
+        description="the device that runs the models; auto uses cuda if it is available; cuda never falls back to cpu",
     )
-    threads: int = Field(default=1, ge=1, le=256, description="threads of one model's runner (onnxruntime intra-op)")
+    threads: int = Field(default=1, ge=1, le=256, description="intra-op threads of onnxruntime for each model's runner")
     inline_batch_max_us: int = Field(
         default=1000,
         ge=0,
-        description="the event loop itself runs a batch of one-token steps that is expected to take no longer than "
-        "this; the runner's thread runs the others",
+        description="a batch of one-token steps runs on the event loop if its expected duration is at most this; "
+        "every other batch runs on the runner's thread",
     )
-    max_batch_size: int = Field(default=64, ge=1, le=4096, description="requests that one run may answer")
+    max_batch_size: int = Field(default=64, ge=1, le=4096, description="largest number of requests in one batch")
     max_queue: int = Field(
         default=1024,
         ge=1,
-        description="requests that may wait for one model's runner; the server answers more with 429",
+        description="largest number of requests in the queue of one model's runner; the server answers further "
+        "requests with 429",
     )
-    max_batch_inputs: int = Field(default=256, ge=1, description="inputs that one batched request may hold")
+    max_batch_inputs: int = Field(default=256, ge=1, description="largest number of inputs in one batched request")
     max_input_tokens: int = Field(default=65536, ge=1, description="longest input")
     max_scored_tokens: int = Field(
         default=262_144,
         ge=1,
-        description="longest input of a scoring request; also the limit of the sum of one batch's inputs",
+        description="longest input of a scoring request; also the largest total length of the inputs of one "
+        "batched request",
     )
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, description="longest request body")
     receive_budget_bytes: int = Field(
         default=256 * 2**20,
         ge=1,
-        description="memory for bodies and WebSocket messages that are being received or not yet answered; connections "
-        "with at most 4096 bytes are not counted; the server answers more with 429; raised to twice max_body_bytes",
+        description="memory for bodies and WebSocket messages that are being received or are not answered yet; "
+        "connections with at most 4096 bytes are not counted; when the memory is used up, the server "
+        "answers further bodies with 429; raised to twice max_body_bytes",
     )
     max_window: int | None = Field(
-        default=None, ge=1, description="largest k that a request may ask for; never over a model's own limit"
+        default=None, ge=1, description="largest k of a request; a model's own limit applies if it is smaller"
     )
-    max_generated_tokens: int = Field(default=4096, ge=1, description="most tokens that one request may generate")
-    top_k_limit: int = Field(default=100, ge=1, description="most predictions that one answer may list")
+    max_generated_tokens: int = Field(
+        default=4096, ge=1, description="largest number of tokens that one request may generate"
+    )
+    top_k_limit: int = Field(default=100, ge=1, description="largest number of predictions in one answer")
     session_history_tokens: int = Field(
-        default=256, ge=1, description="latest tokens kept of a session; raised to the largest maximum window loaded"
+        default=256,
+        ge=1,
+        description="number of latest tokens that are kept of a session; raised to the largest maximum window of "
+        "the loaded models",
     )
-    state_budget_bytes: int = Field(default=256 * 2**20, ge=1, description="memory for resident states, for each model")
+    state_budget_bytes: int = Field(
+        default=256 * 2**20, ge=1, description="memory for the resident states of each model"
+    )
     state_ttl_s: float | None = Field(
         default=None,
         gt=0,
-        description="idle time after which a state is dropped, to be rebuilt when needed; none: when its session ends",
+        description="idle time after which a session's state is evicted; the next step recomputes it; none: the "
+        "state is kept until its session ends",
     )
-    session_ttl_s: float = Field(default=3600, gt=0, description="idle time after which a session ends")
+    session_ttl_s: float = Field(default=3600, gt=0, description="idle time after which a session expires")
     session_budget_bytes: int = Field(
         default=2**30,
         ge=1,
-        description="memory for sessions besides their states: about 300 bytes each, and 2 for each token of a history "
-        "(4 if the vocabulary has over 65536 tokens); once it is used up, the server answers new sessions with 429",
+        description="memory for sessions without their states: about 300 bytes for each session, and 2 bytes for "
+        "each token of its history (4 bytes if the vocabulary has over 65536 tokens); when it is used "
+        "up, the server answers new sessions with 429",
     )
     store: str = Field(
         default=IN_MEMORY,
         repr=False,
         pattern=rf"^({IN_MEMORY}|(redis|rediss)(\+cluster)?://.+|unix://.+)$",
-        description="where sessions are kept: memory, or a Redis that replicas share, as redis://host:6379/0, "
-        "rediss:// with TLS, unix:// for a socket; redis+cluster:// and rediss+cluster:// for a node of a cluster",
+        description="the session store: memory, or the address of a Redis that replicas share, such as "
+        "redis://host:6379/0, rediss:// with TLS, unix:// for a socket; for a cluster, "
+        "redis+cluster:// or rediss+cluster:// with one of its nodes",
     )
     session_file: Path | None = Field(
         default=None,
-        description="file to which the server writes sessions in memory after it has drained, and from which it reads "
-        "them when it starts",
+        description="file to which the server writes the sessions in memory after it has drained, and from which "
+        "it reads them at startup",
     )
     store_password_file: Path | None = Field(
-        default=None, description="a file with the password for Redis, used if the address has none"
+        default=None, description="a file with the password for Redis; used if the address has no password"
     )
     store_namespace: str = Field(
         default="default",
         pattern=r"^[A-Za-z0-9._~-]{1,64}$",
-        description="part of every key in Redis: servers of other namespaces have other sessions",
+        description="part of every key in Redis; servers with different namespaces do not share sessions",
     )
     store_timeout_ms: int = Field(
-        default=1000, ge=1, description="time that Redis has to answer; after that it counts as unreachable"
+        default=1000, ge=1, description="timeout of a Redis command; after a timeout, Redis counts as unreachable"
     )
     store_failure_mode: Literal["reject", "degrade"] = Field(
         default="reject",
-        description="while Redis is unreachable: reject answers requests to sessions with 503; degrade continues "
-        "sessions from where this server last saw them, answers say durable: false, and Redis wins once it is back",
+        description="behaviour while Redis is unreachable: reject answers requests to sessions with 503; degrade "
+        "continues each session from the last tokens that this server has, and answers say durable: "
+        "false. When Redis is reachable again, the server writes these sessions to Redis, except "
+        "sessions that another server has changed",
     )
     store_policy: str = Field(
         default="auto",
-        description="what Redis keeps of a session besides its history: nothing (tail) or a state from time to time "
-        "(state); auto keeps states of models that are not certified. For single models: auto,NAME=state,NAME=tail",
+        description="what Redis stores of a session in addition to its history: tail stores nothing, state stores "
+        "a state at intervals; auto means state for models that are not certified, and tail for all "
+        "others. For single models: auto,NAME=state,NAME=tail",
     )
     state_checkpoint_interval_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="tokens between two states that the shared store keeps of a session, at most "
-        "session_history_tokens; none: 32 or session_history_tokens, whichever is less",
+        description="number of tokens between two states of a session in Redis, at most session_history_tokens; "
+        "none: the smaller of 32 and session_history_tokens",
     )
-    request_timeout_ms: int = Field(default=30_000, ge=1, description="default and longest deadline of a request")
-    max_connections: int = Field(default=8192, ge=1, description="open connections; the server answers more with 503")
+    request_timeout_ms: int = Field(default=30_000, ge=1, description="default and maximum timeout of a request")
+    max_connections: int = Field(
+        default=8192,
+        ge=1,
+        description="largest number of open connections; the server answers requests on further connections with 503",
+    )
     max_header_bytes: int = Field(
-        default=64 * 2**10, ge=1024, description="longest head of a request: its first line and its headers"
+        default=64 * 2**10, ge=1024, description="longest head of a request, which is its first line and its headers"
     )
-    header_timeout_s: float = Field(default=10, gt=0, description="time that the head of a request may take to arrive")
-    body_timeout_s: float = Field(default=20, gt=0, description="time that the body of a request may take to arrive")
+    header_timeout_s: float = Field(default=10, gt=0, description="timeout for receiving the head of a request")
+    body_timeout_s: float = Field(default=20, gt=0, description="timeout for receiving the body of a request")
     send_timeout_s: float = Field(
-        default=30, gt=0, description="time after which the server disconnects a client that reads nothing, on Linux"
+        default=30,
+        gt=0,
+        description="time after which the server disconnects a client that does not read its response, on Linux",
     )
-    stream_idle_s: float = Field(
-        default=600, gt=0, description="time without a message after which the server closes a WebSocket"
-    )
+    stream_idle_s: float = Field(default=600, gt=0, description="idle time after which the server closes a WebSocket")
     shutdown_delay_ms: int = Field(
         default=0,
         ge=0,
-        description="time for which a stopping server still takes requests although /readyz already answers 503; if it "
-        "is longer than a load balancer takes to notice, no request is refused",
+        description="time for which a stopping server still accepts requests, while /readyz already answers 503; "
+        "no request is rejected if the load balancer notices the 503 within this time",
     )
     drain_timeout_ms: int = Field(
-        default=10_000, ge=0, description="time that requests in flight have to end when the server stops"
+        default=10_000, ge=0, description="timeout for requests in flight when the server stops"
     )
     shadow_rate: float = Field(
         default=0,
         ge=0,
         le=1,
-        description="share of predictions and steps that the other mode answers too, while the runner is idle, to "
-        "measure agreement",
+        description="share of predictions and steps for which an idle runner also computes the other mode's "
+        "answer, to measure agreement",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="lowest level that is logged"
+        default="info", description="lowest level of logged messages"
     )
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds one option for each field. An option that is not given is absent from the namespace."""
-        group = parser.add_argument_group("settings", "each may also be given as a WANE_... variable")
+        """Adds one option for each field. The parsed namespace does not have the options that were not given."""
+        group = parser.add_argument_group("settings", "each setting is an option and a WANE_... variable")
         for name, field in cls.model_fields.items():
             if name in NOT_AN_OPTION:
                 continue
@@ -210,9 +235,10 @@ class Settings(BaseModel):
 
     @classmethod
     def read(cls, environment: Mapping[str, str], options: argparse.Namespace | None = None) -> Self:
-        """Returns the settings of `environment`, overridden by the parsed `options`, which may contain other names too.
+        """Returns the settings of `environment`, overridden by the parsed `options`. Ignores options that are not
+        settings.
 
-        Raises SettingsError naming the variable or option at fault.
+        The message of SettingsError names the invalid variable or option.
         """
         values: dict[str, str] = {}
         sources: dict[str, str] = {}
@@ -221,7 +247,7 @@ class Settings(BaseModel):
                 continue
             name = variable.removeprefix(PREFIX).lower()
             if name not in cls.model_fields or variable != PREFIX + name.upper():
-                raise SettingsError(f"{variable} is not a setting; `wane serve --help` lists them all")
+                raise SettingsError(f"{variable} is not a setting; `wane serve --help` lists all settings")
             values[name] = value
             sources[name] = variable
         for name, value in vars(options).items() if options is not None else ():
@@ -276,7 +302,8 @@ class Settings(BaseModel):
         return value
 
     def states_every(self, model: str, *, certified: bool) -> int | None:
-        """Returns after how many tokens the shared store gets a new state of a session of `model`; None: never."""
+        """Returns the number of tokens between two states of a session of `model` in the shared store. Returns None if
+        the store gets no states."""
         general, *single = self.store_policy.split(",")
         policy = dict(one.split("=") for one in single).get(model, general)
         if policy == "auto":
@@ -289,5 +316,5 @@ class Settings(BaseModel):
 
     @property
     def default_model_is_chosen(self) -> bool:
-        """Whether the operator set the default model: then its absence is fatal."""
+        """True if the operator set the default model. The process then exits if this model is absent."""
         return "default_model" in self.model_fields_set

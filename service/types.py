@@ -1,18 +1,18 @@
-"""The requests and results of the engine, and the other types that the rest of the service shares.
+"""The requests and results of the engine, and other types that several parts of the service use.
 
-All of them are immutable. A request checks itself when it is constructed, and raises `InvalidRequest`. The engine
+All of them are immutable. The constructor of a request validates its fields and raises `InvalidRequest`. The engine
 checks the limits that depend on a model or on the settings (vocabulary, largest window, longest input).
 
-`service/api/encode.py` encodes results field by field, and the OpenAPI description is generated from them: their
-docstrings are its texts, their fields are the members of a JSON object. JSON omits a field whose default is None if its
-value is None; it always has every other field.
+`service/api/encode.py` encodes results field by field. The OpenAPI description is generated from the results'
+docstrings and fields. Each field is a member of a JSON object. A field with the default None is omitted if its value is
+None. Every other field is always present.
 
-Token ids are plain ints. A *position* counts the tokens of a sequence; its leading start token is not counted.
-Deadlines are seconds on the event loop's clock, durations are milliseconds.
+Token ids are ints. A *position* is the number of tokens of a sequence, without its leading start token. Deadlines are
+in seconds on the event loop's clock. Durations are in milliseconds.
 
-Inside the service a session's name is its owner's name, a slash, and the id that the owner knows. So two owners may use
-the same id for different sessions, and neither can name the other's. Without API keys a session's name is its id.
-An id contains no slash, so no owner's id equals another owner's session name, in any store.
+Inside the service, a session's name consists of its owner's name, a slash, and the session's id. Two owners may
+therefore use the same id for different sessions, and an owner cannot access another owner's session. Without API keys,
+a session's name is its id. An id has no slash, so it can never equal a session name of an owner, in any store.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
-from typing_extensions import TypedDict  # before Python 3.12 pydantic accepts only this one
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.errors import InvalidRequest
 
 
 class Mode(StrEnum):
-    """The mode that a request may ask for."""
+    """The mode of a request."""
 
     AUTO = "auto"
     RECURRENT = "recurrent"
@@ -40,7 +40,7 @@ class Mode(StrEnum):
 
 
 class StateSource(StrEnum):
-    """Where the state behind an answer came from (the answer's `state`)."""
+    """The source of the state from which an answer was computed (the answer's `state`)."""
 
     RESIDENT = "resident"
     REBUILT = "rebuilt"
@@ -55,7 +55,8 @@ SLASH = "/"
 
 
 class Owner(NamedTuple):
-    """The owner of sessions: the name of an API key, or "" without API keys. `sessions`: its quota; None: no quota."""
+    """The owner of sessions. Its name is the name of an API key, or "" without API keys. `sessions` is the owner's
+    quota of sessions. None means no quota."""
 
     name: str = ""
     sessions: int | None = None
@@ -71,7 +72,7 @@ def name_within(owner: str, session: str) -> str:
 
 
 def id_of(session: str) -> str:
-    """Returns the id by which its owner knows a session."""
+    """Returns a session's id, without its owner's name."""
     return session.rpartition(SLASH)[2]
 
 
@@ -80,7 +81,8 @@ def owner_of(session: str) -> str:
     return session.rpartition(SLASH)[0]
 
 
-SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")  # clients and proxies remove `.` and `..` from a path
+# An id must not be `.` or `..`, because clients and proxies remove them from a path.
+SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -88,10 +90,10 @@ MAX_COMPARED_MODELS = 8
 MAX_COMPARED_WINDOWS = 32
 MAX_REPEAT = 1000
 MAX_KEY_CHARACTERS = 255
-MAX_POSITION = 10**14  # the stores' scripts count exactly up to 2^53, about 9 * 10^15
+MAX_POSITION = 10**14  # integers in the stores' scripts are exact up to 2^53, about 9 * 10^15
 
 WINDOW_MODES = (Mode.AUTO, Mode.WINDOW, Mode.BOTH)
-"""The modes of a prediction that take a window."""
+"""The modes of a prediction that can have a window."""
 
 TOLERANCE_MODES = (Mode.AUTO,)
 GENERATED_MODES = (Mode.AUTO, Mode.RECURRENT, Mode.WINDOW)
@@ -109,11 +111,12 @@ class ScoreMethod(StrEnum):
 class PredictRequest:
     """Predict the token after `tokens`, or the next token of `session` without appending to it.
 
-    `window` is the k of modes auto, window and both (default: the model's own). `tolerance` is the largest error bound
-    that auto may answer with. With a session, auto means the session's own mode, and an answer whose bound exceeds the
-    tolerance is rejected. A field that the mode does not use is rejected too. `truncated`: the tokens end a longer
-    sequence, and no start token is fed. `prove`: search for a proof of the first token if its margin proves nothing.
-    `cache`: mix the network with the model's cache, if it has one.
+    `window` is the k of modes auto, window and both. The default is the model's own k. `tolerance` is the largest
+    accepted error bound of an answer in mode auto. With a session, auto means the session's own mode, and an answer
+    whose bound exceeds the tolerance is an error. A field that the mode does not use is invalid. If `truncated`, the
+    tokens are the end of a longer sequence, and the start token is not fed. If `prove`, search for a proof of the most
+    probable token when its margin is too small for a proof. If `cache`, mix the network's distribution with the
+    distribution of the model's cache, if the model has a cache.
     """
 
     tokens: tuple[int, ...] = ()
@@ -141,7 +144,7 @@ class PredictRequest:
             _within("tolerance", self.tolerance, 0, 1)
             if self.mode not in TOLERANCE_MODES:
                 raise InvalidRequest(
-                    f"tolerance is given, but mode is {self.mode}; it is for auto, which chooses by it", "tolerance"
+                    f"tolerance is given, but mode is {self.mode}; only mode auto has a tolerance", "tolerance"
                 )
         _at_least("top_k", self.top_k, 1)
 
@@ -150,8 +153,8 @@ class PredictRequest:
 class History:
     """The last tokens of a sequence that a new session continues at `position`.
 
-    If there are `position` tokens, they are the whole sequence, and the start token is fed before them. Fewer tokens
-    are the end of the sequence.
+    If there are `position` tokens, they are the whole sequence, and the start token is fed before them. If there are
+    fewer tokens, they are the end of the sequence.
     """
 
     tokens: tuple[int, ...]
@@ -173,8 +176,8 @@ class History:
 
 @dataclass(slots=True)
 class StepRequest:
-    """Append `tokens` to a session and predict the next one. `mode` defaults to the session's own. `prove` and `cache`:
-    see `PredictRequest`."""
+    """Append `tokens` to a session and predict the next token. `mode` defaults to the session's mode. `prove` and
+    `cache`: see `PredictRequest`."""
 
     session: str
     tokens: tuple[int, ...]
@@ -200,11 +203,9 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Compute the log-probability of each of `tokens`, given those before it.
-
-    `tolerance` is the largest error that method parallel may add; method sequential adds none. `truncated`: the tokens
-    end a longer sequence, and no start token is fed, so the first token has no prediction. `cache`: see
-    `PredictRequest`.
+    """Compute the log-probability of each token, given the tokens before it. `tolerance` is the largest error that the
+    method parallel may add. The method sequential adds no error. If `truncated`, the tokens are the end of a longer
+    sequence. The start token is not fed, so the first token has no prediction. `cache`: see `PredictRequest`.
     """
 
     tokens: tuple[int, ...]
@@ -222,11 +223,10 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Continue `tokens` by up to `max_tokens` more.
-
-    `temperature` 0 is greedy. `top_k` and `top_p` of None keep every token. The same `seed` gives the same text. The
-    text ends before the first of the `stop` strings. Mode auto means recurrent; `window` is for mode window.
-    `truncated`: the tokens end a longer sequence, and no start token is fed. `cache`: see `PredictRequest`.
+    """Generate up to `max_tokens` tokens that continue `tokens`. A `temperature` of 0 selects always the most probable
+    token. If `top_k` and `top_p` are None, every token can be sampled. The same `seed` gives the same text. The text
+    ends before the first of the `stop` strings. Mode auto means recurrent. `window` is for mode window. If `truncated`,
+    the tokens are the end of a longer sequence, and the start token is not fed. `cache`: see `PredictRequest`.
     """
 
     tokens: tuple[int, ...]
@@ -270,7 +270,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompareRequest:
-    """Measure the recurrent mode and windows of several k, `repeat` times each, on the token after `tokens`. `cache`:
+    """Measure recurrent mode and windows of several k. Each predicts the token after `tokens`, `repeat` times. `cache`:
     see `PredictRequest`."""
 
     tokens: tuple[int, ...]
@@ -292,7 +292,7 @@ class CompareRequest:
 
 
 def check_session_id(session: str) -> None:
-    """Raises InvalidRequest unless `session` is 1 to 128 letters, digits and `.` `_` `~` `:` `-`, and not just `.` or
+    """Raises InvalidRequest unless `session` has 1 to 128 letters, digits and `.` `_` `~` `:` `-`, and is not `.` or
     `..`."""
     if SESSION_ID.fullmatch(session) is None:
         raise InvalidRequest('session must be 1 to 128 letters, digits and . _ ~ : -, but not "." or ".."', "session")
@@ -304,7 +304,7 @@ def _at_least(field: str, value: int, least: int) -> None:
 
 
 def _within(field: str, value: float, low: float, high: float) -> None:
-    """Raises InvalidRequest unless `value` is in the range. NaN never is."""
+    """Raises InvalidRequest unless `value` is in the range. NaN is always invalid."""
     if not low <= value <= high:
         raise InvalidRequest(f"{field} is {value}, but must be a number from {low:g} to {high:g}", field)
 
@@ -315,27 +315,29 @@ def _some_tokens(tokens: tuple[int, ...]) -> None:
 
 
 def _window(window: int | None, mode: Mode, *takes: Mode) -> None:
-    """Raises InvalidRequest if the window is invalid, or if the mode does not use one."""
+    """Raises InvalidRequest if the window is invalid or the mode does not use a window."""
     if window is None:
         return
     _at_least("window", window, 1)
     if mode not in takes:
-        raise InvalidRequest(f"window is given, but mode is {mode}; it is for {', '.join(takes)}", "window")
+        raise InvalidRequest(
+            f"window is given, but mode is {mode}; modes with a window are {', '.join(takes)}", "window"
+        )
 
 
 ErrorBound = Annotated[
     float | None,
     Field(
         description="upper bound of the total variation from the never-interrupted model, at temperature 1 and before "
-        "top-k or top-p. The bound is proved, except for the rounding of float32 runs, which was measured. 0: exact, "
-        "except for that rounding. null: not certified. A bound of 1 is no guarantee"
+        "top-k or top-p. The bound is proved, except for the rounding of float32 runs, which was measured. 0: the "
+        "answer is exact, except for that rounding. null: the answer is not certified. 1: the bound guarantees nothing"
     ),
 ]
 StateErrorBound = Annotated[
     float | None,
     Field(
         description="upper bound of the 2-norm distance from the never-interrupted model at the output layer's input; "
-        "null: not certified"
+        "null: the answer is not certified"
     ),
 ]
 
@@ -346,9 +348,11 @@ def _never_null(schema: dict[str, Any]) -> None:
 
 
 LEFT_OUT = Field(json_schema_extra=_never_null)
-"""Marks a field that JSON omits if it is None, so that it is never null."""
+"""Marks a field that is omitted from JSON if its value is None. In JSON, the field is therefore never null."""
 
-CACHE_TOKENS = "only if the model has a cache and the request uses it: the number of tokens that the cache holds"
+CACHE_TOKENS = (
+    "the number of tokens in the model's cache; present only if the model has a cache and the request uses it"
+)
 CacheTokens = Annotated[
     int | None,
     Field(description=CACHE_TOKENS),
@@ -356,13 +360,13 @@ CacheTokens = Annotated[
 ]
 
 DURABLE = (
-    "only if replicas share the session store: whether the store has acknowledged the session's latest tokens; "
-    "if false, they may be lost"
+    "whether the session store has acknowledged the session's latest tokens; if false, these tokens may be lost; "
+    "present only if replicas share the store"
 )
 
 
 class ModelDocument(TypedDict):
-    """The model version that answered, and its device."""
+    """The model version that computed an answer, and its device."""
 
     model: str
     model_version: str
@@ -370,7 +374,7 @@ class ModelDocument(TypedDict):
 
 
 class PredictionDocument(TypedDict):
-    """One possible next token; `bytes` only if `token` is not valid UTF-8 on its own."""
+    """A candidate for the next token. `bytes` is present only if the token alone is not valid UTF-8."""
 
     token_id: int
     token: str
@@ -380,7 +384,8 @@ class PredictionDocument(TypedDict):
 
 
 class LatencyDocument(TypedDict):
-    """The latency of a request in the engine, by phase, in milliseconds. Tokenising text is not included."""
+    """The latency of each phase of a request in the engine, in milliseconds. It does not include tokenising the
+    text."""
 
     queue_ms: float
     compute_ms: float
@@ -388,7 +393,7 @@ class LatencyDocument(TypedDict):
 
 
 class Prediction(NamedTuple):
-    """One possible next token; `token_bytes` only if the token's text is not valid UTF-8 on its own."""
+    """A candidate for the next token. `token_bytes` is present only if the token alone is not valid UTF-8."""
 
     token_id: int
     token: str
@@ -398,15 +403,14 @@ class Prediction(NamedTuple):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Describes the named tuple as a JSON object. It is a tuple for speed."""
+        """Returns the schema of a JSON object for the named tuple. Tuples are faster than dataclasses."""
         return handler(PredictionDocument)
 
 
 class Latency(NamedTuple):
-    """The latency of a request in the engine: waiting for the runner, running, and in total.
-
-    It does not include reading the request and tokenising its text. `batch_items`: the size of the largest batch that
-    the request was in.
+    """The latency of a request in the engine: the time in the queue, the time of the run, and the total. It does not
+    include reading the request and tokenising its text. `batch_items` is the number of requests in the largest batch
+    that contained the request.
     """
 
     queue_ms: float
@@ -416,14 +420,15 @@ class Latency(NamedTuple):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Describes the named tuple as a JSON object. It is a tuple for speed."""
+        """Returns the schema of a JSON object for the named tuple. Tuples are faster than dataclasses."""
         return handler(LatencyDocument)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The distance of the window's answer from the recurrent one. `top1_match`: both have the same first token.
-    `top1_proved`: the margin of the window's first token alone proves that."""
+    """The agreement of the window's answer with the recurrent answer. `top1_match` is true if both answers have the
+    same most probable token. `top1_proved` is true if the margin of the window's most probable token proves this
+    without the recurrent answer."""
 
     top1_match: bool
     top1_proved: bool
@@ -437,7 +442,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class ModeAnswer:
-    """One mode's part of an answer in mode `both`."""
+    """The answer of one of the two modes, as a part of an answer in mode `both`."""
 
     predictions: tuple[Prediction, ...]
     latency: Latency
@@ -447,10 +452,11 @@ class ModeAnswer:
 class Answer:
     """The predictions of the next token, and how they were made.
 
-    `mode` is the one that was used, `window` the k of a windowed answer. `top1_proved`: the first prediction is proved
-    to be the never-interrupted model's. `position` is present for sessions only, and `replayed` for steps only.
-    `durable` is present if replicas share the store: whether the store has the session's tokens. `cache_tokens` is
-    present if the answer is a mixture with a cache: the number of tokens that the cache holds.
+    `mode` is the mode that was used. `window` is the k of a windowed answer. `top1_proved` is true if the
+    never-interrupted model provably has the same first prediction. `position` is present for sessions only, and
+    `replayed` for steps only. `durable` is present if replicas share the session store. It says whether the store has
+    the session's tokens. `cache_tokens` is present if the answer is a mixture with the model's cache. It is the number
+    of tokens in the cache.
     """
 
     mode: Mode
@@ -471,12 +477,12 @@ class Answer:
 
 
 Identity = tuple[str, str, str]
-"""An engine's model, version and device: the fields of `Served`."""
+"""The model, version and device of an engine, in the order of the fields of `Served`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model version that answered, and its device."""
+    """The model version that computed an answer, and its device."""
 
     model: str
     model_version: str
@@ -485,10 +491,10 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class SessionView(Served):
-    """A session as its owner sees it. `position` counts its tokens without the start token <eos>.
+    """A session as its owner sees it. `position` is the number of its tokens, without the start token <eos>.
 
-    `state` is the source that an answer in the session's own mode would use now: `resident`, `rebuilt` for a parked
-    session, or `window`. `error_bound` bounds that answer.
+    `state` is the source of the state for an answer in the session's own mode at this time. It is `resident`, or
+    `rebuilt` for a session without a resident state, or `window`. `error_bound` is the error bound of that answer.
     """
 
     session: str
@@ -502,12 +508,12 @@ class SessionView(Served):
 
 @dataclass(frozen=True, slots=True)
 class NewSession(SessionView):
-    """A session that this request created."""
+    """A session that the request has created."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreProgress:
-    """In a stream: how many of the `total` tokens have been run."""
+    """An event of a stream. `done` is the number of tokens that have been run, out of `total`."""
 
     done: int
     total: int
@@ -515,8 +521,9 @@ class ScoreProgress:
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """In a stream: the tokens from `position` on, and the log-probability of each. With `truncated`, also the error
-    bound of each; the first token has no prediction, so both of its values are null."""
+    """An event of a stream, with the tokens from `position` on and the log-probability of each token. With `truncated`,
+    it also has the error bound of each token. The first token then has no prediction, so its log-probability and its
+    error bound are null."""
 
     position: int
     tokens: tuple[int, ...]
@@ -526,12 +533,12 @@ class ScoredTokens:
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary(Served):
-    """How a text was scored.
-
-    `chunks` ran in parallel, each from at least `warm_up` tokens before its first. `rounds` is 1, plus 1 for every
-    part of them that was run again. `max_residual`: the largest difference of a state unit from the end of the chunk
-    before; 0: bit for bit as in sequence. `error_bound`: the largest over all positions. `perplexity` is over the
-    tokens that have a log-probability, and null if none has.
+    """How a text was scored. `chunks` is the number of chunks that ran in parallel. Each chunk started at least
+    `warm_up` tokens before its first scored token. `rounds` is 1 plus the number of times that some of the chunks were
+    run again. `max_residual` is the largest difference between a unit of a chunk's start state and the same unit of the
+    previous chunk's end state. If it is 0, the result is bit for bit that of a sequential run. `error_bound` is the
+    largest error bound of all positions. `perplexity` is over the tokens that have a log-probability. It is null if no
+    token has one.
     """
 
     perplexity: float | None
@@ -547,8 +554,9 @@ class ScoreSummary(Served):
 
 @dataclass(frozen=True, slots=True)
 class Score(ScoreSummary):
-    """The tokens that were scored, and the log-probability of each. With `truncated`, also the error bound of each,
-    which depends on the number of tokens before it; the first token has no prediction, so both of its values are null.
+    """The tokens that were scored, and the log-probability of each token. With `truncated`, the score also has the
+    error bound of each token, which depends on the number of tokens before it. The first token then has no prediction,
+    so its log-probability and its error bound are null.
     """
 
     tokens: tuple[int, ...]
@@ -557,7 +565,8 @@ class Score(ScoreSummary):
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended: at a stop string or the end of an event sequence, or at its token limit."""
+    """Why a generation ended. `stop` means a stop string or the end of an event sequence. `length` means the limit on
+    the number of tokens."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -565,8 +574,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """A generated token. In a stream, `text` is the text that is final after this token: empty while a character or a
-    possible stop string is incomplete. `bytes` only if `token` is not valid UTF-8 on its own."""
+    """A generated token. In a stream, `text` is the additional text that is final after this token. It is empty while a
+    character or a possible stop string is incomplete. `bytes` is present only if the token alone is not valid UTF-8."""
 
     token_id: int
     token: str
@@ -577,8 +586,9 @@ class GeneratedToken:
 
 @dataclass(frozen=True, slots=True)
 class Finish(Served):
-    """The end of a stream: the whole answer without the tokens' log-probabilities. `error_bound` is the largest bound
-    of its distributions, each compared with the never-interrupted model's after the same tokens."""
+    """The last event of a stream. It has the whole answer, except the tokens' log-probabilities. `error_bound` is the
+    largest error bound of the distributions from which the tokens were sampled. Each bound compares a distribution with
+    the never-interrupted model's distribution after the same tokens."""
 
     text: str
     tokens: tuple[int, ...]
@@ -600,7 +610,7 @@ class Generated(Finish):
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Latency of one phase, over the repeated runs."""
+    """The latency of one phase, over the repeated runs."""
 
     p50_ms: float
     p99_ms: float
@@ -608,7 +618,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Latency by phase, over the repeated runs."""
+    """The latency of each phase, over the repeated runs."""
 
     queue: Percentiles
     compute: Percentiles
@@ -617,8 +627,9 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class ComparedMode:
-    """One line of a comparison. The recurrent line is one step from a resident state: the cost of a session's token.
-    `agreement` compares a window with the recurrent answer; it is null for the recurrent line."""
+    """The results of one mode or window in a comparison. The recurrent result is for one step from a resident state,
+    which is the cost of one token of a session. `agreement` compares a window with the recurrent answer. It is null for
+    the recurrent result."""
 
     mode: Mode
     window: int | None
@@ -631,7 +642,8 @@ class ComparedMode:
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Served):
-    """One model's comparison: recurrent, then every window in the request's order. `tokens` is the input's length."""
+    """The comparison of one model. It has the results of recurrent mode, and of every window in the request's order.
+    `tokens` is the number of tokens in the input."""
 
     tokens: int
     repeat: int

@@ -2,5 +2,6 @@
 
 import os
 
-# ONNX Runtime reads this when it is imported, and sends telemetry unless it is set. An operator's own value stays.
+# ONNX Runtime reads this variable when it is imported. It sends telemetry unless the variable is set. A value that the
+# operator has set is kept.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -1,4 +1,4 @@
-"""`python -m wane`: runs the command `wane`."""
+"""Runs the command `wane` for `python -m wane`."""
 
 from __future__ import annotations
 

@@ -10,11 +10,12 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 FAILED = 2
-INTERRUPTED = 130  # the shells' convention: 128 plus the number of SIGINT
+INTERRUPTED = 130  # the convention of shells: 128 plus the signal number of SIGINT
 
 
 class Command(NamedTuple):
-    """A subcommand: its line in `wane --help`, the module whose `main` runs it, and the extra that it needs, if any."""
+    """A subcommand. It has a line for `wane --help`, the module whose `main` runs the subcommand, and the extra that
+    the subcommand requires, if any."""
 
     help: str
     module: str
@@ -27,21 +28,21 @@ COMMANDS = {
     "report": Command("show the statistics of one server, or of several replicas", "wane.service.cli.report"),
     "key": Command("create an API key", "wane.service.cli.key"),
     "train": Command("train a model, or resume a run", "wane.training.cli", "train"),
-    "evaluate": Command("measure a run's perplexity, recurrent and as windows", "wane.training.cli", "train"),
-    "export": Command("write a run or a bundle as a bundle that `wane serve` loads", "wane.training.cli", "train"),
+    "evaluate": Command(
+        "measure the perplexity of a training run, recurrent and in windows", "wane.training.cli", "train"
+    ),
+    "export": Command("convert a run to a bundle, or a bundle to its next version", "wane.training.cli", "train"),
     "cache": Command("fit a cache language model to a bundle", "wane.training.cli", "train"),
-    "audit": Command("audit a checkpoint, and write it as a bundle", "wane.training.cli", "train"),
+    "audit": Command("audit a checkpoint, and convert it to a bundle", "wane.training.cli", "train"),
 }
 
 NEEDED = {"train": ("torch", "onnx", "matplotlib")}
-"""The modules that each extra installs."""
+"""The Python modules that each extra installs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Returns the exit status: 0, 1 if a training lost another of its processes, 2 with a message if the input was at
-    fault, 130 if the command was interrupted.
+    """Runs a subcommand and returns the exit status. The status is 0 for success, 1 if another process of a distributed
+    training ended, 2 with a message if the input was invalid, and 130 if the command was interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:

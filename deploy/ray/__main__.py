@@ -1,6 +1,7 @@
-"""`scripts/ray`: runs Wane on a local Ray cluster with Redis, until it is interrupted.
+"""Runs Wane on a local Ray cluster with Redis for `scripts/ray`, until a signal interrupts it.
 
-SIGHUP reads the configuration again, and Ray applies it: more replicas or fewer, other settings.
+On SIGHUP, it reads the configuration again. Ray then applies the changes, such as another number of replicas or other
+settings.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ class Signals:
         self.stopped = False
 
     def listen(self) -> None:
-        """Installs the handlers; call it again after a library has installed its own."""
+        """Installs the signal handlers. Must be called again after a library has installed its own handlers."""
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, self._stop)
         signal.signal(signal.SIGHUP, self._hang_up)
 
     def _stop(self, _: int, __: FrameType | None) -> None:
-        """Raises Stopped once. The interrupted code may swallow it, so the main loop also checks `stopped`."""
+        """Raises Stopped at the first signal. The interrupted code may catch the exception, so the main loop also
+        checks `stopped`."""
         if not self.stopped:
             self.stopped = True
             raise Stopped
@@ -53,8 +55,8 @@ class Signals:
 
 @contextmanager
 def store(folder: Path) -> Iterator[None]:
-    """Provides the session store for the block: the one in WANE_STORE, else a new Redis, which it adds to the
-    environment."""
+    """Provides the session store during the block. It is the store in WANE_STORE, or a new Redis, whose address is set
+    in the environment."""
     if "WANE_STORE" in os.environ:
         yield
         return
@@ -67,11 +69,11 @@ def store(folder: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Returns the exit code: 2 with a message if something did not start."""
+    """Returns the exit code. It is 2, with a message, if a process did not start."""
     parser = argparse.ArgumentParser("scripts/ray", description=__doc__)
     parser.add_argument("--config", type=Path, default=CONFIGURATION, help="default: deploy/ray/serve.yaml")
-    parser.add_argument("--port", type=int, help="port for clients; default: the configuration's")
-    parser.add_argument("--cpus", type=int, help="cores that Ray may use; default: the machine's")
+    parser.add_argument("--port", type=int, help="port for clients; default: the port in the configuration")
+    parser.add_argument("--cpus", type=int, help="number of cores that Ray may use; default: all cores of the machine")
     parser.add_argument(
         "--folder",
         type=Path,

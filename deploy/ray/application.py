@@ -1,8 +1,8 @@
-"""Wane as a Ray Serve deployment: each replica of Ray is a complete Wane application.
+"""Wane as a Ray Serve deployment. Each replica of Ray is a complete Wane application.
 
-Ray's proxies and routers replace HAProxy, and its controller starts and stops replicas. This module maps only what they
-need: a replica is healthy once its models are loaded; before it stops, Ray sends it no more requests; it stops with the
-lifespan of the application, like a server.
+Ray's proxies and routers replace HAProxy, and Ray's controller starts and stops replicas. A replica is healthy once its
+models are loaded. Before a replica stops, Ray sends it no more requests. A replica shuts down with the lifespan of its
+application, like a server.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from wane.service.settings import Settings
 
 NAME = "wane"
 Chosen = Mapping[str, object]
-"""Settings by name, with the command line's values."""
+"""Settings by name. The values have the syntax of the command line."""
 
 
 class LoadEnded(Exception):
-    """The models could not be loaded. The message says why; Ray shows it in the deployment's status."""
+    """The models could not be loaded. The message says why. Ray shows the message in the deployment's status."""
 
 
 class Replica:
-    """One server. Its settings come from the environment; the configuration's `args` override them."""
+    """One replica of the server. Its settings come from the environment. The configuration's `args` override them."""
 
     def __init__(self, chosen: Chosen) -> None:
         self.settings = read(chosen)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Returns the application. Ray runs its lifespan on the event loop of its requests."""
+        """Returns the application. Ray runs the application's lifespan and requests on the same event loop."""
         logs.configure(self.settings.log_level)
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         metrics = Metrics()
@@ -60,11 +60,10 @@ class Replica:
         logs.flush()
 
     async def check_health(self) -> None:
-        """Waits until the models are loaded; Ray calls this before it sends the first request. After that, a replica
-        that answers is healthy.
-
-        An unreachable store does not make a replica unhealthy, because no other replica would reach it either. Raises
-        LoadEnded; Ray then drops the replica.
+        """Waits until the models are loaded. Ray calls this before it sends the first request. Afterwards, a replica
+        that answers this call is healthy. An unreachable session store does not make a replica unhealthy, because a new
+        replica could not reach the store either. Raises LoadEnded if the models could not be loaded. Ray then removes
+        the replica.
         """
         await asyncio.shield(self.loaded)
 
@@ -77,14 +76,13 @@ class Replica:
 
 
 def read(chosen: Chosen) -> Settings:
-    """Returns the settings. Raises SettingsError, which names the setting at fault."""
+    """Returns the settings. Raises SettingsError, which names the invalid setting."""
     return Settings.read(os.environ, Namespace(**chosen))
 
 
 def wane(chosen: dict[str, object]) -> serve.Application:
-    """Builds the application for `import_path` in serve.yaml; `chosen` is its `args`.
-
-    Raises SettingsError before any replica starts.
+    """Builds the application for `import_path` in serve.yaml. `chosen` has the `args` of serve.yaml. Raises
+    SettingsError before any replica starts.
     """
     read(chosen)
     deployment = serve.deployment(serve.ingress()(Replica), name=NAME)

@@ -1,7 +1,5 @@
-"""A local Ray cluster of one node without a dashboard, and Ray Serve on it.
-
-Like the `serve` command, this uses `ray.serve._private` to send a configuration to the controller: the public API
-cannot do that without the dashboard.
+"""Runs a local Ray cluster of one node without a dashboard, and Ray Serve on it. Like the `serve` command, it uses
+`ray.serve._private` to send a configuration to the controller, because the public API requires the dashboard for that.
 """
 
 from __future__ import annotations
@@ -22,15 +20,16 @@ SURROUNDINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "OMP_NUM_THREADS": "1",
 }
-"""Variables for Ray and its workers."""
+"""Environment variables for Ray and its workers."""
 
 BELIEVED = "FORWARDED_ALLOW_IPS"
-"""The variable with the trusted proxies of Ray's own proxies, which are uvicorn servers. By default they trust any
-client on their own machine."""
+"""The environment variable with the trusted proxies of Ray's own proxies, which are uvicorn servers. By default, these
+servers trust any client on the same machine."""
 
-OBJECT_STORE_BYTES = 80 * 2**20  # about Ray's minimum: requests and answers are messages, not objects
+# About Ray's minimum, which suffices because requests and answers are not in the object store.
+OBJECT_STORE_BYTES = 80 * 2**20
 NAMESPACE = "serve"
-FAILED = "DEPLOY_FAILED"  # final; Ray restarts unhealthy replicas
+FAILED = "DEPLOY_FAILED"  # the final states; Ray restarts unhealthy replicas
 
 
 class DeployFailed(Exception):
@@ -38,8 +37,8 @@ class DeployFailed(Exception):
 
 
 class Cluster:
-    """A context with the cluster running. Defaults: the configuration's `port`, the machine's `cpus`, Ray's
-    `folder`."""
+    """Runs the cluster during the block. By default, `port` is the port in the configuration, `cpus` the number of the
+    machine's cores, and `folder` Ray's own folder."""
 
     def __init__(self, configuration: Path, port: int | None, cpus: int | None, folder: Path | None) -> None:
         self.configuration = configuration
@@ -50,7 +49,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         os.environ.update(SURROUNDINGS)
         os.environ[BELIEVED] = os.environ.get(PROXIES, "")
-        import ray  # reads its environment when it is imported
+        import ray  # Ray reads its environment when it is imported
         from ray.serve._private.api import serve_start
 
         schema = self._read()
@@ -81,11 +80,11 @@ class Cluster:
             ray.shutdown()
 
     def deploy(self) -> None:
-        """Sends the configuration to Serve, which applies it in the background."""
+        """Sends the configuration to Ray Serve, which applies it in the background."""
         self._client.deploy_apps(self._read())
 
     def state(self) -> str:
-        """Returns the state in one line: every replica, and whether the configuration is applied. Raises
+        """Returns one line with the state of every replica and whether the configuration is applied. Raises
         DeployFailed."""
         details = self._client.get_serve_details()
         replicas: list[str] = []
@@ -104,7 +103,7 @@ class Cluster:
         return f"{', '.join(replicas) or 'no replica'}: {ready}"
 
     def _read(self) -> Any:
-        """Returns the configuration as a Serve schema. Raises DeployFailed."""
+        """Returns the configuration as a schema of Ray Serve. Raises DeployFailed."""
         from pydantic import ValidationError
         from ray.serve.schema import ServeDeploySchema
 

@@ -1,8 +1,6 @@
-"""Middleware in each of Ray's proxies, before its router. It names the session of a request, and answers requests that
-Ray leaves unanswered.
-
-Ray calls `middlewares`, which RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names. Ray's router hashes the header
-`x-session-id`.
+"""Middleware in each of Ray's proxies, before the proxy's router. It sets the session header of a request, and answers
+a request that Ray leaves unanswered. Ray calls `middlewares`, whose import path is in
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH. Ray's router hashes the header `x-session-id`.
 """
 
 from __future__ import annotations
@@ -18,16 +16,18 @@ CALLBACK = "deploy.ray.front:middlewares"
 SESSION_HEADER = b"x-session-id"
 REQUEST_ID = b"x-request-id"
 OF_SESSION = re.compile("/v1/sessions/([^/]+)(?:/.*)?")
-OF_MANY = "/v1/sessions/tokens"  # for steps of many sessions
+OF_MANY = "/v1/sessions/tokens"  # the path for steps of many sessions
 RESTART = 1012
 UNANSWERED = "the replica ended before it answered: the request may or may not have been processed"
 
 
 class Front:
-    """Wraps Ray's proxy. Sets the session header of a request whose path has a session, and replaces the client's.
+    """Wraps Ray's proxy. Sets the session header of a request whose path has a session, and replaces the client's
+    header.
 
-    A killed replica leaves its requests unanswered and its WebSockets open. Requests get 502; a client may retry one
-    that has a position or an `Idempotency-Key`. WebSockets are closed with 1012.
+    A killed replica leaves its requests unanswered and its WebSockets open. The middleware answers these requests with
+    502, and closes these WebSockets with 1012. A client may retry a request that has a position or an
+    `Idempotency-Key`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -60,7 +60,8 @@ class Front:
 
 
 def once(headers: list[tuple[bytes, bytes]], name: bytes) -> list[tuple[bytes, bytes]]:
-    """Returns the headers with only the first of that name: Ray's proxy adds another one with the same value."""
+    """Returns the headers with only the first header of that name. Ray's proxy adds a second header with the same
+    value."""
     first = next((pair for pair in headers if pair[0].lower() == name), None)
     return [pair for pair in headers if pair[0].lower() != name or pair is first]
 

@@ -1,4 +1,4 @@
-"""Runs only the Redis of the compose file, as a process of this machine."""
+"""Runs only the compose file's Redis, as a local process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from deploy.stack.stack import COMPOSE, STORE
 
 SECRETS = Path("secrets")
 PASSWORD = SECRETS / secrets.REDIS_PASSWORD
-"""The file with Redis's password, relative to its folder."""
+"""The path of the file with Redis's password, relative to Redis's folder."""
 
 
 @contextmanager
 def redis(folder: Path) -> Iterator[Process]:
-    """Runs Redis during the block, on a free port. `folder`: for its log, its file and its password, which is made if
-    missing. Raises ProcessFailed."""
+    """Runs Redis on a free port during the block. `folder` is for its log, its data file and its password. A missing
+    password is created. Raises ProcessFailed."""
     service = next(one for one in read(COMPOSE) if one.name == STORE)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

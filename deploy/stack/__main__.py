@@ -1,4 +1,4 @@
-"""`scripts/stack`: runs the services of docker-compose.yml as processes of this machine, until it is interrupted."""
+"""Runs the services of docker-compose.yml as local processes for `scripts/stack`, until a signal interrupts it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Stopped(Exception):
 
 
 def stop(_: int, __: FrameType | None) -> None:
-    """Stops the process once, and ignores further signals while everything stops."""
+    """Stops the process at the first signal. Ignores further signals during the shutdown."""
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, signal.SIG_IGN)
     raise Stopped
 
 
 def main() -> int:
-    """Returns the exit code: 2 with a message if a service did not start."""
+    """Returns the exit code. It is 2, with a message, if a service did not start."""
     parser = argparse.ArgumentParser("scripts/stack", description=__doc__)
     parser.add_argument("--port", type=int, default=8000, help="HAProxy's port for clients; default: %(default)s")
     parser.add_argument(
@@ -45,7 +45,11 @@ def main() -> int:
         default=ROOT / "build" / "stack",
         help="folder for logs, volumes and secrets; default: build/stack",
     )
-    parser.add_argument("--bundles", type=Path, help="a folder of bundles, or one bundle; default: the compose file's")
+    parser.add_argument(
+        "--bundles",
+        type=Path,
+        help="a folder of bundles, or the path of one bundle; default: the folder in the compose file",
+    )
     options = parser.parse_args()
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, stop)

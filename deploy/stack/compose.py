@@ -11,30 +11,29 @@ from typing import Any
 import yaml
 
 SECRETS = "/run/secrets"
-"""The folder in which a container finds its secrets, each as a file."""
+"""The folder with a container's secrets. Each secret is a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A mount at `target` of a container: a file or folder of the checkout, or a named volume."""
+    """A mount at the path `target` of a container. Its source is a file or folder of the checkout, or a named
+    volume."""
 
     source: str
     target: str
 
     @property
     def is_volume(self) -> bool:
-        """Whether the source is a volume, and not in the checkout."""
+        """True if the source is a named volume."""
         return not self.source.startswith(".")
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One service.
-
-    `command` begins with the program, and is empty if the image sets it. `environment` lacks variables without a value,
-    which come from the caller's environment. `published` maps ports of the container to ports of the host. `after`: the
-    services that must be ready before this one starts. `secrets`: the name of the folder mounted at `SECRETS`, if any.
-    `grace_s`: the time that the service has to end.
+    """One service. `command` begins with the program. It is empty if the image sets the command. `environment` omits
+    the variables without a value, whose values come from the caller's environment. `published` maps ports of the
+    container to ports of the host. `after` has the services that must be ready before this service starts. `secrets` is
+    the name of the folder mounted at `SECRETS`, or None. `grace_s` is the time between SIGTERM and SIGKILL.
     """
 
     name: str
@@ -50,7 +49,7 @@ class Service:
 
 
 def read(file: Path) -> list[Service]:
-    """Returns the services of a compose file, each after the services that it waits for."""
+    """Returns the services of a compose file in the order in which they can start."""
     document = yaml.safe_load(file.read_text(encoding="utf-8"))
     services = {name: _service(name, body) for name, body in document["services"].items() if "profiles" not in body}
     order = TopologicalSorter({name: service.after for name, service in services.items()}).static_order()
@@ -79,7 +78,7 @@ def _service(name: str, body: Mapping[str, Any]) -> Service:
 
 
 def _mount(entry: str | Mapping[str, Any]) -> Mount:
-    """Reads an entry of `volumes`, in either of the specification's syntaxes."""
+    """Parses an entry of `volumes`, in the short or the long syntax of the specification."""
     if isinstance(entry, str):
         return Mount(*entry.split(":")[:2])
     return Mount(entry["source"], entry["target"])

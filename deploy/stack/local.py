@@ -1,9 +1,9 @@
-"""Runs a service of the compose file as a process of this machine, with the same program, configuration and variables.
+"""Runs a service of the compose file as a local process, with the same program, configuration and variables.
 
-The process differs from the container in six ways. In variables, commands and mounted files, a service's address
-becomes a port of 127.0.0.1. The trusted proxy is 127.0.0.1. The path of the secrets becomes a folder of this machine. A
-mounted file is read from the checkout, or from a copy if it contains one of these. A volume is a folder, and the
-process's working directory. Memory is not limited.
+The process differs from the container in six ways. In variables, commands and mounted files, the address of a service
+becomes a port of 127.0.0.1. The trusted proxy is 127.0.0.1. The path of the secrets becomes a local folder. A mounted
+file is read from the checkout, or from a changed copy if it contains such an address or path. A volume is a local
+folder, which is also the working directory of the process. Memory is not limited.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from deploy.stack.compose import SECRETS, Mount, Service
 
 ROOT = Path(__file__).parents[2]
 SERVER = "wane"
-"""The image that is built from this checkout."""
+"""The name of the image that is built from this checkout."""
 
 PROXIES = "WANE_TRUSTED_PROXIES"
 REDIS = "redis-server"
 PROMETHEUS = "prometheus"
 ELSEWHERE = frozenset({"grafana/grafana"})
-"""Images of programs that Debian and Ubuntu do not package; their services are not run here."""
+"""Images of programs that Debian and Ubuntu do not package. The services with these images do not run locally."""
 
 Addresses = Mapping[tuple[str, int], int]
-"""Maps a service's name and its port in the container to a port of this machine."""
+"""Maps a service's name and its container port to a local port."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, its working directory, and its variables besides the inherited ones."""
+    """A command, its working directory, and its additional environment variables."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -40,8 +40,8 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Ports and folders of this machine: ports by address, and the folders of secrets, of volumes, and of copies of
-    mounted files."""
+    """Local ports and folders. `ports` maps the address of a service to a local port. The folders are for secrets,
+    volumes, and changed copies of mounted files."""
 
     addresses: Addresses
     secrets: Path
@@ -50,7 +50,7 @@ class Place:
 
 
 def command(service: Service, place: Place) -> Command:
-    """Returns the command of a service. Copies the mounted files that have to be changed."""
+    """Returns the command of a service. Writes changed copies of the mounted files that need changes."""
     environment = {name: _located(value, service, place) for name, value in service.environment.items()}
     port = place.addresses[service.name, service.ports[0]]
     if service.image == SERVER:
@@ -68,15 +68,15 @@ def command(service: Service, place: Place) -> Command:
 
 
 def probe(service: Service) -> str | None:
-    """Returns the path that answers 200 once the service is ready; None if the service does not speak HTTP."""
+    """Returns the HTTP path of the service's readiness probe, or None if the service does not speak HTTP."""
     if service.command[:1] == (REDIS,):
         return None
     return "/-/ready" if service.name == PROMETHEUS else "/readyz"
 
 
 def _mounted(argument: str, service: Service, place: Place) -> str:
-    """Returns an argument in which the path of a mounted file, alone or after a `=`, is replaced by its path on this
-    machine."""
+    """Returns an argument with the local path of a mounted file instead of its path in the container. The path is the
+    whole argument or the part after a `=`."""
     option, equals, path = argument.rpartition("=")
     for mount in service.mounts:
         if not mount.is_volume and (path == mount.target or path.startswith(f"{mount.target}/")):
@@ -85,7 +85,8 @@ def _mounted(argument: str, service: Service, place: Place) -> str:
 
 
 def _source(mount: Mount, service: Service, place: Place) -> Path:
-    """Returns the path of a mount's source, or of its copy if it contains addresses or paths of secrets."""
+    """Returns the path of a mount's source, or of a changed copy if the source contains addresses or paths of
+    secrets."""
     source = ROOT / mount.source
     files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
     texts = {path: path.read_text(encoding="utf-8") for path in files}
@@ -101,7 +102,7 @@ def _source(mount: Mount, service: Service, place: Place) -> Path:
 
 
 def _located(text: str, service: Service, place: Place) -> str:
-    """Returns a text in which a container's addresses and paths of secrets are replaced by this machine's."""
+    """Returns a text with local addresses and paths of secrets instead of those in a container."""
     for (name, container), port in place.addresses.items():
         text = text.replace(f"{name}:{container}", f"127.0.0.1:{port}")
         if name == service.name:

@@ -1,4 +1,4 @@
-"""A service as a process: starts it, waits until it is ready, stops or kills it, and restarts it."""
+"""Runs a service as a process. Starts it, waits until it is ready, stops or kills it, and restarts it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ LOG_TAIL_CHARACTERS = 2000
 
 
 class ProcessFailed(Exception):
-    """A process ended, or was not ready in time. The message has the end of its log."""
+    """A process ended, or was not ready before the timeout. The message has the last lines of its log."""
 
 
 class Process:
-    """One service. `port`: of the readiness probe. Its output is appended to `log`."""
+    """The process of one service. `port` is the port of the readiness probe. The output of the process is appended to
+    `log`."""
 
     def __init__(self, service: Service, command: Command, port: int, log: Path) -> None:
         self.service = service
@@ -42,12 +43,12 @@ class Process:
 
     @property
     def url(self) -> str:
-        """The service's address, if it speaks HTTP."""
+        """The service's address for HTTP."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def running(self) -> bool:
-        """Whether it was started and has not ended."""
+        """True if the process was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -57,11 +58,11 @@ class Process:
         return self._process.pid
 
     def start(self) -> None:
-        """Starts the process in a session of its own, so that the terminal's signals reach only its parent.
+        """Starts the process in its own process session, so that the terminal's signals reach only the parent process.
 
         Raises ProcessFailed if the program is not installed.
         """
-        assert not self.running, "the process runs already"
+        assert not self.running, "the process is already running"
         self.command.folder.mkdir(parents=True, exist_ok=True)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
         with self.log.open("ab") as log:
@@ -77,10 +78,10 @@ class Process:
                 )
             except FileNotFoundError as error:
                 program = self.command.arguments[0]
-                raise ProcessFailed(f"{program} is not installed; scripts/install-stack does that") from error
+                raise ProcessFailed(f"{program} is not installed; scripts/install-stack installs it") from error
 
     def wait_ready(self) -> None:
-        """Waits until the service is ready. Raises ProcessFailed if it ends or takes too long."""
+        """Waits until the service is ready. Raises ProcessFailed if the service ends or exceeds the timeout."""
         deadline = time.monotonic() + READY_WITHIN_S
         while not self.ready():
             if not self.running:
@@ -92,7 +93,7 @@ class Process:
             time.sleep(ASK_EVERY_S)
 
     def ready(self) -> bool:
-        """Returns whether the service takes requests."""
+        """Returns whether the service accepts requests."""
         path = probe(self.service)
         try:
             if path is None:
@@ -105,12 +106,12 @@ class Process:
             return False
 
     def terminate(self) -> None:
-        """Sends SIGTERM, if the process runs."""
+        """Sends SIGTERM if the process is running."""
         if self.running:
             os.kill(self.pid, signal.SIGTERM)
 
     def wait(self) -> int:
-        """Waits for the process to end, for the service's grace period, then kills it. Returns its exit code."""
+        """Waits until the process ends. Kills the process after the service's grace period. Returns the exit code."""
         assert self._process is not None, "the process was not started"
         try:
             return self._process.wait(self.service.grace_s)

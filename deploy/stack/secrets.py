@@ -1,5 +1,5 @@
-"""Makes the passwords and keys of the services of docker-compose.yml, a folder for each service and a file for each
-secret. Existing files are not changed.
+"""Creates the passwords and keys for the services of docker-compose.yml. Each service has a folder, and each secret a
+file. Existing files are not changed.
 
     python3 -m deploy.stack.secrets [FOLDER]      FOLDER: default secrets, where docker-compose.yml expects them
 
@@ -37,21 +37,21 @@ RANDOM_BYTES = 32
 
 COMMANDS = (
     *("EVAL", "EVALSHA", "GET", "GETRANGE", "SET", "DEL", "PTTL", "PEXPIRE", "LASTSAVE", "PING"),
-    *("TIME", "ZADD", "ZCARD", "ZINCRBY", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),  # for the quotas of keys
+    *("TIME", "ZADD", "ZCARD", "ZINCRBY", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),  # for the quotas of API keys
 )
 """The commands of Redis that Wane and its scripts use: docs/sessions.md lists them."""
 
 KEYS = "wane:*"
-"""The keys that Wane uses. It uses no channels."""
+"""The pattern of the Redis keys that Wane uses. Wane uses no channels."""
 
 
 def make(folder: Path) -> list[str]:
-    """Makes missing secrets and the files with their hashes. Returns the names of the new files."""
+    """Creates missing secrets and the files with their hashes. Returns the names of the new files."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     made: list[str] = []
 
     def keep(name: str, text: str) -> str:
-        """Writes the text to the file if it does not exist. Returns the file's content."""
+        """Writes the text to the file if the file does not exist. Returns the file's content."""
         file = folder / name
         if not file.exists():
             if file.parent != folder:
@@ -71,14 +71,14 @@ def make(folder: Path) -> list[str]:
 
 
 def redis_acl(wane: str, admin: str) -> str:
-    """Returns Redis's file of users, with the hashes of their passwords. Wane sends no user name, so it is
+    """Returns Redis's ACL file, with the hashes of the users' passwords. Wane sends no user name, so its user is
     `default`."""
     may = " ".join(f"+{command.lower()}" for command in COMMANDS)
     return f"user default on #{wane} ~{KEYS} resetchannels -@all {may}\nuser admin on #{admin} ~* &* +@all"
 
 
 def main() -> None:
-    """Makes missing secrets and prints their names."""
+    """Creates missing secrets and prints their names."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "secrets")
     print(f"{folder}: made {', '.join(make(folder)) or 'nothing: all files exist'}")
 

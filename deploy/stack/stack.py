@@ -1,4 +1,4 @@
-"""Runs all services of `docker-compose.yml` as processes of this machine, in a folder of their own."""
+"""Runs all services of `docker-compose.yml` as local processes with their own folder."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def run_here() -> list[Service]:
 
 
 class Stack:
-    """A context with every service running. A service starts after the services that it needs, and stops before them.
-
-    `folder`: for logs, volumes and secrets; missing secrets are made. `published` maps ports that the compose file
-    publishes to ports of this machine; by default every port is a free one. `variables`: additional variables, by
-    service. Unless `whole` is set, the servers need no API keys, and Prometheus is not run.
+    """Runs every service during the block. A service starts after the services that it depends on, and stops before
+    them. `folder` is for logs, volumes and secrets. Missing secrets are created. `published` maps ports that the
+    compose file publishes to local ports. By default, every local port is a free port. `variables` has additional
+    environment variables for each service. Unless `whole` is set, the servers require no API keys, and Prometheus does
+    not run.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """The address for clients."""
+        """The address for clients, which is HAProxy's."""
         return self.processes[ENTRANCE].url
 
     @property
@@ -85,13 +85,13 @@ class Stack:
 
     @property
     def administered_store(self) -> str:
-        """The address of the session store for its user `admin`, which has all permissions."""
+        """The address of the session store for the user `admin`, who has all permissions."""
         return self.store.replace(
             f"//:{self.secret(secrets.REDIS_PASSWORD)}", f"//admin:{self.secret(secrets.ADMIN_PASSWORD)}"
         )
 
     def secret(self, name: str) -> str:
-        """Returns a secret, by the name of its file."""
+        """Returns the secret in the file with this name."""
         return (self.secrets / name).read_text(encoding="utf-8").strip()
 
     @property
@@ -101,7 +101,7 @@ class Stack:
         return sorted(found, key=lambda process: process.name)
 
     def start(self) -> None:
-        """Starts all services, and waits until they are ready. Raises ProcessFailed."""
+        """Starts all services and waits until they are ready. Raises ProcessFailed."""
         self.logs.mkdir(parents=True, exist_ok=True)
         ready: set[str] = set()
         for process in self.processes.values():
@@ -113,8 +113,8 @@ class Stack:
             process.wait_ready()
 
     def stop(self) -> dict[str, int]:
-        """Stops all services, each before the services that it needs. Returns their exit codes, which are negative for
-        killed processes."""
+        """Stops all services, each before the services that it depends on. Returns the exit codes. A killed process has
+        a negative exit code."""
         codes: dict[str, int] = {}
         for process in reversed(list(self.processes.values())):
             for other in self.processes.values():
@@ -127,7 +127,7 @@ class Stack:
         return codes
 
     def tend(self) -> list[str]:
-        """Restarts services that have ended, as the compose file demands. Returns their names."""
+        """Restarts the services that have ended, as the compose file requires. Returns their names."""
         ended = [process for process in self.processes.values() if not process.running]
         for process in ended:
             process.start()
@@ -154,7 +154,7 @@ class Stack:
 
 
 def _addresses(services: list[Service], published: Mapping[int, int]) -> dict[tuple[str, int], int]:
-    """Returns a port of this machine for every port of a service."""
+    """Returns a local port for every port of a service."""
     wanted = [(service, port) for service in services for port in service.ports]
     with contextlib.ExitStack() as stack:
         found: dict[tuple[str, int], int] = {}

@@ -1,12 +1,13 @@
-"""Reads a request body before its deadline, limits its size, parses it strictly, and names the field at fault.
+"""Reads request bodies. Enforces their deadline and size limit, parses them strictly, and names the invalid field in
+errors.
 
-**Values are counted before the body is decoded.** A JSON decoder takes a second for four megabytes of empty lists, and
-it holds the interpreter the whole time, on any thread. Counting the values takes some milliseconds of numpy, which
-releases the interpreter to the event loop.
+**Values are counted before the body is decoded.** A JSON decoder takes a second for four megabytes of empty lists. It
+holds the interpreter lock the whole time, on any thread. Counting the values with numpy takes a few milliseconds and
+releases the lock, so the event loop can run.
 
-**Error messages are our own.** They name the field by its place and say what it must be. Places are written like those
-in the engine's messages, `steps[0].tokens[1]`. pydantic's places contain the names of a union's branches, and its
-messages use Python's terms.
+**Error messages are our own.** They name the field by its path and say what its value must be. The path has the
+notation of the engine's messages, such as `steps[0].tokens[1]`. pydantic's own paths contain the names of a union's
+branches, and pydantic's messages use Python's terms.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from wane.service.settings import Settings
 from wane.service.types import MAX_POSITION, SESSION_ID
 
 MOST_DIGITS = 1000
-"""Digits of one number in a large body. Decoding time grows with the square of the digits."""
+"""The largest number of digits of one number in a large body. Decoding time grows with the square of the number of
+digits."""
 
 QUOTE, BACKSLASH, COMMA, COLON, BRACKET, BRACE, ZERO = b'"\\,:[{0'
 
@@ -51,7 +53,7 @@ Mask = NDArray[np.bool_]
 
 
 class BodyLimits(NamedTuple):
-    """Limits on the values, fields, and objects and lists in a body."""
+    """The largest numbers of values, fields, objects and lists in a body."""
 
     values: int
     fields: int
@@ -59,9 +61,10 @@ class BodyLimits(NamedTuple):
 
 
 def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
-    """Returns the place where a body first exceeds a limit, and the limit. Returns None if it exceeds none.
+    """Returns the byte offset at which a body first exceeds a limit, and that limit. Returns None if the body exceeds
+    no limit.
 
-    The contents of strings do not count. Raises NotJson for a number that is too long.
+    The contents of strings do not count. Raises NotJson if a number has too many digits.
     """
     data = np.frombuffer(raw, np.uint8)
     outside = np.bitwise_xor.accumulate(_quotes(data).view(np.uint8)) == 0
@@ -79,18 +82,19 @@ def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
 
 
 def _quotes(data: NDArray[np.uint8]) -> Mask:
-    """Marks the quotes that begin or end strings: those after an even number of backslashes, or none."""
+    """Marks the quotes that begin or end strings: the quotes after an even number of backslashes (or no backslash)."""
     quotes: Mask = data == QUOTE
     backslashes: Mask = data == BACKSLASH
     if backslashes.any():
         ordinals = np.arange(1, len(data) + 1, dtype=np.int64)
-        run = ordinals - np.maximum.accumulate(ordinals * ~backslashes)  # backslashes in a row that end at each place
+        # The number of consecutive backslashes that end at each byte.
+        run = ordinals - np.maximum.accumulate(ordinals * ~backslashes)
         quotes[1:] &= run[:-1] & 1 == 0
     return quotes
 
 
 def _place_after(mask: Mask, count: int) -> int | None:
-    """Returns the place of the first value beyond the limit; None if the limit holds."""
+    """Returns the byte offset of the first value beyond the limit, or None if the body is within the limit."""
     return int(np.flatnonzero(mask)[count]) if np.count_nonzero(mask) > count else None
 
 
@@ -103,7 +107,7 @@ def _check_numbers(digits: Mask) -> None:
         raise NotJson(f"the body has a number of {runs[longest]} digits at byte {at}; at most {MOST_DIGITS} are read")
 
 
-# By pydantic's error types. If every branch of a union fails, the message lists what each branch accepts.
+# The keys are pydantic's error types. If every branch of a union fails, the message lists what each branch accepts.
 KINDS = {
     "bool_type": "true or false",
     "enum": "{expected}",
@@ -122,11 +126,12 @@ OTHERS = {
     "too_short": "holds {actual_length} values, but must hold at least {min_length}",
 }
 MENDABLE = frozenset({"missing", "too_short", "value_error"})
-"""Errors that pydantic may find in a partial body and not in the whole. `value_error`: a rule about several fields."""
+"""Errors that pydantic may report for a partial body although the complete body is valid. A `value_error` is a violated
+rule about several fields."""
 
 
 class BodyShape(NamedTuple):
-    """A body's field names, the fields that are bodies or lists of bodies, and the limits of lists."""
+    """The field names of a body, its fields that contain other bodies, and the length limits of its lists."""
 
     names: frozenset[str]
     bodies: Mapping[str, type[Body]]
@@ -136,7 +141,7 @@ class BodyShape(NamedTuple):
 
 @cache
 def shape(model: type[Body]) -> BodyShape:
-    """Returns the shape of a body."""
+    """Returns the shape of a body type. Computes it once for each type."""
     bodies: dict[str, type[Body]] = {}
     lists: dict[str, type[Body]] = {}
     for name, field in model.model_fields.items():
@@ -157,8 +162,9 @@ def _body_type(annotation: Any) -> type[Body] | None:
 
 
 def too_long_list(document: Mapping[str, Any], model: type[Body], settings: Settings, *, partial: bool = False) -> None:
-    """Raises TooLarge or InvalidRequest for the first list in `document` that exceeds its limit. The model would check
-    the list's items first, and there may be a million of them. `partial`: the list may continue beyond `document`."""
+    """Raises TooLarge or InvalidRequest for the first list in `document` that exceeds its limit. The pydantic model
+    would validate the list's items first, of which a body may have a million. With `partial`, `document` is the
+    beginning of a body, and its last list may be incomplete."""
     for name, at_most in shape(model).longest.items():
         found, most = document.get(name), at_most.value(settings)
         if not isinstance(found, list) or most is None or len(found) <= most:
@@ -170,9 +176,10 @@ def too_long_list(document: Mapping[str, Any], model: type[Body], settings: Sett
 
 
 def unknown_field(document: Mapping[str, Any], model: type[Body]) -> str | None:
-    """Returns the place of the first field of `document`, or of an object in it, that `model` does not have.
+    """Returns the path of the first unknown field in `document` or its nested objects. Unknown fields are those that
+    `model` does not define.
 
-    The model itself would build an error for every unknown field, and would report a misspelt required field as
+    The model itself would create an error for every unknown field, and would report a misspelt required field as
     missing.
     """
     names, bodies, lists, _ = shape(model)
@@ -194,18 +201,19 @@ def unknown_field(document: Mapping[str, Any], model: type[Body]) -> str | None:
 
 
 def _quoted(name: str) -> str:
-    """Returns a field name from a client: truncated if it is long, and quoted if it is not plain text."""
+    """Returns a client's field name for a message. Truncates a long name, and quotes a name that is not plain text."""
     plain = 0 < len(name) <= REPR_MAX_CHARACTERS and name.isprintable() and name == name.strip()
     return name if plain else truncate_repr(name)
 
 
 def invalid_request(error: ValidationError, model: type[Body]) -> InvalidRequest:
-    """Turns pydantic's errors for a body into one error that names the first field at fault."""
+    """Converts pydantic's errors for a body to one error that names the first invalid field."""
     return _first_failure(error.errors(include_url=False, include_input=False), model)
 
 
 def invalid_part(error: ValidationError, model: type[Body]) -> InvalidRequest | None:
-    """Like `invalid_request`, for a partial body. Returns None if the rest of the body may correct every error."""
+    """Converts pydantic's errors for a partial body like `invalid_request`. Returns None if the rest of the body may
+    correct every error."""
     found = error.errors(include_url=False, include_input=False)
     mendable = {one["loc"][:1] for one in found if one["type"] in MENDABLE}
     certain = [one for one in found if one["loc"][:1] not in mendable]
@@ -213,10 +221,10 @@ def invalid_part(error: ValidationError, model: type[Body]) -> InvalidRequest | 
 
 
 def _first_failure(found: Sequence[Any], model: type[Body]) -> InvalidRequest:
-    """Returns the error for the first field at fault, with its place."""
+    """Returns the error for the first invalid field, with the field's path."""
     same_field = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
     places = [_place(one["loc"], model) for one in same_field]
-    deepest = max(places, key=len)  # the branch of a union that matched furthest
+    deepest = max(places, key=len)  # the union branch whose error has the longest path
     here = [one for one, place in zip(same_field, places, strict=True) if place == deepest]
     field, complaint = "".join(deepest).removeprefix("."), _complaint(here)
     if field:
@@ -225,7 +233,7 @@ def _first_failure(found: Sequence[Any], model: type[Body]) -> InvalidRequest:
 
 
 def _place(loc: Sequence[int | str], model: type[Body]) -> tuple[str, ...]:
-    """Returns the place of an error in the body: `loc` without the names of branches."""
+    """Returns the path of an error in the body. It is pydantic's `loc` without the names of union branches."""
     place: list[str] = []
     body: type[Body] | None = model
     for part in loc:
@@ -238,7 +246,7 @@ def _place(loc: Sequence[int | str], model: type[Body]) -> tuple[str, ...]:
 
 
 def _complaint(found: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the description of the errors at one place, which follows the place's name."""
+    """Returns the description of the errors at one path. A message has the path first, then this description."""
     first = found[0]
     if first["type"] in KINDS:
         kinds = (KINDS[one["type"]].format_map(one.get("ctx", {})) for one in found if one["type"] in KINDS)
@@ -251,17 +259,19 @@ def _complaint(found: Sequence[Mapping[str, Any]]) -> str:
 B = TypeVar("B", bound=Body)
 
 LARGE_BYTES = 1 << 15
-"""Longer bodies are decoded on the decoder's thread. A shorter one takes a few milliseconds at most."""
+"""A body of more bytes than this is decoded on the decoder's thread. Decoding a smaller body takes at most a few
+milliseconds."""
 
 MOST_FIELDS = 16
-"""An upper bound of the fields of one object in a body, and of their values other than token ids."""
+"""An upper bound on the number of fields of one object in a body, and on the number of their values other than token
+ids."""
 
 
 class Decoder:
-    """Decodes bodies and WebSocket messages: large ones on its own thread, one at a time.
+    """Decodes bodies and WebSocket messages. A separate thread decodes large bodies, one at a time.
 
-    Decoding holds the interpreter, on any thread. So a large body is decoded only up to the limits of a request, and
-    never while another one is decoded. The thread ends with the decoder.
+    Decoding holds the interpreter lock on any thread. Therefore, the decoder decodes a large body only up to the limits
+    of a request, and never two large bodies at the same time. The thread ends when the decoder closes.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -290,14 +300,14 @@ class Decoder:
         raise TooLarge(f"the body holds more than {most}: {limit}")
 
     def decode_now(self, raw: bytes | str, model: type[B]) -> B:
-        """Like `decode`, on this thread. Raises NotJson, InvalidRequest, TooLarge."""
+        """Decodes JSON as `model` on the calling thread. Raises NotJson, InvalidRequest, TooLarge."""
         document = parsed(raw)
         if isinstance(document, dict):
             too_long_list(document, model, self._settings)
         return valid(document, model)
 
     def _check_part(self, raw: bytes, model: type[Body]) -> None:
-        """Raises the first error in the beginning of a body that the rest cannot correct."""
+        """Validates the beginning of a body. Raises the first error that the rest of the body cannot correct."""
         document = parsed(raw, partial=True)
         if isinstance(document, dict):
             too_long_list(document, model, self._settings, partial=True)
@@ -312,7 +322,7 @@ class Decoder:
 
 
 async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
-    """Decodes the body as `model`. An empty body is read as `empty`.
+    """Reads and decodes the body as `model`. Decodes `empty` instead of an empty body.
 
     Raises NotJson, InvalidRequest, TooLarge, BodyTimeout, DeadlineExceeded, Abandoned.
     """
@@ -326,7 +336,8 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
 
 
 async def read(request: Request) -> bytes:
-    """Reads the whole body, for most requests one message. Raises BodyTimeout, DeadlineExceeded, Abandoned."""
+    """Reads the whole body, which arrives in one ASGI message for most requests. Raises BodyTimeout, DeadlineExceeded,
+    Abandoned."""
     here = context(request.scope)
     deadline = here.deadline
     if deadline is not None and here.body_timeout_s < here.timeout_s:
@@ -349,14 +360,14 @@ async def read(request: Request) -> bytes:
 
 
 ONE_TOKEN = StreamBody(tokens=[0])
-"""The options of a step with one token and no other field: see `only_token`."""
+"""The options of a step that `only_token` recognises."""
 
-SHORT = 64  # bytes: longer steps have more than one token, or another field
+SHORT = 64  # in bytes; a longer message has several tokens or another field
 
 
 def only_token(raw: bytes | str | None) -> int | None:
-    """Returns the token of a step with one token and no other field, without a pydantic model: most steps are such.
-    Returns None for any other step, valid or not."""
+    """Returns the token of a step with one token and no other field. Returns None for any other step, valid or invalid.
+    Most steps have this form, and this function is faster than a pydantic model."""
     if raw is None or len(raw) > SHORT:
         return None
     try:
@@ -381,9 +392,9 @@ PLAIN_STEP = frozenset({"session", "tokens", "expected_position"})
 
 
 def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
-    """Returns the steps of a call, and whether it asks for columns, without a pydantic model: most calls are such.
-    Returns None for any other body, valid or not: of more than `most` steps, with a step that is not plain, or with two
-    steps of one session."""
+    """Returns the plain steps of a call, and whether the call requests columns. Returns None for a body with more than
+    `most` steps, with another kind of step, or with two steps of one session. Returns None for an invalid body, too.
+    Most calls have only plain steps, and this function is faster than a pydantic model."""
     try:
         document = orjson.loads(raw)
     except ValueError:
@@ -411,7 +422,7 @@ def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
 
 
 def parsed(raw: bytes | str, *, partial: bool = False) -> Any:
-    """Parses JSON. `partial`: it may be incomplete. Raises NotJson."""
+    """Parses JSON. With `partial`, the JSON may be incomplete. Raises NotJson."""
     try:
         return from_json(raw, allow_partial=partial, cache_strings="keys")
     except ValueError as error:
@@ -435,8 +446,8 @@ def valid(document: Any, model: type[B]) -> B:
 async def tokens_of(
     engine: Engine, given: str | list[int], deadline: float | None, *, document: bool = False
 ) -> tuple[int, ...]:
-    """Returns the token ids of text, or the given ids. A `document` is only scored, and may be longer.
-    Raises TooLarge, DeadlineExceeded, and InvalidRequest for a text without tokens."""
+    """Returns the token ids of a text, or the given token ids. A `document` is an input for scoring, which has a larger
+    limit. Raises TooLarge, DeadlineExceeded, and InvalidRequest for a text without tokens."""
     if isinstance(given, list):
         return tuple(given)
     tokens = await engine.encode(given, deadline, document=document)
@@ -446,8 +457,8 @@ async def tokens_of(
 
 
 def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[str, Any]:
-    """Returns the OpenAPI description of headers, each with a text and a JSON schema. The route reads the headers
-    itself, which is cheaper than the framework's parameters."""
+    """Returns the OpenAPI description of headers, with a text and a JSON schema for each. A route that reads the
+    headers itself is faster than a route with the framework's header parameters."""
     return {
         "parameters": [
             {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string", **form}}
@@ -457,7 +468,7 @@ def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[s
 
 
 def json_body(model: type[Body], *, required: bool = True) -> dict[str, Any]:
-    """Returns the OpenAPI description of a route that decodes `model`, with the model's examples."""
+    """Returns the OpenAPI description of the body of a route that decodes `model`, with the model's examples."""
     examples = {f"example {number}": {"value": value} for number, value in enumerate(model.examples, 1)}
     content = {"application/json": {"schema": model.model_json_schema(), "examples": examples}}
     return {"requestBody": {"required": required, "content": content}}

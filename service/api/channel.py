@@ -1,7 +1,7 @@
-"""The messages of a WebSocket, for its route.
+"""Sends and receives the messages of a WebSocket.
 
-Every ASGI message passes all layers of the framework twice. If the server's own protocol runs the WebSocket
-(`service/net/websocket_protocol.py`), that protocol is the channel.
+Through the framework, every ASGI message passes all layers twice. If the server's own protocol
+(`service/net/websocket_protocol.py`) handles the WebSocket, the route uses that protocol directly as its channel.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ class Channel(Protocol):
     """An accepted WebSocket."""
 
     async def receive(self) -> Message:
-        """Returns the next message: `websocket.receive`, or finally `websocket.disconnect`."""
+        """Returns the next ASGI message. It is a `websocket.receive`, or a `websocket.disconnect` as the last
+        message."""
         ...
 
     async def send_text(self, text: bytes) -> None:
-        """Sends a text, after the client has read enough of the earlier ones. Raises ClientDisconnected."""
+        """Sends a text message. Waits first until the client has read enough of the earlier messages. Raises
+        ClientDisconnected."""
         ...
 
     async def send_close(self, code: int, reason: str) -> None:
@@ -38,13 +40,14 @@ class Channel(Protocol):
 
 
 def channel_of(socket: WebSocket) -> Channel:
-    """Returns the server's own protocol, if it runs the WebSocket; else a channel through the framework."""
+    """Returns the server's own protocol if it handles the WebSocket. Otherwise returns a channel through the
+    framework."""
     native: Channel | None = socket.scope.get(CHANNEL)
     return AsgiChannel(socket) if native is None else native
 
 
 class AsgiChannel:
-    """A channel for any ASGI server."""
+    """A channel that works with any ASGI server."""
 
     def __init__(self, socket: WebSocket) -> None:
         self._socket = socket

@@ -1,4 +1,5 @@
-"""Accessors that routes use besides the request: the engine, the session's key, the deadline."""
+"""Accessors for the objects that a route needs for a request, such as the engine, the session's key and the
+deadline."""
 
 from __future__ import annotations
 
@@ -23,29 +24,32 @@ def deadline(request: HTTPConnection) -> float | None:
 
 
 def header(request: HTTPConnection, name: str) -> str | None:
-    """Returns a header's value, by its lower-case name."""
+    """Returns the value of the header with this lower-case name."""
     return context(request.scope).header(name)
 
 
 def owner(request: HTTPConnection) -> Owner:
-    """Returns the owner of the request's key."""
+    """Returns the owner of the request's API key."""
     return context(request.scope).owner
 
 
 def session_key(request: HTTPConnection, session: str) -> str:
-    """Returns a session's key in the engine: owner and id. Raises InvalidRequest for an invalid id."""
+    """Returns a session's key in the engine, which consists of the owner and the id. Raises InvalidRequest for an
+    invalid id."""
     return name_within(context(request.scope).owner.name, session)
 
 
 def charge(request: HTTPConnection, requests: int) -> None:
-    """Counts a call as `requests` requests: the middleware already counted one. Raises RateLimited, Unauthorized."""
+    """Charges the API key for a call of `requests` requests. The middleware has already charged one of them. Raises
+    RateLimited, Unauthorized."""
     principal = context(request.scope).principal
     if principal is not None and requests > 1:
         principal.charge(requests - 1, before=1)
 
 
 async def model_engine(request: Request, name: str | None = None) -> Engine:
-    """Returns a model's engine, or the default engine, and adds it to the access log. Waits while the model loads.
+    """Returns the engine of a model, or the default engine. Adds the model to the request's access log line. Waits
+    while the model loads.
 
     Raises UnknownModel, Unavailable, DeadlineExceeded, Abandoned.
     """
@@ -59,7 +63,8 @@ async def model_engine(request: Request, name: str | None = None) -> Engine:
 
 
 async def session_engine(request: Request, session: str, model: str | None = None) -> Engine:
-    """Returns a session's engine, and adds it to the access log. See `ModelRegistry.engine_for`."""
+    """Returns a session's engine, and adds the model to the request's access log line. See
+    `ModelRegistry.engine_for`."""
     models = registry(request)
     if models.status == "loading":
         with until_hangup(request):
@@ -71,5 +76,5 @@ async def session_engine(request: Request, session: str, model: str | None = Non
 
 
 def note_model(request: HTTPConnection, engine: Engine) -> None:
-    """Adds the model to the request's line in the access log."""
+    """Adds the model to the request's access log line."""
     context(request.scope).fields["model"] = engine.name

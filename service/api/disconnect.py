@@ -23,10 +23,10 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
         with until_hangup(request):
             answer = await engine.step(...)
 
-    The request's body must have been read already: after it, the only message from the server is `http.disconnect`. A
-    WebSocket's client may send more messages while it waits for an answer. They are put into `early`; when `early` is
-    full, no more are read. The engine finishes work that entered a batch before the disconnection, and can replay it.
-    Does nothing for a dispatched request, because the dispatcher notices the disconnection.
+    Call this after the request's body was read. The only ASGI message after the body is `http.disconnect`. A WebSocket
+    client may send more messages while it waits for an answer. These messages are appended to `early`. No more messages
+    are read while `early` is full. Work that entered a batch before the disconnection is finished, and the engine can
+    replay its answer. Does nothing for a dispatched request, because the dispatcher detects the disconnection.
     """
 
     __slots__ = ("_client", "_early", "_interrupt", "_timer", "_watcher")

@@ -1,10 +1,11 @@
-"""Calls the most frequent routes without the framework.
+"""Calls the endpoints of the most frequent routes without the framework.
 
-The framework's routing costs several times the endpoint's own work. The `Dispatcher` finds a few endpoints by their
-method and path. It calls them like the framework does, with the request and the path's parameters:
+The framework's routing takes several times as long as the endpoint itself. The `Dispatcher` finds these endpoints by
+method and path. It calls them as the framework does, with the request and the path's parameters:
 
-- The HTTP protocol calls `dispatch` for a request that arrived whole. The endpoint runs at once, in an `EagerTask`.
-- For all others the dispatcher is an ASGI application, behind the same middleware as the framework.
+- The HTTP protocol calls `dispatch` for a request whose whole body arrived with its head. The endpoint starts
+immediately, in an `EagerTask`.
+- For all other requests, the dispatcher is an ASGI application behind the same middleware as the framework.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ Endpoint = Callable[..., Awaitable[Response]]
 
 
 class Dispatcher:
-    """Finds and calls the endpoints of some routes."""
+    """Matches requests to some routes, and calls their endpoints."""
 
     def __init__(
         self, app: ASGIApp, policy: RequestPolicy, routes: Iterable[BaseRoute], endpoints: frozenset[Endpoint]
     ) -> None:
-        """`app` is the application of the `routes`; `endpoints` are those that the dispatcher calls."""
+        """`app` is the application of the `routes`. `endpoints` are the endpoint functions that the dispatcher
+        calls."""
         self._app = app
         self._policy = policy
         found = [route for route in routes if isinstance(route, Route) and route.endpoint in endpoints]
@@ -41,7 +43,7 @@ class Dispatcher:
         """The longest body that `dispatch` accepts."""
 
     def matches(self, scope: Scope) -> bool:
-        """Whether a request is for one of the routes. Stores the route in the request's scope."""
+        """Returns whether a request matches one of the routes. Stores the route in the request's scope."""
         if scope["type"] != "http" or scope["method"] != "POST":
             return False
         path = scope["path"]
@@ -57,7 +59,7 @@ class Dispatcher:
         return False
 
     def dispatch(self, scope: Scope, body: bytes, sink: ResponseSink) -> HttpExchange:
-        """Starts a matching request that arrived whole."""
+        """Starts the endpoint of a matching request whose whole body has arrived."""
         scope["app"] = self._app
         scope[WHOLE_BODY] = body
         exchange = HttpExchange(self._policy, scope)
@@ -65,7 +67,7 @@ class Dispatcher:
         return exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a matching request. Call it behind the middleware."""
+        """Answers a matching request as an ASGI application. It must run behind the middleware."""
         scope["app"] = self._app
         request = Request(scope, receive, send)
         body = await read(request)

@@ -1,7 +1,7 @@
-"""The pages `/` and `/docs`: plain HTML, without scripts and without resources of other sites.
+"""Renders the pages `/` and `/docs` as plain HTML, without scripts and without resources from other sites.
 
 `/docs` shows every route of the OpenAPI description with its parameters, the fields of its body and of its answer, and
-its examples as curl commands, and the messages of the WebSocket route, which OpenAPI does not describe.
+its examples as curl commands. `/docs` also shows the messages of the WebSocket route, which OpenAPI cannot describe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
 }
-"""Browsers load nothing from other sites, run no scripts, and show the page in no frame."""
+"""Response headers with which browsers load nothing from other sites, run no scripts, and never show the page in a
+frame."""
 
 STYLE = """
 body { font: 16px/1.5 sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; color: #1c2733 }
@@ -40,33 +41,33 @@ PAGE = """<!doctype html>
 </html>
 """
 FIRST = """<h1>Wane</h1>
-<p>Wane serves recurrent next-token and next-event models. It answers from a session's state or from the last k tokens,
-and says how far the two can be apart.</p>
+<p>Wane serves recurrent next-token and next-event models. A prediction is computed from a
+session's state or from the last k tokens. The answer says how far the two predictions can be apart.</p>
 <ul><li><a href="docs">Routes, fields and examples</a> (<a href="openapi.json">OpenAPI</a>)</li>
 <li><a href="v1/models">Models</a></li><li><a href="v1/report">Report: latency and agreement</a></li>
 <li><a href="metrics">Metrics for Prometheus</a></li></ul>"""
 MOST_LIMIT = 1e15
-"""Larger limits are those of 64-bit integers, and are not shown."""
+"""The largest limit that the page shows. Larger limits only mean that the field is a 64-bit integer."""
 MOST_DEPTH = 3
-"""Objects inside objects that a table of fields shows."""
+"""The number of nesting levels of objects that a table of fields shows."""
 
 STREAM = "/v1/sessions/{session}/stream"
 CLOSES = (
     (1002, "a frame is malformed"),
     (1007, "a text is not UTF-8"),
-    (1008, "the key is missing, wrong or revoked; a message came too slowly or in too many frames"),
-    (1009, "the message is longer than a body may be"),
-    (1011, "unexpected failure; the log has it under the request id"),
+    (1008, "the key is missing, wrong or revoked, or a message came too slowly or in too many frames"),
+    (1009, "the message exceeds the largest body size"),
+    (1011, "unexpected failure; the server's log has the error under the request id"),
     (1012, "the server is loading or stopping: connect again"),
-    (1013, "over the key's rate, or the server receives too much: connect again later"),
+    (1013, "the key exceeded its rate limit, or the server receives too many bytes: connect again later"),
     (4404, "the session does not exist"),
-    (4409, "the session is at another position than the message says, or the idempotency key was used before"),
+    (4409, "the session is not at the message's position, or the idempotency key was used for another step"),
 )
 """Close codes of the WebSocket route."""
 
 Schema = Mapping[str, Any]
 Member = tuple[str, Schema, bool]
-"""The dotted name of a field, its schema, and whether it is required."""
+"""The dotted name of a field, the field's schema, and whether the field is required."""
 
 
 def first_page() -> str:
@@ -111,12 +112,13 @@ def _operation(path: str, method: str, operation: Schema, components: Schema) ->
 
 
 def _stream(components: Schema) -> Iterator[str]:
-    """The WebSocket route, whose messages are bodies of steps and whose answers are those of steps."""
+    """Renders the WebSocket route. Its messages have the fields of a step's body, and its answers the fields of a
+    step's answer."""
     schema = StreamBody.model_json_schema()
     yield f"<details><summary><b>WS</b> <code>{STREAM}</code></summary>"
-    yield "<p>One message is one step or one rewind, and is answered in order. A failed message is answered with "
-    yield '<code>{"error": ...}</code>, a problem document; the socket stays open unless a close code below says why '
-    yield "it does not.</p><h4>Message</h4>"
+    yield "<p>Each message is one step or one rewind. Messages are answered in order. A failed message gets the answer "
+    yield '<code>{"error": ...}</code>, a problem document. The socket stays open, unless the failure has one of '
+    yield "the close codes below.</p><h4>Message</h4>"
     yield from _fields(schema, schema.get("$defs", {}))
     messages = "\n".join(json.dumps(example) for example in StreamBody.examples)
     yield f"<pre>{escape(messages)}</pre><h4>Answer</h4>"
@@ -134,14 +136,14 @@ def _curl(path: str, method: str, body: object) -> str:
 
 
 def _fields(schema: Schema, components: Schema) -> Iterator[str]:
-    """A table of the members of an object, and of the objects in it."""
+    """Renders a table of an object's members, including the members of nested objects."""
     yield from _table(list(_members(schema, components)), components)
 
 
 def _members(
     schema: Schema, components: Schema, prefix: str = "", depth: int = 1
 ) -> Iterator[tuple[str, Schema, bool]]:
-    """The fields of an object, and of the objects in it."""
+    """Yields the fields of an object, including the fields of nested objects."""
     found = _resolved(schema, components)
     for option in found.get("anyOf", ()):
         if option.get("type") != "null":
@@ -155,7 +157,7 @@ def _members(
 
 
 def _inner(schema: Schema, components: Schema) -> tuple[Schema, str]:
-    """The object that a member is, or a list of which it is, and what its name is followed by."""
+    """Returns the object schema of a member or of its list items, and the suffix of the member's name."""
     for option in schema.get("anyOf", (schema,)):
         found = _resolved(option, components)
         if found.get("type") == "array" and isinstance(found.get("items"), dict):
@@ -178,7 +180,7 @@ def _table(rows: Sequence[Member], components: Schema) -> Iterator[str]:
 
 
 def _kinds(schema: Schema, components: Schema) -> Iterator[str]:
-    """Names of the types that a value may have."""
+    """Returns the names of a value's possible types."""
     found = _resolved(schema, components)
     if "enum" in found:
         yield " | ".join(json.dumps(value) for value in found["enum"])
@@ -194,7 +196,7 @@ def _kinds(schema: Schema, components: Schema) -> Iterator[str]:
 
 
 def _meaning(schema: Schema) -> str:
-    """The description, the default and the limits of a value."""
+    """Returns a text with the description, the default and the limits of a value."""
     limits = {
         "minimum": "from {}",
         "exclusiveMinimum": "above {}",
@@ -218,7 +220,7 @@ def _meaning(schema: Schema) -> str:
 
 
 def _resolved(schema: Schema, components: Schema) -> Schema:
-    """The schema that a reference names."""
+    """Returns the schema that a reference points to."""
     while "$ref" in schema:
         schema = components.get(schema["$ref"].rpartition("/")[2], {})
     return schema

@@ -1,4 +1,4 @@
-"""Encodes results as JSON. Fields are those of `service/types.py`; `reply` makes the response."""
+"""Encodes results as JSON objects, with the fields of `service/types.py`. `reply` makes the response."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from wane.service.types import (
 )
 
 VALUES_AT_ONCE = 16_384
-"""Values of a long list that are encoded in one turn of the event loop. The encoder holds the interpreter, so a thread
-would block the loop just as long."""
+"""The number of values of a long list that are encoded in one turn of the event loop. The encoder holds the interpreter
+lock, so encoding on another thread would block the event loop for the same time."""
 
 CONTENT_TYPE = (b"content-type", b"application/json")
 
 
 class Reply(Response):
-    """A JSON response. Starlette's `Response` takes any content with any encoding, and does twice the work."""
+    """A JSON response. Starlette's `Response` takes twice as long, because it accepts any content and encoding."""
 
     def __init__(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """`body` is JSON."""
+        """`body` is encoded JSON."""
         self.status_code = status
         self.background = None
         self.body = body
@@ -52,12 +52,13 @@ class Reply(Response):
 
 
 def json_bytes(value: object) -> bytes:
-    """Encodes a result, a document, or a value of one as JSON. Every number must be finite: JSON has no others."""
+    """Encodes a result, a document, or a value in a document as JSON. Every number must be finite, because JSON has no
+    NaN and no infinity."""
     return orjson.dumps(value, default=_plain, option=orjson.OPT_PASSTHROUGH_DATACLASS)
 
 
 def _plain(value: object) -> object:
-    """Converts values that orjson cannot encode, or would not encode like the fields in `service/types.py`."""
+    """Converts a value that orjson cannot encode, or would not encode as the fields in `service/types.py` require."""
     if isinstance(value, Prediction):
         return prediction(value)
     if isinstance(value, Latency):
@@ -68,13 +69,14 @@ def _plain(value: object) -> object:
 
 
 def members(result: Any) -> dict[str, object]:
-    """Returns the members of a result's JSON object: its fields, except those that have their default of None."""
+    """Returns the members of a result's JSON object. Omits a field if its default is None and its value is None."""
     named = ((field, getattr(result, field.name)) for field in fields(result))
     return {field.name: value for field, value in named if value is not None or field.default is not None}
 
 
 async def encode_long(document: Mapping[str, object]) -> bytes:
-    """Returns the bytes of `json_bytes` for a document with long lists. Other work runs between pieces of a list."""
+    """Returns the same bytes as `json_bytes`, for a document with long lists. Lets the event loop run other work
+    between the pieces of a list."""
     parts: list[bytes] = []
     for name, value in document.items():
         parts += (b"," if parts else b"{", json_bytes(name), b":")
@@ -91,7 +93,7 @@ async def encode_long(document: Mapping[str, object]) -> bytes:
 
 
 MADE_AT_ONCE = 32
-"""Answers of one request that are converted to documents in one turn of the event loop."""
+"""The number of answers of one request that are converted to documents in one turn of the event loop."""
 
 
 def reply(document: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -100,7 +102,7 @@ def reply(document: object, status: int = 200, headers: Mapping[str, str] | None
 
 
 async def long_reply(result: object) -> Response:
-    """Returns a result with long lists as a response, encoded in several turns of the event loop."""
+    """Returns a result with long lists as a response. Encodes it in several turns of the event loop."""
     return Reply(await encode_long(members(result)))
 
 
@@ -158,7 +160,8 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
 
 
 def _step(engine: Engine, results: StepResults, row: int) -> AnswerDocument:
-    """Like `answer`, for a row of columns."""
+    """Returns the document of one step, like `answer`. Reads the step's values from row `row` of the batch's
+    results."""
     vocabulary, most = results.vocabulary, results.top_k[row]
     texts, ids, bound = vocabulary.texts, results.ids[row][:most], results.bounds[row]
     found: list[PredictionDocument] = [
@@ -195,7 +198,7 @@ def _step(engine: Engine, results: StepResults, row: int) -> AnswerDocument:
 
 
 StepResult = tuple[Engine, Answer] | Exception
-"""The engine and its answer, or the exception that replaces them."""
+"""The engine and its answer, or the exception of a failed step."""
 
 COLUMNS = (
     "mode",
@@ -209,7 +212,7 @@ COLUMNS = (
     "top1_proved",
     "cache_tokens",
 )
-"""Columns of many steps. Each has the name of an answer's field."""
+"""Columns of the answers to many steps. Each column has the name of a field of `Answer`."""
 
 LATENCY = ("queue_ms", "compute_ms", "total_ms")
 
@@ -217,7 +220,8 @@ LATENCY = ("queue_ms", "compute_ms", "total_ms")
 def step_columns(
     sessions: Sequence[str], results: Sequence[StepResult], failure: Callable[[Exception], dict[str, object]]
 ) -> StepColumnsDocument:
-    """Returns many answers as one list for each field. `failure` makes a problem document."""
+    """Returns the answers to many steps as one list for each field. `failure` converts an exception to a problem
+    document."""
     given = [None if isinstance(result, Exception) else result[1] for result in results]
     columns: dict[str, object] = {
         name: [None if one is None else getattr(one, name) for one in given] for name in COLUMNS

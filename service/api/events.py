@@ -23,13 +23,13 @@ EVENTS: dict[type, str] = {
     ScoredTokens: "tokens",
     ScoreSummary: "finish",
 }
-"""The event of each type of result. A failure is `error`."""
+"""The name of the event for each type of result. The event of a failure is `error`."""
 
 DESCRIPTION: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 class EventStream(StreamingResponse):
-    """A response that streams results. It closes their stream as soon as the client disconnects."""
+    """A response that streams results. It closes the stream of results as soon as the client disconnects."""
 
     def __init__(self, request: Request, results: Stream[Any]) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -48,12 +48,12 @@ class EventStream(StreamingResponse):
                 if isinstance(result, Finish):
                     note_answer(request.scope, result)
                 yield event(EVENTS[type(result)], result)
-        except Exception as error:  # the response has begun, so a failure must be sent in it
+        except Exception as error:  # the status is already sent, so a failure must be an event
             document = failure_document(request.scope, error)
             context(request.scope).fields["error"] = document["code"]
             yield event("error", document)
 
 
 def event(name: str, result: object) -> bytes:
-    """Returns one server-sent event. JSON contains no raw line break, so one `data:` line is enough."""
+    """Returns one server-sent event. Its data is one `data:` line, because JSON has no raw line breaks."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), json_bytes(result))

@@ -1,11 +1,12 @@
-"""One HTTP request, from its head to its response, for every way that it may arrive.
+"""Handles one HTTP request from its head to its response, for every path that a request can take through the server.
 
-In:   its id (x-request-id, traceparent), its path (404), its key (401, 403, 429), its deadline (x-request-timeout-ms).
-Out:  x-request-id and security headers, a problem document for an exception, the metrics, the trace, and one line in
-      the access log.
+Before the endpoint, an exchange reads the request id (x-request-id, traceparent), checks the path (404) and the API key
+(401, 403, 429), and sets the deadline (x-request-timeout-ms).
+After the endpoint, it adds x-request-id and security headers, converts an exception to a problem document, updates the
+metrics, ends the span, and writes one line to the access log.
 
-A response is written by one of three sinks: ASGI's `send` (`middleware.py`), the HTTP protocol in one write
-(`dispatch.py`), or a frame of a WebSocket (`routes/stream.py`).
+One of three sinks sends the response: ASGI's `send` (`middleware.py`), a single write of the HTTP protocol
+(`dispatch.py`), or a WebSocket frame (`routes/stream.py`).
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from wane.service.registry.swap import Epochs
 from wane.service.types import ANYBODY, Answer, Finish, Owner
 
 Envelope = Callable[[Scope, Exception], Response]
-"""Turns an exception into a response of the protocol of the request's path."""
+"""Converts an exception to a response in the format of the request path's protocol."""
 
-METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})  # all others share one label
+# All other methods share one metric label.
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 TIMEOUT_HEADER = "x-request-timeout-ms"
@@ -49,8 +51,9 @@ WHOLE_BODY = "wane.body"
 """The key of a scope that holds the body, if the body was read before the endpoint was called."""
 
 HUNG_UP = 499  # the status of a request whose client disconnected before a response began
-LOGGED_CHARACTERS = 256  # of a path: our routes' paths are shorter
-# Not for POST: browsers do not store the response to a POST, nor load it as a script, a style or an image.
+LOGGED_CHARACTERS = 256  # of the path; every route's path is shorter
+# These are not sent with the response to a POST. Browsers do not cache such a response, and do not load it as a script,
+# a style or an image.
 SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
 
 
@@ -58,10 +61,10 @@ SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", 
 class RequestContext:
     """The server's data about one request, except its body.
 
-    `parent` is the client's span, `trace_id` names the trace. `headers`: the first of each lower-case name.
-    `timeout_s` limits the time to an answer, of a WebSocket to each answer. `body_timeout_s` limits the time to receive
-    a body. `deadline` is in seconds on the event loop's clock. `fields` is what a route adds to the access log.
-    `principal` has the request's key, if keys are set. `owner` owns the request's sessions.
+    `parent` is the client's span. `headers` has the first value of each header, by lower-case name. `timeout_s` limits
+    the time to the answer, or to each answer of a WebSocket. `body_timeout_s` limits the time to receive a body.
+    `deadline` is in seconds on the event loop's clock. `fields` are the fields that a route adds to the access log
+    line. `principal` has the request's API key, if the server has keys. `owner` owns the request's sessions.
     """
 
     request_id: str
@@ -77,7 +80,7 @@ class RequestContext:
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:
-        """Reads the headers. The request id is the client's `x-request-id`, else the trace's id, else a new one."""
+        """Reads the headers. The request id is the client's `x-request-id`, else the trace id, else a new id."""
         headers = dict(reversed(scope["headers"]))
         parent: Parent | None = None
         trace_id: str | None = None
@@ -95,7 +98,7 @@ class RequestContext:
         return b"x-request-id", self.request_id.encode()
 
     def header(self, name: str) -> str | None:
-        """Returns the value of the first header of this lower-case name."""
+        """Returns the value of the first header with this lower-case name."""
         value = self.headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
@@ -113,7 +116,7 @@ def registry(request: HTTPConnection) -> ModelRegistry:
 
 
 def note_answer(scope: Scope, given: Answer | Finish) -> None:
-    """Adds an answer's mode, state and latency to the request's access log line and span."""
+    """Adds an answer's mode, state and latency to the fields of the request's access log line and span."""
     if not ACCESS.isEnabledFor(INFO) and CURRENT.get() is None:
         return
     context(scope).fields.update(
@@ -129,8 +132,8 @@ def note_answer(scope: Scope, given: Answer | Finish) -> None:
 class RequestPolicy:
     """Settings and services that every request of an application shares.
 
-    `request_timeout_ms` is the default timeout. A client may shorten it, but not lengthen it.
-    `epochs` count HTTP requests and WebSocket messages in flight. `max_body_bytes` is the longest body.
+    `request_timeout_ms` is the default timeout. A client may request a shorter timeout, but not a longer one. `epochs`
+    counts the HTTP requests and WebSocket messages in flight. `max_body_bytes` is the largest accepted size of a body.
     """
 
     envelope: Envelope
@@ -143,9 +146,9 @@ class RequestPolicy:
     tracing: Tracing | None = None
 
     def timeout_s(self, here: RequestContext) -> float:
-        """Returns the request's timeout. Raises InvalidRequest for a timeout that is not a number."""
+        """Returns the request's timeout. Raises InvalidRequest if the header's value is not a positive integer."""
         given = here.headers.get(TIMEOUT_HEADER_BYTES)
-        if given is None:  # the usual case
+        if given is None:  # most requests
             return self.request_timeout_ms / 1000
         asked = given.decode("latin-1")
         if not re.fullmatch(TIMEOUT, asked):
@@ -156,7 +159,7 @@ class RequestPolicy:
         return min(int(asked), self.request_timeout_ms) / 1000
 
     def authenticate(self, scope: Scope, here: RequestContext) -> None:
-        """Checks the path and the key. Raises NotFound, Unauthorized, Forbidden, RateLimited."""
+        """Checks the path and the API key. Raises NotFound, Unauthorized, Forbidden, RateLimited."""
         if not scope["path"].isprintable():
             refuse_control(scope["path"])
         principal = None if self.guard is None else self.guard.identify(scope, here.headers)
@@ -168,17 +171,18 @@ class RequestPolicy:
 
 
 class ResponseSink(Protocol):
-    """Writes the response to one request."""
+    """Sends the response to one request."""
 
     def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        """Writes the whole response, once. Writes nothing if the client has disconnected."""
+        """Sends the whole response. Is called once. Sends nothing if the client has disconnected."""
         ...
 
 
 class Exchange:
     """One HTTP request, or one message of a WebSocket. It counts as in flight until `finish`.
 
-    `context`: of the request, or of the request that opened the WebSocket. `traced`: its span, if it is sampled.
+    `context` belongs to the request, or to the request that opened the WebSocket. `traced` is the span, or None if the
+    trace is not sampled.
     """
 
     __slots__ = ("_epoch", "_started_s", "context", "policy", "scope", "traced")
@@ -195,7 +199,7 @@ class Exchange:
             self.traced = policy.tracing.begin(here.parent, states, self._started_s)
 
     def _end(self, status: int, error: object | None) -> float:
-        """Ends the span and the time in flight; `error`: the code of the failure. Returns the seconds that it took."""
+        """Ends the span, and leaves the epoch. `error` is the code of the failure. Returns the duration in seconds."""
         self._epoch.leave()
         ended_s = time.perf_counter()
         if error is not None:
@@ -205,9 +209,9 @@ class Exchange:
         return ended_s - self._started_s
 
     def _end_span(self, traced: Traced, status: int, error: object | None, ended_s: float) -> None:
-        """Gives the span the fields of the access log."""
+        """Ends the span with the fields of the access log line as its attributes."""
         scope, here = self.scope, self.context
-        method = scope.get("method", "WS")  # of a message
+        method = scope.get("method", "WS")  # a WebSocket message has no method
         attributes = {
             "http.request.method": scope.get("method"),
             "http.route": route(scope),
@@ -225,7 +229,7 @@ class Exchange:
 
 
 class MessageExchange(Exchange):
-    """One message of a WebSocket; its sink is a frame (`routes/stream.py`)."""
+    """One message of a WebSocket. Its answer is one frame (`routes/stream.py`)."""
 
     __slots__ = ("deadline",)
 
@@ -234,14 +238,15 @@ class MessageExchange(Exchange):
         self.deadline = math.inf
 
     def admit(self) -> None:
-        """Charges the key, and sets the deadline. Raises RateLimited, Unauthorized."""
+        """Charges the API key for the message, and sets the deadline. Raises RateLimited, Unauthorized."""
         here = self.context
         if here.principal is not None:
             here.principal.charge(1)
         self.deadline = asyncio.get_running_loop().time() + here.timeout_s
 
     def finish(self, status: int | None, error: str | None = None) -> None:
-        """Counts the message, which is over; one without a status was not answered, because the client left."""
+        """Counts the finished message. A None `status` means that the client disconnected before the answer, and then
+        the message is not counted."""
         if status is None:
             self._epoch.leave()
             return
@@ -250,7 +255,7 @@ class MessageExchange(Exchange):
 
 
 class HttpExchange(Exchange):
-    """One HTTP request; its sink is the HTTP protocol, in one write, or ASGI's `send`."""
+    """One HTTP request. The HTTP protocol sends its response in a single write, or ASGI's `send` sends it."""
 
     __slots__ = ("_has_hung_up", "_task", "over")
 
@@ -264,8 +269,8 @@ class HttpExchange(Exchange):
         self.over = False
 
     def admit(self) -> None:
-        """Checks the path and the key, and sets the deadline. Raises NotFound, Unauthorized, Forbidden, RateLimited,
-        InvalidRequest."""
+        """Checks the path and the API key, and sets the deadline. Raises NotFound, Unauthorized, Forbidden,
+        RateLimited, InvalidRequest."""
         here, policy = self.context, self.policy
         policy.authenticate(self.scope, here)
         here.timeout_s = policy.timeout_s(here)
@@ -274,38 +279,39 @@ class HttpExchange(Exchange):
 
     @property
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """Headers of every response."""
+        """The headers that are added to every response."""
         careful = () if self.scope["method"] == "POST" else SECURITY_HEADERS
         return self.context.request_id_header(), *careful
 
     def failed(self, error: BaseException) -> Response:
-        """Returns the response to an exception. A CancelledError means that the client or the server gave up."""
+        """Returns the response to an exception. A CancelledError means that the client disconnected or that the server
+        is stopping."""
         if isinstance(error, asyncio.CancelledError):
             error = (
                 Abandoned("the client hung up before the answer")
                 if self._has_hung_up
                 else Unavailable("the server is stopping")
             )
-        assert isinstance(error, Exception), "nothing else is caught: this is a bug"
+        assert isinstance(error, Exception), "only these exceptions are caught: this is a bug"
         return self.policy.envelope(self.scope, error)
 
     def start(self, respond: Callable[[], Awaitable[Response]], sink: ResponseSink) -> None:
-        """Answers a request that arrived whole."""
+        """Starts the endpoint of a request whose whole body has arrived."""
         own: Context | None = None
-        if self.policy.tracing is not None:  # the connection's reader may be in another request's context
+        if self.policy.tracing is not None:  # the connection's reader may run in another request's context
             own = copy_context()
             own.run(CURRENT.set, self.traced)
         self._task = EagerTask(self._run(respond, sink), own)
-        self._task.on_done(EagerTask.result)  # raises the error of a failed response, which the event loop logs
+        self._task.on_done(EagerTask.result)  # raises the error of a failed task, and the event loop logs it
 
     def hang_up(self) -> None:
-        """Handles the client's disconnection. Cancels work that has not entered a batch."""
+        """Handles the client's disconnection. Cancels work that has not entered a batch yet."""
         if not self.over and self._task is not None:
             self._has_hung_up = True
             self._task.interrupt()
 
     def stop(self) -> None:
-        """Cancels the request, because the server waits no longer."""
+        """Cancels the request, because the server's shutdown timeout has passed."""
         if not self.over and self._task is not None:
             self._task.interrupt()
 
@@ -336,7 +342,7 @@ class HttpExchange(Exchange):
 
 
 def log_line(scope: Scope, here: RequestContext, seconds: float) -> dict[str, object]:
-    """Returns the access log's fields of every request."""
+    """Returns the access log fields that every request has."""
     client = scope.get("client")
     return {
         "request_id": here.request_id,
@@ -348,13 +354,13 @@ def log_line(scope: Scope, here: RequestContext, seconds: float) -> dict[str, ob
 
 
 def refuse_control(path: str) -> None:
-    """Raises NotFound for a path with a control character. The routes' regular expressions take a newline for the end
-    of the path, so that the matched path would differ from the one that other checks compare."""
+    """Raises NotFound for a path with a control character. The routes' regular expressions match before a trailing
+    newline. Such a path would match a route but differ from the path that other checks compare."""
     if CONTROL.search(path):
-        raise NotFound("there is nothing at this path: it has a control character")
+        raise NotFound("not found: the path has a control character")
 
 
 def route(scope: Scope) -> str:
-    """Returns the template of the request's path, or `unmatched`."""
+    """Returns the path template of the request's route, or `unmatched` if no route matches."""
     found: str = getattr(scope.get("route"), "path", "unmatched")
     return found

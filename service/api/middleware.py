@@ -1,8 +1,9 @@
 """The only ASGI middleware, around every route.
 
-It limits the length of a body (413), declared or counted, and turns the exceptions of routes into responses. It checks
-a WebSocket's key before its route runs. A WebSocket that is refused, or has no route, is accepted, gets the reason in a
-message, and is closed with 1008, because a browser hides the reason of a failed handshake from its page.
+It rejects a body whose declared or received length exceeds the limit (413), and converts the exceptions of routes to
+responses. It checks a WebSocket's API key before its route runs. It also accepts a WebSocket without a valid key or
+route, sends the reason in a message, and closes the WebSocket with 1008. The reason for a failed handshake would be
+lost, because browsers do not show it to the page.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ TRY_AGAIN = 1013
 class RequestMiddleware:
     """Wraps an application.
 
-    After the first byte of a response, no other response is possible. An exception is then raised on, and the server
-    closes the connection. A request that the server cancels during shutdown is answered 503.
+    Once a response has started, no other response is possible. An exception is then raised again, and the server closes
+    the connection. The response to a request that the server cancels during shutdown is a 503.
     """
 
     def __init__(self, app: ASGIApp, *, policy: RequestPolicy) -> None:
@@ -41,7 +42,8 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         exchange = HttpExchange(self.policy, scope)
-        token = CURRENT.set(exchange.traced)  # set even to None: pipelined requests share a context
+        # This must be set even if it is None, because pipelined requests share a context.
+        token = CURRENT.set(exchange.traced)
         status: int | None = None
         sent_bytes = 0
 
@@ -66,8 +68,8 @@ class RequestMiddleware:
             CURRENT.reset(token)
 
     async def of_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles a WebSocket, and logs one line when it is closed. Its route sends failures as messages, so an
-        exception here was raised before the WebSocket was accepted."""
+        """Handles a WebSocket, and logs one line when the WebSocket is closed. The route sends failures as messages.
+        Therefore, an exception that arrives here was raised before the WebSocket was accepted."""
         started_s = time.perf_counter()
         here = scope["wane.context"] = RequestContext.of(scope)
         here.timeout_s = self.policy.request_timeout_ms / 1000
@@ -81,20 +83,19 @@ class RequestMiddleware:
             log_access("socket", log_line(scope, here, time.perf_counter() - started_s) | here.fields)
 
     async def turn_away(self, scope: Scope, receive: Receive, send: Send, error: WaneError) -> None:
-        """Accepts a WebSocket, sends the error, and closes it."""
+        """Accepts a WebSocket, sends the error, and closes the WebSocket."""
         document = self.policy.envelope(scope, error).body
         code = TRY_AGAIN if isinstance(error, Overloaded) else POLICY
         context(scope).fields["code"] = code
-        await receive()  # the connect message
+        await receive()  # receives `websocket.connect`
         await send({"type": "websocket.accept", "subprotocol": chosen(scope)})
         await send({"type": "websocket.send", "text": f'{{"error": {bytes(document).decode()}}}'})
         await send({"type": "websocket.close", "code": code, "reason": error.code})
 
     def bounded(self, here: RequestContext, receive: Receive) -> Receive:
-        """Returns a `receive` that raises TooLarge for a body over the limit. Raises TooLarge if the declared length is
-        over it.
-
-        A body of declared length is not counted, because the server reads no more than that.
+        """Returns a `receive` that raises TooLarge if the body exceeds the limit. Raises TooLarge immediately if the
+        declared length exceeds the limit. A body of declared length is not counted, because the server reads at most
+        the declared length.
         """
         declared = here.headers.get(b"content-length", b"")
         if declared.isdigit():

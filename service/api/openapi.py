@@ -1,4 +1,4 @@
-"""Completes the OpenAPI description with limits from the settings, and with the timeout header of every request."""
+"""Adds the limits from the settings and the timeout header to the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TIMEOUT_PARAMETER = {
     "name": TIMEOUT_HEADER,
     "in": "header",
     "required": False,
-    "description": "the request's timeout in milliseconds; a value above the server's own limit means that limit",
+    "description": "the request's timeout in milliseconds; the server's own limit replaces a larger value",
     "schema": {"type": "string", "pattern": anchored(TIMEOUT)},
 }
 
 
 def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Adds limits and the timeout header to the framework's description."""
+    """Adds the limits and the timeout header to the OpenAPI description that FastAPI generated."""
     for schema in _schemas(document):
         if AT_MOST not in schema:
             continue
@@ -37,7 +37,7 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _schemas(part: object) -> Iterator[dict[str, Any]]:
-    """Every object in the description."""
+    """Yields every object in the description."""
     if isinstance(part, dict):
         yield part
         for inner in part.values():

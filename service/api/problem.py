@@ -1,4 +1,4 @@
-"""Turns failures into responses of the protocol of the request's path.
+"""Converts failures to responses in the format of the request path's protocol.
 
 The native protocol uses a problem document (RFC 9457, application/problem+json).
 
@@ -6,8 +6,8 @@ The native protocol uses a problem document (RFC 9457, application/problem+json)
      "detail": "the session is at 12, not at 11", "code": "position_conflict", "retryable": false,
      "request_id": "...", "position": 12}
 
-Every failure of every native route has this shape: our own, an unknown path or method, and unexpected errors.
-Under /v2, failures have the Open Inference Protocol's shape, whose clients read the text `error`.
+Every failure of a native route has this format, including an unknown path, an unknown method and an unexpected error.
+Under /v2, failures have the format of the Open Inference Protocol. Its clients read the text in `error`.
 
     {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
 """
@@ -22,7 +22,7 @@ from http import HTTPStatus
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.exchange import context
 from wane.service.errors import BodyTimeout, Overloaded, TooLarge, Unauthorized, Unavailable, WaneError
@@ -30,7 +30,8 @@ from wane.service.observability.logs import SERVICE
 
 
 class ProblemDocument(TypedDict):
-    """RFC 9457, with a stable `code`, whether a retry may succeed, and the request id. Some codes add fields."""
+    """A problem document (RFC 9457). `code` is stable, and `retryable` says whether a retry may succeed. Some codes add
+    fields."""
 
     type: str
     title: str
@@ -44,13 +45,13 @@ class ProblemDocument(TypedDict):
 INTERNAL = "internal"
 BEARER, BASIC = 'Bearer realm="wane"', 'Basic realm="wane: a key as the password"'
 INFERENCE_PROTOCOL = "/v2/"
-NOWHERE = "there is nothing at this path; /docs lists the paths"
-UNEXPECTED = "the server failed to handle the request; its log has the error under this request id"
+NOWHERE = "not found; /docs lists the paths"
+UNEXPECTED = "the server failed to handle the request; the server's log has the error under this request id"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The public facts of a failure, for any protocol."""
+    """The facts of a failure that a client may see, independent of the protocol."""
 
     status: int
     code: str
@@ -74,13 +75,13 @@ class Failure:
 
 
 def describe(error: Exception) -> Failure:
-    """Returns the public facts of `error`. Hides the details of unexpected errors."""
+    """Returns the facts of `error` that a client may see. Hides the details of an unexpected error."""
     if isinstance(error, WaneError):
         headers: dict[str, str] = {}
         if isinstance(error, Overloaded | Unavailable):
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         if isinstance(error, TooLarge | BodyTimeout | Unauthorized):
-            headers["connection"] = "close"  # the rest of the body is not read
+            headers["connection"] = "close"  # because the rest of the body is not read
         if isinstance(error, Unauthorized):
             headers["www-authenticate"] = BASIC if error.basic else BEARER
         return Failure(error.http_status, error.code, error.message, error.retryable, error.extra(), headers)
@@ -95,12 +96,13 @@ def describe(error: Exception) -> Failure:
 
 
 def failure_document(scope: Scope, error: Exception) -> dict[str, object]:
-    """Returns the problem document of a failed part of an answer, such as one input of a batch."""
+    """Returns the problem document for one failed item of a batch."""
     return described(scope, error).body(context(scope).request_id)
 
 
 def envelope(scope: Scope, error: Exception) -> Response:
-    """Returns the response to a failure, in the protocol of the path. Adds the failure's code to the access log."""
+    """Returns the response to a failure, in the format of the path's protocol. Adds the failure's code to the access
+    log line."""
     here = context(scope)
     failure = described(scope, error)
     here.fields["error"] = failure.code
@@ -118,7 +120,7 @@ def envelope(scope: Scope, error: Exception) -> Response:
 
 
 def described(scope: Scope, error: Exception) -> Failure:
-    """Like `describe`. Logs the traceback of an unexpected error."""
+    """Returns the facts of `error` like `describe`, and logs the traceback of an unexpected error."""
     failure = describe(error)
     if failure.code == INTERNAL:
         fields = {"request_id": context(scope).request_id}

@@ -1,10 +1,11 @@
-"""Authenticates requests, and checks their keys' permissions.
+"""Authenticates requests, and checks the permissions of their API keys.
 
-A client sends its key as `Authorization: Bearer KEY`. A browser cannot set that header. For a WebSocket it sends the
-key as a subprotocol, `bearer.KEY`, with the subprotocol `wane`. For a page it sends the key as the password of
-`Authorization: Basic`, which is accepted for reading only, because browsers also send it with requests that other sites
-cause. A subprotocol is a token (RFC 9110, 5.6.2), which cannot contain `/` or `=`. A key with these characters is sent
-as base64url without padding, after Kubernetes' prefix. Any other key may be sent like that too.
+A client sends its key as `Authorization: Bearer KEY`. A browser cannot set that header. For a WebSocket, a browser
+sends the key as a subprotocol, `bearer.KEY`, in addition to the subprotocol `wane`. For a page, a browser sends the key
+as the password of `Authorization: Basic`. The server accepts this password only for GET and HEAD requests, because a
+browser also sends it with requests that other sites trigger. A subprotocol is a token (RFC 9110, 5.6.2), which cannot
+contain `/` or `=`. Such a key is sent in base64url without padding, with the prefix that Kubernetes uses. Any other key
+may be sent in this form, too.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ REPOSITORY = "/v2/repository/models/"  # the prefix of the paths that load and u
 READING = frozenset({"GET", "HEAD"})
 SUBPROTOCOL = "wane"
 SUBPROTOCOL_KEY = "bearer."
-ENCODED_KEY = "base64url.bearer.authorization.k8s.io."  # Kubernetes' convention for keys that are not tokens
+# Kubernetes' convention for keys that are not valid subprotocols.
+ENCODED_KEY = "base64url.bearer.authorization.k8s.io."
 HOW = "send a key as `Authorization: Bearer KEY`"
 
 
 class Authenticator:
-    """Admits requests that their keys permit."""
+    """Admits a request if its API key has the required permission."""
 
     def __init__(self, keyring: Keyring) -> None:
         self._keyring = keyring
 
     def identify(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Principal | None:
-        """Returns the holder of the request's key; None on an open path. Raises Unauthorized."""
+        """Returns the holder of the request's API key, or None if the path requires no key. Raises Unauthorized."""
         if routed(scope) in OPEN:
             return None
         key = presented(scope, headers)
@@ -47,7 +49,7 @@ class Authenticator:
         return principal
 
     def admit(self, scope: Scope, principal: Principal) -> None:
-        """Checks the key's permission, and charges one request. Raises Forbidden, RateLimited."""
+        """Checks the permission of the API key, and charges the key for one request. Raises Forbidden, RateLimited."""
         needed = permission(routed(scope))
         if not principal.key.may(needed):
             raise Forbidden(f"key {principal.key.name} does not have the scope {needed}")
@@ -61,14 +63,14 @@ def routed(scope: Scope) -> str:
 
 
 def permission(path: str) -> Permission:
-    """Returns the permission that a path needs."""
+    """Returns the permission that a path requires."""
     if path == METRICS:
         return Permission.METRICS
     return Permission.ADMIN if path.startswith(REPOSITORY) else Permission.USE
 
 
 def presented(scope: Scope, headers: Mapping[bytes, bytes]) -> bytes | None:
-    """Returns the request's key, valid or not; None if it has no key."""
+    """Returns the request's API key, which may be invalid. Returns None if the request has no key."""
     given = headers.get(b"authorization")
     if given is None:
         return None if scope["type"] == "http" else of_subprotocols(scope.get("subprotocols", ()))
@@ -85,7 +87,7 @@ def presented(scope: Scope, headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def of_subprotocols(offered: Sequence[str]) -> bytes | None:
-    """Returns the key among a WebSocket's subprotocols, decoded if necessary."""
+    """Returns the API key from a WebSocket's subprotocols. Decodes a base64url key."""
     for one in offered:
         if one.startswith(SUBPROTOCOL_KEY):
             return one.removeprefix(SUBPROTOCOL_KEY).encode()
@@ -93,16 +95,16 @@ def of_subprotocols(offered: Sequence[str]) -> bytes | None:
             encoded = one.removeprefix(ENCODED_KEY)
             try:
                 return b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True)
-            except ValueError:  # also for characters outside the alphabet
+            except ValueError:  # is also raised for characters outside the alphabet
                 return b""
     return None
 
 
 def may_read(scope: Scope) -> bool:
-    """Whether a request only reads, so that a browser's password is accepted."""
+    """Returns whether a request only reads. Only then, a password of `Authorization: Basic` is accepted."""
     return scope["type"] == "http" and scope["method"] in READING
 
 
 def chosen(scope: Scope) -> str | None:
-    """Returns the subprotocol for accepting a WebSocket, if the client offered it."""
+    """Returns the subprotocol with which the server accepts a WebSocket, or None if the client did not offer it."""
     return SUBPROTOCOL if SUBPROTOCOL in scope.get("subprotocols", ()) else None

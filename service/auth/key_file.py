@@ -1,7 +1,7 @@
-"""Loads keys from the environment, a file, or both. Without keys, every request is accepted.
+"""Loads API keys from the environment, a file, or both. Every request is accepted if there are no keys.
 
-The file is checked once a second. It is read after it has changed, and then stayed unchanged between two checks, so a
-file that is still being written is not read. If the file cannot be read, the keys stay unchanged.
+The file is checked once a second. A changed file is read as soon as two checks in a row find it the same. This avoids
+reading a file that is still being written. If the file cannot be read, the keys stay unchanged.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Signature = tuple[int, int, int]
 
 
 class KeySource:
-    """Reads the keys at startup, and reloads the file. `keyring` is None if no keys are set."""
+    """Reads the API keys at startup, and reloads the key file. `keyring` is None if the server has no keys."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises KeysError for an invalid list of keys, or a file that cannot be read."""
+        """Raises KeysError if a list of keys is invalid or the file cannot be read."""
         self._path = settings.api_keys_file
-        self._others: list[Key] = []  # the environment's, which never change
+        self._others: list[Key] = []  # the keys of the environment, which never change
         self._seen: Signature | None = None
         self._known: Signature | None = None
         if settings.api_keys is not None:
@@ -44,11 +44,12 @@ class KeySource:
 
     @property
     def has_file(self) -> bool:
-        """Whether a key file is set."""
+        """True if the settings name a key file."""
         return self._path is not None
 
     def poller(self) -> asyncio.Task[None] | None:
-        """Starts a task that polls the file, if there is one. The caller must cancel it."""
+        """Starts a task that polls the key file, and returns it. The caller must cancel the task. Returns None if there
+        is no key file."""
         return asyncio.create_task(self._poll()) if self.has_file else None
 
     async def _poll(self) -> None:
@@ -57,19 +58,20 @@ class KeySource:
             self.look()
 
     def look(self) -> None:
-        """Reads the file if it has changed, and stayed unchanged since the last check. The file is small."""
+        """Reads the file if it has changed since it was last read, but not since the last check. The file is small, so
+        reading does not block the event loop for long."""
         assert self._path is not None, "there is no key file: this is a bug"
         try:
             now = _signature(self._path)
         except OSError:
-            now = None  # it is being replaced, or missing: `reload` logs it if it stays so
+            now = None  # the file is being replaced or is missing; `reload` logs a missing file at the next check
         settled, self._seen = now == self._seen, now
         if settled and now != self._known:
             self._known = now
             self.reload()
 
     def reload(self) -> None:
-        """Reads the file now. An invalid file leaves the keys unchanged."""
+        """Reads the file. The keys stay unchanged if the file is invalid."""
         assert self._path is not None and self.keyring is not None, "there is no key file: this is a bug"
         try:
             keys = self._read(self._path)
@@ -80,7 +82,8 @@ class KeySource:
         logger.info("%d keys were read from %s", len(keys), self._path)
 
     def _read(self, path: Path) -> list[Key]:
-        """Returns the keys of the file and the environment. Raises KeysError with the file's name and the reason."""
+        """Returns the keys of the file and of the environment. The message of KeysError has the file's name and the
+        reason."""
         try:
             self._seen = self._known = _signature(path)
             keys = of_file(path.read_text(encoding="utf-8"))

@@ -1,4 +1,5 @@
-"""The valid keys, which can be replaced while in use, and a token bucket for each owner's rate."""
+"""The valid API keys, which can be replaced while the server runs, and a token bucket for the rate limit of each
+owner."""
 
 from __future__ import annotations
 
@@ -11,26 +12,28 @@ from wane.service.errors import RateLimited, Unauthorized
 from wane.service.types import Owner
 
 ROUNDING = 1e-9
-"""A smaller shortage is a rounding error."""
+"""A shortage of fewer tokens than this is a rounding error."""
 
 
 class TokenBucket:
-    """Holds at most `burst`, and is refilled by `rate` a second. A call for more than `burst` is granted when the
-    bucket is full, and leaves a debt. So a large call is not refused for ever, and still costs its full amount."""
+    """A token bucket that holds at most `burst` tokens and gains `rate` tokens a second. A call for more than `burst`
+    tokens is granted when the bucket is full, and leaves the bucket with a debt. Therefore a large call can succeed,
+    and still costs its full amount."""
 
     __slots__ = ("_burst", "_clock", "_held", "_rate", "_since_s")
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
-        """`clock` in seconds. The bucket starts full."""
+        """`clock` returns seconds. The bucket is full at the start."""
         self._clock = clock
         self._rate = rate
         self._burst = self._held = burst
         self._since_s = clock()
 
     def take(self, amount: float, before: float = 0.0) -> float:
-        """Takes `amount` and returns 0, or takes nothing and returns the seconds until a retry can succeed.
+        """Takes `amount` tokens and returns 0. Takes nothing if there are too few tokens, and returns the seconds until
+        a retry can succeed.
 
-        `before` was taken for the same call. It is returned to the bucket if `amount` is refused."""
+        `before` tokens were already taken for the same call. They are returned to the bucket if `amount` is refused."""
         now_s = self._clock()
         held = min(self._burst, self._held + (now_s - self._since_s) * self._rate)
         self._since_s = now_s
@@ -42,30 +45,31 @@ class TokenBucket:
         return 0.0
 
     def adopt(self, before: TokenBucket) -> None:
-        """Takes over the level of the owner's bucket, which had other limits."""
+        """Copies the level of the owner's previous bucket, which had other limits."""
         self._held = min(self._burst, before._held)
         self._since_s = before._since_s
 
 
 SELECTOR_BYTES = 16
-"""Keys are looked up by the first half of their digest. Then the whole digests are compared in constant time."""
+"""A key is looked up by the first half of its digest. Then the whole digests are compared in constant time."""
 
 
 class Principal:
-    """The holder of a key. It stays the same when the key's limits change or permissions are added. It is `revoked`
-    when the key is removed, loses permissions or changes its name: an open WebSocket must then authenticate again."""
+    """The holder of an API key. The object stays the same when the key's limits change or the key gets more
+    permissions. It is `revoked` when the key is removed, loses a permission or changes its name. The client of an open
+    WebSocket must then authenticate again."""
 
     __slots__ = ("_bucket", "_clock", "key", "owner", "revoked")
 
     def __init__(self, key: Key, clock: Callable[[], float], before: Principal | None = None) -> None:
-        """`before`: the previous holder, whose bucket is kept."""
+        """`before` is the previous holder of the key. The new holder gets the level of its bucket."""
         self._clock = clock
         self._bucket: TokenBucket | None = None if before is None else before._bucket
         self.revoked = False
         self.give(key)
 
     def give(self, key: Key) -> None:
-        """Replaces the key's permissions and limits. Keeps the level of its bucket."""
+        """Replaces the key's permissions and limits. Keeps the level of the token bucket."""
         before = self._bucket
         self.key = key
         self.owner = Owner(key.name, key.sessions)
@@ -76,10 +80,9 @@ class Principal:
                 self._bucket.adopt(before)
 
     def charge(self, requests: float, before: float = 0.0) -> None:
-        """Charges a number of requests of one call, after `before` were charged for it already.
-
-        Raises RateLimited, and charges none of them, if their sum exceeds the rate. Raises Unauthorized if the key is
-        revoked.
+        """Charges the key for `requests` requests of one call, of which `before` other requests were already charged.
+        Raises RateLimited if the call exceeds the rate limit, and then refunds the `before` requests, too. Raises
+        Unauthorized if the key is revoked.
         """
         if self.revoked:
             raise Unauthorized("the API key is no longer valid")
@@ -91,10 +94,10 @@ class Principal:
 
 
 class Keyring:
-    """Finds the holders of keys."""
+    """Finds the holder of an API key."""
 
     def __init__(self, keys: Sequence[Key], clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` in seconds."""
+        """`clock` returns seconds."""
         self._clock = clock
         self._principals: dict[bytes, Principal] = {}
         self.replace(keys)
@@ -103,7 +106,7 @@ class Keyring:
         return len(self._principals)
 
     def find(self, key: bytes) -> Principal | None:
-        """Returns the holder of a key; None for an unknown key."""
+        """Returns the holder of a key, or None if the key is unknown."""
         hashed = digest(key)
         principal = self._principals.get(hashed[:SELECTOR_BYTES])
         if principal is None or not compare_digest(principal.key.digest, hashed):

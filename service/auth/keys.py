@@ -1,4 +1,4 @@
-"""API keys, in a file and in the environment: their owners, permissions and limits.
+"""Parses API keys from a file and from the environment, with their owners, permissions and limits.
 
 A line of the file is one key. `wane key NAME` makes a key and its line. Every line ends in a newline.
 
@@ -7,11 +7,11 @@ A line of the file is one key. `wane key NAME` makes a key and its line. Every l
     bob:sha256:60303ae22b998861...    rate=100 burst=200 sessions=1000
     prometheus:sha256:fd61a03af4f7...   scope=metrics
 
-In the environment, a key is `name:key` or `name:key:scope`, with commas between keys. A name may have several keys at a
-time, which own the same sessions, so a new key can replace an old one.
+In the environment, a key is `name:key` or `name:key:scope`, with commas between keys. A name may have several keys,
+which own the same sessions. A new key can therefore replace an old key without an interruption.
 
-A key is 256 random bits, which cannot be guessed even with a fast hash. So SHA-256 is enough, while a password needs a
-slow hash.
+A key has 256 random bits, which nobody can guess even with a fast hash. Therefore SHA-256 is enough. A password would
+require a slow hash.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-KEY = re.compile(r"[A-Za-z0-9._~+/-]{1,256}={0,2}")  # a token of `Bearer` (RFC 6750)
+KEY = re.compile(r"[A-Za-z0-9._~+/-]{1,256}={0,2}")  # the syntax of a `Bearer` token (RFC 6750)
 DIGEST = re.compile(r"[0-9a-f]{64}")
 NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
-PREFIX = "wane_"  # a mark for scanners that search for leaked secrets
+PREFIX = "wane_"  # a prefix that scanners for leaked secrets can recognise
 RANDOM_BYTES = 32
-WEAK_CHARACTERS = 20  # a shorter key was probably not drawn at random
+WEAK_CHARACTERS = 20  # a shorter key is probably not random
 ALGORITHM = "sha256"
 
 
 class KeysError(Exception):
-    """Invalid keys. The message names the place, and never contains a key or a digest."""
+    """A list of keys is invalid. The message names the line or the position of the invalid key, and never contains a
+    key or a digest."""
 
 
 class Permission(StrEnum):
-    """A permission of a key: `use`, all requests of clients; `metrics`, to read the metrics; `admin`, everything, with
-    loading and unloading models."""
+    """A permission of a key. `use` permits all requests of clients. `metrics` permits reading the metrics. `admin`
+    permits every request, including loading and unloading models."""
 
     USE = "use"
     METRICS = "metrics"
@@ -48,8 +49,8 @@ class Permission(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of `name`; `digest` is its SHA-256. `rate`: requests a second. `burst`: requests at once. `sessions`: the
-    limit of sessions of `name`. None: no limit."""
+    """A key of the owner `name`. `digest` is the key's SHA-256. `rate` is its limit in requests a second, and `burst`
+    the size of its token bucket in requests. `sessions` is the owner's quota of sessions. None means no limit."""
 
     name: str
     digest: bytes
@@ -59,11 +60,11 @@ class Key:
     sessions: int | None = None
 
     def may(self, permission: Permission) -> bool:
-        """Whether the key has a permission."""
+        """Returns whether the key has a permission."""
         return permission in self.permissions or Permission.ADMIN in self.permissions
 
     def may_all(self, other: Key) -> bool:
-        """Whether the key has all permissions of another."""
+        """Returns whether the key has all permissions of `other`."""
         return Permission.ADMIN in self.permissions or other.permissions <= self.permissions
 
     def line(self) -> str:
@@ -84,7 +85,8 @@ def digest(key: bytes) -> bytes:
 
 
 def make_key(name: str, words: Sequence[str] = ()) -> tuple[str, Key]:
-    """Returns a new key for `name`, and the `Key` to write to a file. `words`: options, like in the file.
+    """Returns a new key for `name` and its `Key`, whose line is for the file. `words` are options in the syntax of the
+    file.
 
     Raises KeysError.
     """
@@ -93,9 +95,8 @@ def make_key(name: str, words: Sequence[str] = ()) -> tuple[str, Key]:
 
 
 def of_file(text: str) -> list[Key]:
-    """Returns the keys of a file. Raises KeysError naming the line.
-
-    The last line must end in a newline too: a truncated line could be a key with fewer limits.
+    """Returns the keys of a file. The message of KeysError names the invalid line. The last line must end in a newline,
+    too, because a truncated line could be a valid key with fewer limits.
     """
     if text and not text.endswith("\n"):
         raise KeysError(f"line {len(text.splitlines())}: it does not end in a newline, and may be truncated")
@@ -115,7 +116,7 @@ def of_file(text: str) -> list[Key]:
 
 
 def of_text(text: str) -> list[Key]:
-    """Returns the keys of the environment. Raises KeysError naming the place of the key."""
+    """Returns the keys of the environment. The message of KeysError names the position of the invalid key."""
     keys: list[Key] = []
     for number, entry in enumerate(filter(None, map(str.strip, text.split(","))), 1):
         name, _, rest = entry.partition(":")
@@ -131,7 +132,7 @@ def of_text(text: str) -> list[Key]:
 
 
 def weak(text: str) -> list[str]:
-    """Returns the names in the environment whose keys are too short to be secure."""
+    """Returns the names in the environment that have a key too short to be secure."""
     entries = (entry.strip().split(":") for entry in text.split(","))
     return [entry[0] for entry in entries if len(entry) > 1 and len(entry[1]) < WEAK_CHARACTERS]
 
@@ -161,7 +162,7 @@ def _key(name: str, digest: bytes, words: Sequence[str]) -> Key:
 
 
 def _number(name: str, options: dict[str, str], option: str) -> float | None:
-    """Returns an option's value, above 0; None if it is not given."""
+    """Returns an option's value, which must be above 0. Returns None if the option is absent."""
     value = options.get(option)
     if value is None:
         return None
@@ -171,7 +172,7 @@ def _number(name: str, options: dict[str, str], option: str) -> float | None:
 
 
 def _checked(keys: list[Key]) -> list[Key]:
-    """Returns the keys. Raises KeysError for an empty list, or for a key that is listed twice."""
+    """Returns the keys. Raises KeysError if the list is empty or contains a key twice."""
     if not keys:
         raise KeysError("it contains no keys")
     if len({key.digest for key in keys}) < len(keys):

@@ -1,4 +1,4 @@
-"""A small client of the native protocol, over httpx, for `wane compare` and `wane report`."""
+"""A small HTTP client of the native protocol, for `wane compare` and `wane report`. It uses httpx."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PARENT_VARIABLE = "TRACEPARENT"
 
 
 class CommandError(Exception):
-    """The command line is at fault; the message says why."""
+    """The command line is invalid. The message says why."""
 
 
 class ClientError(Exception):
-    """The server is unreachable, rejected a request, or is not a Wane server; the message is for the user."""
+    """The server is unreachable, rejected a request, or is not a Wane server. The message is for the user."""
 
 
 class Client:
@@ -40,8 +40,8 @@ class Client:
         key: str | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """`key`: the API key to send, by default the value of the variable WANE_API_KEY, if it is set. `tracing`: makes
-        a span of every call; its parent is the value of the variable TRACEPARENT, if it is set."""
+        """`key` is the API key, by default the value of the environment variable WANE_API_KEY. `tracing` records a span
+        for every call. The parent of each span is the value of the environment variable TRACEPARENT, if it is set."""
         self._url = url
         self._tracing = tracing
         self._parent = Parent.of(os.environ.get(PARENT_VARIABLE, "").encode())
@@ -56,7 +56,7 @@ class Client:
         self._http.close()
 
     def models(self) -> list[Document]:
-        """Returns every model, the default first."""
+        """Returns the documents of all models. The default model is the first."""
         return list(self._get("/v1/models", ModelListDocument)["data"])
 
     def report(self) -> Document:
@@ -77,7 +77,8 @@ class Client:
         self._answered("DELETE", path)
 
     def _get(self, path: str, kind: Any) -> Document:
-        """Returns the document at `path`. Its schema shows that the server is a Wane server of a compatible version."""
+        """Returns the document at `path`. Validates it against a schema, to detect a server that is not a Wane server
+        or has an incompatible version."""
         response = self._answered("GET", path)
         try:
             TypeAdapter(kind).validate_json(response.content, strict=True)
@@ -90,7 +91,7 @@ class Client:
         return document
 
     def _answered(self, method: str, path: str, body: Document | None = None) -> httpx.Response:
-        """Returns the server's response, if its status is a success."""
+        """Returns the server's response if its status is a success."""
         calling: AbstractContextManager[dict[str, str]] = nullcontext({})
         if self._tracing is not None:
             calling = self._tracing.calling(method, path, self._parent)
@@ -110,7 +111,8 @@ class Client:
 
 @contextmanager
 def traced() -> Iterator[Tracing | None]:
-    """Yields the tracing for the calls of one command; None unless OpenTelemetry's variables enable it."""
+    """Yields the tracing for the calls of one command. Yields None if the environment variables of OpenTelemetry do not
+    enable tracing."""
     logging.basicConfig(format="%(message)s")
     tracing = Tracing.open(os.environ)
     try:

@@ -18,18 +18,27 @@ from wane.service.cli.measure import choose, measure, requests_needed
 from wane.service.cli.render import agreement_table, latency_table
 
 FAILURES = (CommandError, ClientError, OSError, UnicodeError)
-CHARACTERS_OF_A_TOKEN = 32  # upper bound of a text's average: only that much of the text is sent to be tokenised
+# An upper bound on a text's average; the client sends only this many characters per token to the tokeniser.
+CHARACTERS_OF_A_TOKEN = 32
 SAMPLE = Path(__file__).with_name("sample.txt")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; `arguments[0]` is its name."""
+    """Runs the command. `arguments[0]` is the command's name."""
     parser = argparse.ArgumentParser("wane compare", description=__doc__)
     parser.add_argument("url", metavar="URL", help="the server's address, such as http://127.0.0.1:8000")
     parser.add_argument("--file", type=Path, default=SAMPLE, metavar="TEXT", help="UTF-8 text; default: a short sample")
     parser.add_argument("--model", metavar="NAME", help="default: the server's default model")
-    parser.add_argument("--window", type=int, metavar="K", help="tokens of a window; default: the model's own k")
-    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="leading tokens to use (default 256)")
+    parser.add_argument(
+        "--window", type=int, metavar="K", help="the number of tokens in a window; default: the model's own k"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="the number of tokens to use from the start of the text (default 256)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the figures to this file: .png, .svg or .pdf")
     options = parser.parse_args(arguments[1:])

@@ -1,7 +1,7 @@
 """`wane key`: creates an API key.
 
-Standard output gets the key's line for a file of keys. It holds the key's hash, from which the key cannot be found.
-Standard error gets the key itself, this once.
+Prints the key's line for a key file to standard output. The line contains only a hash of the key. Prints the key itself
+to standard error. It cannot be shown again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ FAILURES = (KeysError, OSError)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; `arguments[0]` is its name."""
+    """Runs the command. `arguments[0]` is the command's name."""
     parser = argparse.ArgumentParser("wane key", description=__doc__)
-    parser.add_argument("name", metavar="NAME", help="the key's owner; all keys of a name share its sessions")
+    parser.add_argument(
+        "name", metavar="NAME", help="the key's owner; all keys with the same name share the same sessions"
+    )
     parser.add_argument("--scope", metavar="SCOPE", help="use (default), metrics, admin, or several joined by +")
     parser.add_argument("--rate", metavar="REQUESTS", help="requests per second (default: no limit)")
-    parser.add_argument("--burst", metavar="REQUESTS", help="requests at once (default: one second's)")
+    parser.add_argument(
+        "--burst", metavar="REQUESTS", help="size of the token bucket in requests (default: the requests of one second)"
+    )
     parser.add_argument("--sessions", metavar="SESSIONS", help="quota of sessions of NAME (default: no limit)")
     options = vars(parser.parse_args(arguments[1:]))
     name = options.pop("name")

@@ -1,8 +1,9 @@
-"""Measures the latency of both modes of a model over one text, and the agreement of their answers.
+"""Measures the latency of a model's two modes over one text, and the agreement of their answers.
 
-It makes three passes over the same positions: recurrent (one session, one token a step), window (no session, the last
-k + 1 tokens each time), and mode both, whose answers it compares. Then it compares windows of several sizes at a few
-positions, to show agreement as a function of k.
+It makes three passes over the same positions. The first pass is recurrent: a session gets one token in each step. The
+second pass uses windows without a session: each request has the last k + 1 tokens. The third pass uses mode both, and
+gives the agreement of the two modes. Then it compares windows of several sizes at a few positions, to show agreement as
+a function of k.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from wane.service.cli.client import Client, ClientError, Document
 
 PHASES = ("queue", "compute", "total", "round_trip")
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128)
-COMPARED_POSITIONS = 16  # where windows of every size are compared
-COMPARED_HISTORY = 1024  # tokens that are sent before such a position
+COMPARED_POSITIONS = 16  # the number of positions at which windows of every size are compared
+COMPARED_HISTORY = 1024  # the largest number of tokens that are sent for such a position
 REPEAT = 5
 
 Advance = Callable[[], None]
-"""Called after each request, for a progress bar."""
+"""A function that is called after each request. It updates a progress bar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Quantiles of one duration, in milliseconds, by linear interpolation."""
+    """Quantiles of a duration in milliseconds, with linear interpolation."""
 
     p50: float
     p90: float
@@ -40,7 +41,8 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class AgreementSummary:
-    """Agreement over all pairs of answers. `error_bound`: the largest of them; null if any was not certified."""
+    """The agreement over all pairs of answers. `error_bound` is the largest error bound, or null if an answer was not
+    certified."""
 
     compared: int
     top1_match_rate: float
@@ -67,7 +69,8 @@ class AgreementSummary:
 
 @dataclass(frozen=True, slots=True)
 class WindowSummary:
-    """Windows of one size: compute time on the server (median over positions), and agreement with recurrent."""
+    """The results for windows of one size: the median compute time on the server over all positions, and the agreement
+    with recurrent mode."""
 
     window: int
     compute_ms: float
@@ -76,7 +79,8 @@ class WindowSummary:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """The measurements: latency in milliseconds by mode and phase, agreement at the model's k, and by window size."""
+    """The results of `measure`: the latency of each mode and phase in milliseconds, the agreement for windows of k
+    tokens, and the results for each window size."""
 
     url: str
     model: str
@@ -91,8 +95,8 @@ class Measurements:
 
 
 def choose(client: Client, name: str | None) -> Document:
-    """Returns the card of the model `name`, or of the server's default. Raises ClientError, also if the model's
-    vocabulary is of events."""
+    """Returns the document of the model `name`, or of the server's default model. Raises ClientError, also if the
+    model's vocabulary has events instead of text."""
     cards = client.models()
     for card in cards:
         if name in (None, card["id"]):
@@ -105,16 +109,17 @@ def choose(client: Client, name: str | None) -> Document:
 
 
 def requests_needed(steps: int) -> int:
-    """Returns how often `measure` calls `advance`."""
+    """Returns the number of times that `measure` calls `advance`."""
     return 3 * steps + min(steps, COMPARED_POSITIONS)
 
 
 def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[int], advance: Advance) -> Measurements:
-    """Runs both modes over `tokens`, with one request for each token and mode. Raises ClientError."""
+    """Measures both modes over `tokens`, with one request for each token and mode. Raises ClientError."""
     model = card["id"]
 
     def window(index: int) -> Document:
-        # One token more than the window: an input that fits into the window is run from the start token.
+        # The input has one token more than the window, because an input that fits into the window is run from the start
+        # token.
         part = tokens[max(0, index - k) : index + 1]
         return client.post("/v1/predict", {"model": model, "tokens": part, "mode": "window", "window": k})
 
@@ -143,7 +148,7 @@ def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[i
 
 
 Timed = tuple[Document, float]
-"""An answer, and its round trip in milliseconds."""
+"""An answer and its round-trip time in milliseconds."""
 
 
 def _drive(ask: Callable[[int], Document], count: int, advance: Advance) -> list[Timed]:

@@ -1,9 +1,9 @@
-"""Merges the reports of replicas into the report of a single process that had done all of their work.
+"""Merges the reports of replicas into one report, as if a single process had served all their requests.
 
-Histograms are added bucket by bucket, and quantiles are computed from the sums: a process reports the quantiles of its
-latest 4096 values, which cannot be merged. Counts are added, means are weighted by their counts, and of maxima the
-largest is taken. Models are matched by name: if replicas serve different versions of a model, the merged report lists
-the versions and adds up their figures.
+Histograms are added bucket by bucket, and quantiles are computed from the sums. The quantiles that a process reports
+cannot be merged, because they are over its latest 4096 values. Counts are added, means are weighted with their counts,
+and the largest maximum is taken. Models are matched by name. If replicas serve different versions of a model, the
+merged report lists the versions and adds up their figures.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ QUANTILES = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
 
 
 class MergeError(Exception):
-    """The reports cannot be merged; the message says why."""
+    """The reports cannot be merged. The message says why."""
 
 
 def merge(reports: Sequence[Document]) -> Document:
-    """Returns the merged report. It has `replicas`, the number of reports, for the whole and for each model.
-
-    It omits `costs`, which hold for one machine only. Raises MergeError if histograms have different buckets.
+    """Returns the merged report. `replicas` is the number of merged reports, at the top level and for each model. The
+    merged report omits `costs`, because they are valid for one machine only. Raises MergeError if histograms have
+    different buckets.
     """
     assert reports, "there are no reports to merge: this is a bug"
     models: dict[str, list[Document]] = {}
@@ -69,7 +69,9 @@ def _mode(parts: Sequence[Document]) -> Document:
 def _durations(parts: Sequence[Document]) -> Document:
     bounds = [[bucket["le_ms"] for bucket in part["buckets"]] for part in parts]
     if any(other != bounds[0] for other in bounds[1:]):
-        raise MergeError("the replicas' histograms have different buckets: they are not of one version of the service")
+        raise MergeError(
+            "the replicas' histograms have different buckets: the replicas run different versions of the service"
+        )
     counts = [
         sum(bucket["count"] for bucket in same) for same in zip(*(part["buckets"] for part in parts), strict=True)
     ]
@@ -82,9 +84,9 @@ def _durations(parts: Sequence[Document]) -> Document:
 
 
 def quantile(bounds: Sequence[float | None], counts: Sequence[int], share: float) -> float | None:
-    """Returns the value below which a `share` of all values is, like Prometheus's `histogram_quantile` over cumulative
-    buckets: it takes values to be spread evenly within a bucket, and values of the last, unbounded bucket to be at the
-    largest bound. Returns None if there are no values."""
+    """Returns the `share` quantile of a histogram with cumulative buckets, like Prometheus's `histogram_quantile`.
+    Assumes that values are spread evenly within a bucket, and that values of the last, unbounded bucket equal the
+    largest bound. Returns None if the histogram has no values."""
     rank = share * counts[-1]
     if not counts[-1]:
         return None
@@ -94,7 +96,7 @@ def quantile(bounds: Sequence[float | None], counts: Sequence[int], share: float
             if low is None or high is None:
                 return low
             return low + (high - low) * (rank - before) / (count - before)
-    raise AssertionError("this is a bug: the last bucket holds everything")
+    raise AssertionError("this is a bug: the last bucket must count all values")
 
 
 def _agreement(parts: Sequence[Document]) -> Document:
@@ -121,13 +123,13 @@ def _agreement(parts: Sequence[Document]) -> Document:
 
 
 def _by_name(parts: Sequence[Document], merged: Callable[[Sequence[Any]], Any]) -> Document:
-    """Merges the parts by name: each name of any part, with the merged values of the parts that have it."""
+    """Merges dictionaries by key. For each key, merges the values of all dictionaries that have the key."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: merged([part[name] for part in parts if name in part]) for name in names}
 
 
 def _rate(rates: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    """Returns the rate over all parts. It turns each rate back into a whole number of items first, so that the sum is
+    """Returns the rate over all parts. Converts each rate to a whole number of items first, so that the sum is
     exact."""
     total = sum(counts)
     return sum(round((rate or 0) * count) for rate, count in zip(rates, counts, strict=True)) / total if total else None

@@ -1,6 +1,5 @@
-"""Renders comparisons and reports: as tables on a terminal, and as a plot.
-
-matplotlib takes a second to import, so only `save` imports it.
+"""Renders comparisons and reports as tables on a terminal, and comparisons as a plot. Only `save` imports matplotlib,
+because the import takes a second.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ def latency_table(compared: Measurements) -> Table:
 
 
 def agreement_table(compared: Measurements) -> Table:
-    """Returns a table of the agreement of windows with recurrent: the model's k over all tokens, then every window size
-    at a few positions."""
+    """Returns a table of the agreement of windows with recurrent mode. The first row is the model's k over all tokens.
+    Each of the next rows is a window size, over a few positions."""
     columns = ("window", "pairs", "top-1", "proved", "TV mean", "TV max", "bound", "ms")
     table = _table("Agreement of window and recurrent (TV: total variation)", (), columns)
     table.caption = "ms: compute, median over positions"
@@ -56,7 +55,8 @@ def agreement_table(compared: Measurements) -> Table:
 
 
 def report_tables(report: Document) -> list[Table]:
-    """Returns the tables of a report: latency by model and mode, agreement by model, sessions by model."""
+    """Returns the tables of a report. They show the latency of each model and mode, and the agreement and sessions of
+    each model."""
     of = f"{report['replicas']} replicas, {report['device']}" if "replicas" in report else report["device"]
     latency = _table(f"Latency, ms ({of})", ("model", "mode", "phase"), ("requests", "p50", "p90", "p99"))
     agreement = _table(
@@ -107,13 +107,13 @@ def _number(value: float | None, form: str) -> str:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {"recurrent": "#0072b2", "window": "#d55e00"}  # by Okabe and Ito, for colour-blind readers
+COLOURS = {"recurrent": "#0072b2", "window": "#d55e00"}  # the palette of Okabe and Ito, for colour-blind readers
 FORMATS = (".png", ".svg", ".pdf")
-FLOOR = 1e-9  # a logarithmic axis has no zero: an exact zero is drawn here
+FLOOR = 1e-9  # the value at which an exact zero is drawn, because a logarithmic axis has no zero
 
 
 def save(compared: Measurements, path: Path) -> None:
-    """Writes the plot to `path`, in the format of its suffix, one of FORMATS. Raises OSError."""
+    """Writes the plot to `path`. The suffix of `path` selects the format from FORMATS. Raises OSError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")
@@ -126,7 +126,7 @@ def save(compared: Measurements, path: Path) -> None:
 
 
 def _draw_latency(axes: Axes, compared: Measurements) -> None:
-    """Draws, for each phase and mode, a mark at the median and a line to the 99th percentile."""
+    """Draws the latency of each phase and mode, with a mark at the median and a line to the 99th percentile."""
     for offset, (mode, phases) in zip((-0.12, 0.12), compared.latency.items(), strict=True):
         places = [index + offset for index in range(len(PHASES))]
         medians = [phases[phase].p50 for phase in PHASES]
@@ -142,7 +142,8 @@ def _draw_latency(axes: Axes, compared: Measurements) -> None:
 
 
 def _draw_distance(axes: Axes, compared: Measurements) -> None:
-    """Draws total variation by window size: the mean, the maximum, and the bound if every answer has one."""
+    """Draws the mean and the maximum of the total variation as a function of the window size. Draws the error bound,
+    too, if every answer has one."""
     sizes = [line.window for line in compared.windows]
     for name, style in (("total_variation_max", "o-"), ("total_variation_mean", "s--")):
         values = [max(getattr(line.agreement, name), FLOOR) for line in compared.windows]
@@ -161,7 +162,8 @@ def _draw_distance(axes: Axes, compared: Measurements) -> None:
 
 
 def _draw_top1(axes: Axes, compared: Measurements) -> None:
-    """Draws how often the most probable token is the same, by window size."""
+    """Draws the share of positions at which both modes have the same most probable token, as a function of the window
+    size."""
     sizes = [line.window for line in compared.windows]
     shares = [100 * line.agreement.top1_match_rate for line in compared.windows]
     axes.plot(sizes, shares, "o-", color=COLOURS["window"], label="top-1 equal")

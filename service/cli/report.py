@@ -16,7 +16,7 @@ FAILURES = (CommandError, ClientError, MergeError, OSError)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; `arguments[0]` is its name."""
+    """Runs the command. `arguments[0]` is the command's name."""
     parser = argparse.ArgumentParser("wane report", description=__doc__)
     parser.add_argument("urls", nargs="+", metavar="URL", help="a server's address, such as http://127.0.0.1:8000")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -18,7 +18,7 @@ FAILURES = (SettingsError, RegistryError, KeysError, StoreError, BundleError, De
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; `arguments[0]` is its name."""
+    """Runs the command. `arguments[0]` is the command's name."""
     parser = argparse.ArgumentParser(
         "wane serve", description="Serves models over HTTP. Every setting is also a variable WANE_..."
     )

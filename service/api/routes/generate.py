@@ -1,4 +1,4 @@
-"""Generation: as one JSON answer, or as server-sent events."""
+"""Serves generation, as one JSON answer or as server-sent events."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ router = APIRouter(tags=["generate"])
     responses=events.DESCRIPTION,
 )
 async def generate(request: Request) -> Response:
-    """Continues a text. With `stream`: an event `token` for each token, then `finish`. A failure is `error`."""
+    """Generates a continuation of a text. With `stream`, the answer is an event `token` for each token, then an event
+    `finish`. A failure is an event `error`."""
     body = await decode(request, GenerateBody)
     engine = await model_engine(request, body.model)
     with until_hangup(request):

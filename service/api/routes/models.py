@@ -1,4 +1,4 @@
-"""The list of models, in OpenAI's shape, and the report of the server's measurements."""
+"""Serves the list of models, in OpenAI's format, and the report of the server's measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.stats import Report
 
 EPSILONS = ("1e-1", "1e-2", "1e-3", "1e-4")
-"""The total variations of `k_epsilon` in a model's card."""
+"""The bounds on the total variation for which a model's document gives `k_epsilon`."""
 
 router = APIRouter(tags=["models"])
 
@@ -31,7 +31,8 @@ router = APIRouter(tags=["models"])
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", response_model=ModelListDocument)
 async def models(request: Request) -> Response:
-    """Lists every model, the default first: family, k, certificate without its curve, and quality.
+    """Lists every model with its family, k, certificate (without its curve) and quality. The default model is the
+    first.
 
     Waits until every model has loaded or failed.
     """
@@ -42,7 +43,8 @@ async def models(request: Request) -> Response:
 @router.head("/v1/models/{name}", include_in_schema=False)
 @router.get("/v1/models/{name}", response_model=ModelCardDocument)
 async def model(request: Request, name: str) -> Response:
-    """Returns one model, with its certificate's curve: the error bound of a window of k tokens, for every k."""
+    """Returns one model with its certificate's curve. The curve gives the error bound of a window of k tokens for every
+    k."""
     engine = await model_engine(request, name)
     card: ModelCardDocument = {
         **_facts(engine),
@@ -79,7 +81,7 @@ def _facts(engine: Engine) -> ModelFactsDocument:
 
 
 def _unix_time(iso: str) -> int:
-    """Seconds since 1970; 0 for an invalid date."""
+    """Returns the seconds since 1970, or 0 for an invalid date."""
     try:
         return int(datetime.fromisoformat(iso).timestamp())
     except ValueError:
@@ -89,7 +91,7 @@ def _unix_time(iso: str) -> int:
 @router.head("/v1/report", include_in_schema=False)
 @router.get("/v1/report", response_model=Report)
 async def report(request: Request) -> Response:
-    """Returns measurements of this server: latency by mode, agreement over all comparisons, sessions. Waits until every
-    model has loaded or failed."""
+    """Returns measurements of this server: the latency of each mode, the agreement of all comparisons, and facts about
+    sessions. Waits until every model has loaded or failed."""
     await registry(request).wait_for_all(deadline(request))
     return encode.reply(to_jsonable_python(await registry(request).report()))

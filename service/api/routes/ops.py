@@ -1,4 +1,4 @@
-"""Liveness, readiness and metrics for operators, and the HTML pages."""
+"""Serves liveness, readiness and metrics to operators, and the HTML pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ router = APIRouter(tags=["operations"])
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", response_model=LivenessDocument)
 async def healthz() -> Response:
-    """Whether the process is alive."""
+    """Answers 200 while the process is alive."""
     return encode.reply({"live": True})
 
 
@@ -28,11 +28,17 @@ async def healthz() -> Response:
 @router.get(
     "/readyz",
     response_model=ReadinessDocument,
-    responses={503: {"model": ReadinessDocument, "description": "loading or draining, or the store is unavailable"}},
+    responses={
+        503: {
+            "model": ReadinessDocument,
+            "description": "loading, draining, or without its session store",
+        }
+    },
 )
 async def readyz(request: Request) -> Response:
-    """Whether every model has loaded or failed. Not ready while the process drains, or while the session store is
-    unavailable and steps need it. A model answers requests as soon as it is loaded."""
+    """Answers 200 if every model has loaded or failed to load. Answers 503 while the process drains, and while the
+    session store is unavailable and steps require it. A model answers requests as soon as it is loaded, even before the
+    process is ready."""
     models = registry(request)
     store = models.store
     ready = models.ready and store is not None and store.ready
@@ -62,7 +68,8 @@ def _health(store: StoreHealth) -> StoreDocument:
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics; as OpenMetrics, with exemplars, if the client accepts it."""
+    """Returns the metrics in Prometheus's text format. Returns them as OpenMetrics, with exemplars, if the client
+    accepts that format."""
     found: Metrics = request.app.state.metrics
     text, content_type = found.render(request.headers.get("accept", ""))
     return Response(text, headers={"content-type": content_type})
@@ -78,5 +85,5 @@ async def page() -> Response:
 @router.head("/docs", include_in_schema=False)
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> Response:
-    """Returns the page of all routes."""
+    """Returns the page that documents all routes."""
     return HTMLResponse(api_page(request.app.openapi()), headers=HEADERS)

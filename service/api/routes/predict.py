@@ -1,4 +1,4 @@
-"""Answers about a sequence that the client sends: predict, compare."""
+"""Serves the routes `predict` and `compare`, for a sequence that the client sends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def predict(request: Request) -> Response:
 
 
 def asked(request: Request, body: PredictBody, tokens: tuple[int, ...], session: str | None = None) -> PredictRequest:
-    """Returns the engine's request for a body. `session` is the session's key. Raises InvalidRequest."""
+    """Converts a body to a request for the engine. `session` is the session's key. Raises InvalidRequest."""
     return PredictRequest(
         tokens=tokens,
         mode=body.mode,
@@ -60,13 +60,13 @@ def asked(request: Request, body: PredictBody, tokens: tuple[int, ...], session:
 async def _predict_many(
     request: Request, engine: Engine, body: PredictBody, inputs: list[str | list[int]]
 ) -> BatchDocument:
-    """Returns an answer or an error for each input. A bad input does not fail the others."""
+    """Returns an answer or an error for each input. An invalid input does not fail the other inputs."""
     charge(request, len(inputs))
     wanted: list[PredictRequest] = []
     refused: dict[int, Exception] = {}
     for index, given in enumerate(inputs):
         if isinstance(given, str):
-            await asyncio.sleep(0)  # many short texts do not block the event loop, its deadlines and disconnections
+            await asyncio.sleep(0)  # lets the event loop run other work between many short texts
         try:
             wanted.append(asked(request, body, await tokens_of(engine, given, deadline(request))))
         except Exception as error:
@@ -86,7 +86,7 @@ async def _predict_many(
 
 @router.post("/v1/compare", response_model=ComparisonDocument, openapi_extra=json_body(CompareBody))
 async def compare(request: Request) -> Response:
-    """Measures the latency of windows of several sizes, and their agreement with the recurrent answer."""
+    """Measures the latency of windows of several sizes, and the agreement of each window with recurrent mode."""
     body = await decode(request, CompareBody)
     names: Sequence[str | None] = body.models or [body.model]
     engines = [await model_engine(request, name) for name in names]

@@ -1,7 +1,7 @@
-"""The Open Inference Protocol's model repository extension, which lists, loads and unloads models, and its readiness
-probe of one model.
+"""Serves the Open Inference Protocol's model repository extension, which lists, loads and unloads models. Serves also
+its readiness probe for one model.
 
-A load replaces the version of a model while its sessions are live: see `service/registry/registry.py`.
+A load can replace a model's version while the model has live sessions. See `service/registry/registry.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ router = APIRouter(prefix="/v2", tags=["repository"], responses=FAILURE)
     openapi_extra=json_body(IndexBody, required=False),
 )
 async def index(request: Request) -> Response:
-    """Lists every version of every model that is served, being loaded or unloaded, or in the bundles' folder."""
+    """Lists the models with their versions and states. The list has the served models, the models that are being loaded
+    or unloaded, and the models in the bundles' folder."""
     body = await decode(request, IndexBody, empty=b"{}")
     entries = await registry(request).index()
     found = [one for one in entries if one.state == "READY" or not body.ready]
@@ -59,7 +60,8 @@ async def index(request: Request) -> Response:
     openapi_extra=json_body(UnloadBody, required=False),
 )
 async def unload(request: Request, name: str) -> Response:
-    """Unloads a model. Its sessions are kept until they expire, and continue if it is loaded again before."""
+    """Unloads a model. The model's sessions are kept until they expire, and can continue if the model is loaded again
+    before then."""
     await decode(request, UnloadBody, empty=b"{}")
     await registry(request).unload_model(name, deadline(request))
     unloaded: UnloadedDocument = {"name": name, "state": "UNAVAILABLE"}
@@ -70,8 +72,9 @@ async def unload(request: Request, name: str) -> Response:
     "/repository/models/{name}/load", response_model=LoadedDocument, openapi_extra=json_body(LoadBody, required=False)
 )
 async def load(request: Request, name: str) -> Response:
-    """Loads a model, or its bundle's current version, which then replaces the served version. Answers after the
-    replacement. If the load fails, the earlier version is still served, and `error` gives the reason."""
+    """Loads the current version of a model's bundle. The new version replaces the served version, if there is one.
+    Answers after the replacement. If the load fails, the server continues to serve the earlier version, and `error`
+    gives the reason."""
     await decode(request, LoadBody, empty=b"{}")
     with until_hangup(request):
         engine = await registry(request).load_model(name, deadline(request))
@@ -83,7 +86,8 @@ async def load(request: Request, name: str) -> Response:
 @router.head("/models/{name}/ready", include_in_schema=False)
 @router.get("/models/{name}/ready", response_model=ModelReadyDocument)
 async def ready(request: Request, name: str) -> Response:
-    """Whether a model is ready: 503 while it loads or the server stops, 404 with the reason if it is not served."""
+    """Answers 200 if a model is ready. Answers 503 while the model loads or the server stops, and 404 with the reason
+    if the model is not served."""
     models = registry(request)
     engine = models.get(name)
     if engine not in models.served:

@@ -1,4 +1,4 @@
-"""Scoring: as one JSON answer, or, for long documents, as server-sent events."""
+"""Serves scoring, as one JSON answer or, for long documents, as server-sent events."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ router = APIRouter(tags=["predict"])
     responses=events.DESCRIPTION,
 )
 async def score(request: Request) -> Response:
-    """Returns the log-probability of every token of a text, which is run in order or in concurrent chunks.
+    """Returns the log-probability of every token of a text. The model runs over the text in order or in concurrent
+    chunks.
 
-    With `stream`: events `progress` (`done`, `total`), `tokens` (`position`, `tokens`, `logprobs`, and with `truncated`
-    `error_bounds`) in order, when they are final, then `finish`. A failure is an event `error`.
+    With `stream`, the answer is a sequence of events. `progress` has `done` and `total`. `tokens` has `position`,
+    `tokens`, `logprobs` and, for a `truncated` input, `error_bounds`. These events come in the order of the tokens, as
+    soon as their values are final. The last event is `finish`. A failure is an event `error`.
     """
     body = await decode(request, ScoreBody)
     engine = await model_engine(request, body.model)

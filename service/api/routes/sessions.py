@@ -1,4 +1,4 @@
-"""Sessions: sequences that grow step by step. The server keeps their state between requests."""
+"""Serves sessions. A session is a sequence that grows with every step. The server keeps its state between requests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from wane.service.types import (
     name_within,
 )
 
-# The engine refuses an invalid id, because the framework's response would differ from ours.
+# The engine rejects an invalid id. A rejection by the framework would not be a problem document.
 PATTERN: dict[str, Any] = {"pattern": anchored(SESSION_ID.pattern)}
 SessionId = Annotated[str, Path(examples=["demo"], description="the session's id", json_schema_extra=PATTERN)]
 POSITION = "x-wane-position"
@@ -69,7 +69,7 @@ STEP_HEADERS = headers(
     }
 )
 
-TOP_K = ONE_TOKEN.top_k  # of a step without `top_k`
+TOP_K = ONE_TOKEN.top_k  # the `top_k` of a step that gives none
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -87,9 +87,10 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
     },
 )
 async def create(request: Request) -> Response:
-    """Starts a session under the client's id or a new one: at position 0, or at `position` with its last tokens.
+    """Starts a session under the client's id or under a new id. The session starts at position 0, or at `position` with
+    the last tokens before that position.
 
-    Answers 200 with the session if the same request is sent again before the first step.
+    Answers 200 with the session if the client sends the same request again before the first step.
     """
     body = await decode(request, SessionBody)
     engine = await model_engine(request, body.model)
@@ -102,7 +103,8 @@ async def create(request: Request) -> Response:
 
 
 async def _history(engine: Engine, body: SessionBody, until: float | None) -> History | None:
-    """Returns the history that the session continues, if the body has one. Raises InvalidRequest, TooLarge."""
+    """Returns the history that the new session continues, or None if the body has no history. Raises InvalidRequest,
+    TooLarge."""
     if body.position is None:
         return None
     if body.input is not None:
@@ -113,7 +115,7 @@ async def _history(engine: Engine, body: SessionBody, until: float | None) -> Hi
 @router.head("/{session}", include_in_schema=False)
 @router.get("/{session}", response_model=SessionView)
 async def read(request: Request, session: SessionId) -> Response:
-    """Returns a session's position and options. Does not extend the session's life."""
+    """Returns a session's position and options. Does not extend the session's time to live."""
     name = session_key(request, session)
     engine = await session_engine(request, name)
     return encode.reply(await engine.get_session(name))
@@ -131,7 +133,8 @@ async def delete(request: Request, session: SessionId) -> Response:
 
 @router.post("/{session}/tokens", response_model=AnswerDocument, openapi_extra=json_body(StepBody) | STEP_HEADERS)
 async def append(request: Request, session: SessionId) -> Response:
-    """Appends tokens, and predicts the next. A step can be retried: see `expected_position`, `idempotency_key`."""
+    """Appends tokens to a session, and predicts the next token. `expected_position` and `idempotency_key` make retries
+    of a step safe."""
     scope = request.scope
     here = context(scope)
     token = only_token(scope.get(WHOLE_BODY))
@@ -159,7 +162,7 @@ def step_request(
     expected_position: int | None,
     idempotency_key: str | None,
 ) -> StepRequest:
-    """Returns the engine's request for a body. `session` is the session's key. Raises InvalidRequest."""
+    """Converts a body to a request for the engine. `session` is the session's key. Raises InvalidRequest."""
     return StepRequest(
         session, tokens, body.mode, expected_position, idempotency_key, body.top_k, deadline, body.prove, body.cache
     )
@@ -181,7 +184,7 @@ def position(given: str | None, in_body: int | None) -> int | None:
 
 @router.post("/{session}/rewind", response_model=SessionView, openapi_extra=json_body(RewindBody))
 async def rewind(request: Request, session: SessionId) -> Response:
-    """Drops the tokens after `position`. The next step rebuilds the state."""
+    """Drops a session's tokens after `position`. The session's next step recomputes the state."""
     body = await decode(request, RewindBody)
     name = session_key(request, session)
     engine = await session_engine(request, name)
@@ -192,7 +195,8 @@ async def rewind(request: Request, session: SessionId) -> Response:
 
 @router.post("/tokens", response_model=StepsDocument | StepColumnsDocument, openapi_extra=json_body(StepsBody))
 async def append_many(request: Request) -> Response:
-    """Appends tokens to many sessions, and predicts the next tokens of each. A failed step does not fail the others."""
+    """Appends tokens to many sessions, and predicts the next token of each session. A failed step does not fail the
+    steps of other sessions."""
     raw = request.scope.get(WHOLE_BODY) or b""
     plain = plain_steps(raw, settings(request).max_batch_inputs) if len(raw) <= LARGE_BYTES else None
     steps: Sequence[SessionStepBody | PlainStep]
@@ -203,7 +207,7 @@ async def append_many(request: Request) -> Response:
         steps, in_columns = plain
     for name in (POSITION, IDEMPOTENCY_KEY):
         if header(request, name) is not None:
-            raise InvalidRequest(f"{name} is a header for one step: of many, each has its own field", name)
+            raise InvalidRequest(f"{name} is a header for a single step: each of many steps has its own field", name)
     charge(request, len(steps))
     models, until = registry(request), deadline(request)
     if models.is_coming():
@@ -227,7 +231,8 @@ async def append_many(request: Request) -> Response:
 
 
 async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[encode.StepResult]:
-    """Like `_step_many`, for plain steps of different sessions: in columns, except steps that these do not take."""
+    """Runs plain steps of different sessions as columns. `_step_many` runs the steps that an engine cannot take as
+    columns."""
     models, here = registry(request), context(request.scope)
     prefix = here.owner.name + SLASH if here.owner.name else ""
     call, engines = StepCall(), dict[int, Engine]()
@@ -261,8 +266,8 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
 
 
 async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[encode.StepResult]:
-    """Submits every step to its session's engine. All steps of a session run on one engine, even if another version of
-    its model is loaded meanwhile."""
+    """Submits every step to its session's engine. All steps of one session run on the same engine, even if another
+    version of its model is loaded during the call."""
     models, until = registry(request), deadline(request)
     results: list[encode.StepResult | None] = [None] * len(bodies)
     engines: dict[str, Engine] = {}
@@ -290,5 +295,5 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
 async def _tokens(engine: Engine, body: SessionStepBody, until: float | None) -> tuple[int, ...]:
     if body.input is None:
         return tuple(body.tokens or ())
-    await asyncio.sleep(0)  # many short texts do not block the event loop, its deadlines and disconnections
+    await asyncio.sleep(0)  # lets the event loop run other work between many short texts
     return await tokens_of(engine, body.input, until)

@@ -1,12 +1,12 @@
-"""A session as a WebSocket: each message is a step, and has one prediction, in order.
+"""Serves a session over a WebSocket. Each message is a step, and gets a prediction as its answer, in order.
 
     -> {"tokens": [5]}              <- {"predictions": [...], "position": 1, ...}    like the answer of POST .../tokens
     -> {"rewind": 0}                <- {"predictions": [...], "position": 0, ...}    the prediction at that position
     -> {"tokens": []}               <- {"error": {"status": 422, ...}}               a problem document
 
-Messages are answered one at a time; the client may send more meanwhile, and they wait. After a failure that leaves the
-session where the client expects it, the socket stays open. After any other, the server sends the problem document (not
-for codes with a *) and closes the socket:
+The server answers one message at a time, and queues the messages that arrive meanwhile. The socket stays open after a
+failure that leaves the session at the position that the client expects. After any other failure, the server sends a
+problem document and closes the socket with one of these codes. It sends no problem document in the cases with a *:
 
     1002 * an invalid frame
     1007 * a text that is not UTF-8
@@ -14,10 +14,10 @@ for codes with a *) and closes the socket:
     1009 * a message longer than the longest body
     1011   an unexpected error
     1012   the server is loading or stopping: try again
-    1013   over the key's rate when the socket was opened; * the server is receiving too many bytes: try again
+    1013   the key exceeded its rate limit when the socket was opened; * the server receives too many bytes: try again
     4404   an unknown or deleted session
-    4409   the session is not at the client's position, or the last step's key was sent with another step: the client's
-           later steps would be wrong too
+    4409   the session is not at the expected position, or the idempotency key of the last step was sent with another
+           step. The client's later steps would be wrong, too
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ router = APIRouter()
 
 @router.websocket("/v1/sessions/{session}/stream")
 async def stream(socket: WebSocket, session: str) -> None:
-    """Serves one session's WebSocket: see the module's docstring."""
+    """Serves the WebSocket of a session. The module's docstring describes the protocol."""
     metrics: Metrics = socket.app.state.metrics
     await socket.accept(chosen(socket.scope))
     with metrics.websockets.track_inprogress():
@@ -89,7 +89,7 @@ async def stream(socket: WebSocket, session: str) -> None:
             await _refuse(socket, error, RESTART)
             return
         except WaneError as error:
-            await _refuse(socket, error, _close_code(error) or NO_SESSION)  # an invalid id is no session
+            await _refuse(socket, error, _close_code(error) or NO_SESSION)  # a session with an invalid id cannot exist
             return
         running = Stream(socket, engine, name).run()
         # The framework's own channel may wait for futures that need an asyncio.Task.
@@ -97,10 +97,10 @@ async def stream(socket: WebSocket, session: str) -> None:
 
 
 class Stream:
-    """One WebSocket, until it is closed by either side."""
+    """An open WebSocket of a session."""
 
     def __init__(self, socket: WebSocket, engine: Engine, session: str) -> None:
-        """`session` is its key."""
+        """`session` is the session's key."""
         self.scope = socket.scope
         self.registry = registry(socket)
         self.engine = engine
@@ -114,7 +114,7 @@ class Stream:
         self.log["model"] = engine.name
         self.answered = 0
         self.channel = channel_of(socket)
-        self.waits_since_s = math.inf  # on the loop's clock; infinite while a message is answered
+        self.waits_since_s = math.inf  # on the event loop's clock; infinite while a message is being answered
 
     async def run(self) -> None:
         """Answers messages until the WebSocket is closed."""
@@ -124,14 +124,14 @@ class Stream:
             while (message := await self.take()) is not None:
                 if await self.respond(message):
                     return
-        except ClientDisconnected:  # while an answer was being sent
+        except ClientDisconnected:  # is raised while an answer is being sent
             self.log["code"] = DISCONNECTED
         finally:
             self.idle_timer.cancel()
             self.log["messages"] = self.answered
 
     async def take(self) -> str | bytes | None:
-        """Returns the next message; None if the client has disconnected, or was idle for too long."""
+        """Returns the next message, or None if the client has disconnected or was idle for too long."""
         self.waits_since_s = self.loop.time()
         try:
             message = await self.channel.receive()
@@ -148,7 +148,7 @@ class Stream:
         return message["bytes"] if text is None else text
 
     def check_idle(self) -> None:
-        """Interrupts a wait for a message that lasts too long."""
+        """Interrupts the wait for a message after the idle time. Otherwise restarts the timer."""
         ends_s = min(self.waits_since_s, self.loop.time()) + self.idle_s
         if ends_s > self.loop.time():
             self.idle_timer = timers().at(ends_s, self.check_idle)
@@ -156,7 +156,7 @@ class Stream:
             self.idle.fire()
 
     async def respond(self, message: str | bytes) -> bool:
-        """Answers, traces and counts one message. Returns whether the socket is closed.
+        """Answers, traces and counts one message. Returns True if the socket is closed.
 
         Raises ClientDisconnected.
         """
@@ -191,7 +191,7 @@ class Stream:
             exchange.finish(status, failed)
 
     async def answer(self, message: str | bytes, deadline: float) -> Answer:
-        """Returns the prediction after one message."""
+        """Runs the step or the rewind of one message, and returns the prediction."""
         token = only_token(message)
         body = ONE_TOKEN
         if token is None:
@@ -213,7 +213,7 @@ class Stream:
 
 
 async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:
-    """Sends an error as the only message, and closes the socket."""
+    """Sends an error as the only message. Then closes the socket."""
     failure, here = described(socket.scope, error), context(socket.scope)
     here.fields.update(error=failure.code, code=code)
     try:
@@ -224,7 +224,7 @@ async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:
 
 
 def _close_code(error: Exception) -> int | None:
-    """Returns the close code after a failure; None if the socket stays open."""
+    """Returns the close code for a failure, or None if the socket stays open after this failure."""
     if not isinstance(error, WaneError):
         return INTERNAL
     return next((code for kind, code in CLOSES if isinstance(error, kind)), None)

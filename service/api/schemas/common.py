@@ -1,10 +1,10 @@
-"""Request bodies of the native protocol: strict models that refuse unknown fields.
+"""Request bodies of the native protocol. They are strict models that reject unknown fields.
 
-A strict model converts nothing: "5" and 5.0 are not integers, and true is not a number. NaN and Infinity, which JSON
-does not have but some encoders write, are refused by name. The models do not check ranges: `wane.service.types` and the
-engine do that, for every protocol. The OpenAPI description takes the ranges from their constants.
+A strict model converts nothing: "5" and 5.0 are not integers, and true is not a number. NaN and Infinity are rejected.
+JSON does not have them, but some encoders write them. The models do not check ranges, because `wane.service.types` and
+the engine check them for every protocol. The OpenAPI description has these ranges, too.
 
-Validation of a list stops at its first wrong item, because a body may have a million of them.
+Validation of a list stops at its first invalid item, because a list may have a million invalid items.
 """
 
 from __future__ import annotations
@@ -28,38 +28,40 @@ from wane.service.types import (
 HISTORY = "The history of the"
 
 IDEMPOTENCY = (
-    "names this step. A retry with the last step's key, the same tokens and the same position (if it has one) gets the "
-    "same answer and appends nothing; with other tokens or another position it is 409 idempotency_key_reused"
+    "a key for this step. A retry with the key of the session's last step, the same tokens and the same position (if "
+    "it gives one) gets the same answer and appends nothing. A retry with other tokens or another position answers 409 "
+    "idempotency_key_reused"
 )
 AT_MOST = "x-at-most"
-"""The schema keyword with the limit of an `AtMost`."""
+"""The JSON Schema keyword that holds the limit of an `AtMost`."""
 
 
 def anchored(pattern: str) -> str:
-    """Returns a regular expression of a whole text, for a schema, whose patterns match any part of a text."""
+    """Returns a schema's pattern that matches only whole texts. Without anchors, a JSON Schema pattern matches any part
+    of a text."""
     return f"^(?:{pattern})$"
 
 
 def says(**keywords: object) -> Any:
-    """Returns a field with JSON Schema keywords for a rule that is checked elsewhere."""
+    """Returns a field with JSON Schema keywords for a rule that pydantic does not check."""
     return Field(json_schema_extra=keywords)  # type: ignore[arg-type]
 
 
 def modes(of: Iterable[Mode]) -> WithJsonSchema:
-    """Returns the schema of a field that takes one of these modes."""
+    """Returns the schema of a field whose value is one of these modes."""
     return WithJsonSchema({"type": "string", "enum": [mode.value for mode in of]})
 
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """The longest allowed list, or the largest allowed integer: a number, or the name of a setting. `of_tokens`: the
-    list is an input's token ids."""
+    """The largest allowed length of a list, or the largest allowed integer. The limit is a number or the name of a
+    setting. With `of_tokens`, the list holds the token ids of an input."""
 
     limit: int | str
     of_tokens: bool = False
 
     def value(self, settings: Settings) -> int | None:
-        """Returns the limit; None if there is none."""
+        """Returns the limit, or None if the setting has no limit."""
         most: int | None = getattr(settings, self.limit) if isinstance(self.limit, str) else self.limit
         return most
 
@@ -69,46 +71,51 @@ class AtMost:
 
 
 Name = Annotated[str, Field(max_length=64)]
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # keeps error messages short: they quote the number
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # keeps error messages short, because they quote the number
 Natural = Annotated[Integer, says(minimum=0)]
 Positive = Annotated[Integer, says(minimum=1)]
-Model = Annotated[Name | None, Field(description="a name from /v1/models; default: the first of these")]
-Text = Annotated[str, Field(description="text, which the model's vocabulary tokenises"), says(minLength=1)]
+Model = Annotated[
+    Name | None, Field(description="a model's name from /v1/models; default: the first model in that list")
+]
+Text = Annotated[str, Field(description="a text; the model's vocabulary tokenises it"), says(minLength=1)]
 Tokens = Annotated[
     list[int],
     Field(fail_fast=True, description="token ids"),
     says(minItems=1, items={"type": "integer", "minimum": 0}),
 ]
 TopK = Annotated[
-    Positive, AtMost("top_k_limit"), Field(description="the number of predictions in the answer, most probable first")
+    Positive,
+    AtMost("top_k_limit"),
+    Field(description="the number of predictions in the answer; the most probable prediction is the first"),
 ]
 Tolerance = Annotated[
-    float, Field(description="the largest accepted error bound: total variation, 0 to 1"), says(minimum=0, maximum=1)
+    float, Field(description="the largest accepted error bound, as total variation, 0 to 1"), says(minimum=0, maximum=1)
 ]
 AUTO = (
-    "auto: without a `tolerance`, from the given `window`, else from the model's own k if its certificate's curve is at"
-    " most 1e-3 there, else from all tokens; with one, from a window whose bound is within it, else from all tokens"
+    "auto without a `tolerance`: runs the given `window`; without a `window`, runs the model's own k if its "
+    "certificate's curve is at most 1e-3 there, and otherwise all tokens. auto with a `tolerance`: runs a window whose "
+    "error bound is within the tolerance, or all tokens if there is no such window"
 )
 Truncated = Annotated[
     bool,
     Field(
-        description="true: the tokens are the end of a longer sequence, such as a client's last k. No start token is "
-        "fed, and error_bound is that of their number. false: the sequence starts with these tokens, and the start "
-        "token <eos> is fed before them"
+        description="true: the tokens are the end of a longer sequence, such as a client's last k tokens. The start "
+        "token <eos> is not fed, and error_bound is the bound for this number of tokens. false: the sequence starts "
+        "with these tokens, and the start token <eos> is fed before them"
     ),
 ]
 Prove = Annotated[
     bool,
     Field(
-        description="true: where tokens were left out, search for a proof of the first token and for a smaller "
-        "error_bound. This takes several times as long as a window's run, and a model runs one search at a time. It "
-        "requires a model whose windows compute a bound for their own tokens. false: top1_proved is the margin's "
-        "result, and error_bound that of the certificate or the run"
+        description="true: if tokens were left out, search for a proof of the most probable token and for a smaller "
+        "error_bound. The search takes several times as long as the run of a window, and a model runs one search at a "
+        "time. The model's windows must compute error bounds for their own tokens. false: top1_proved is the result of "
+        "the margin, and error_bound comes from the certificate or the run"
     ),
 ]
 Cache = Annotated[
     bool,
-    Field(description="false: the network's distribution alone, if the model has a cache language model"),
+    Field(description="false: omit the model's cache language model, and return the network's distribution"),
 ]
 Window = Annotated[
     Positive,
@@ -123,7 +130,7 @@ WireScoreMethod = Annotated[
     ScoreMethod,
     Field(
         strict=False,
-        description="sequential: in order; parallel: in concurrent chunks, if that is expected to be faster",
+        description="sequential: run the tokens in order; parallel: run concurrent chunks, if this should be faster",
     ),
     WithJsonSchema({"type": "string", "enum": [method.value for method in ScoreMethod]}),
 ]
@@ -134,10 +141,11 @@ def absent(name: str) -> dict[str, Any]:
 
 
 class Body(BaseModel):
-    """A request body. `examples` are shown on the OpenAPI page, and a test posts each.
+    """A request body. The OpenAPI page shows the `examples`. A test posts each example.
 
-    one_of: exactly one of these fields must be given; null counts as absent. not_both: at most one of these two may be
-    given. only_with: fields that are allowed only with some modes. rules: other rules, as JSON schemas.
+    A body must have exactly one of the fields in `one_of`. A null field counts as absent. It may have at most one of
+    the two fields in `not_both`. The fields in `only_with` are allowed only in some modes. `rules` are further rules,
+    as JSON schemas.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -160,7 +168,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Returns the schema with the rules between fields."""
+        """Adds the rules about several fields to the schema."""
         found: dict[str, Any] = handler.resolve_ref_schema(handler(schema))
         if cls.one_of:
             found["oneOf"] = [
@@ -180,7 +188,7 @@ class Body(BaseModel):
 
 
 class SequenceBody(Body):
-    """A body with one sequence in it, as text or as token ids."""
+    """A body with one sequence, as a text or as token ids."""
 
     one_of: ClassVar[tuple[str, ...]] = ("input", "tokens")
 
@@ -189,5 +197,5 @@ class SequenceBody(Body):
 
     @property
     def sequence(self) -> str | list[int]:
-        """The given field of the two; an empty list if neither was given."""
+        """Returns the field that was given, or an empty list if neither field was given."""
         return self.input if self.input is not None else self.tokens or []

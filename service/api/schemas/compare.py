@@ -1,4 +1,4 @@
-"""Comparisons of recurrent mode with windows of several k."""
+"""Requests and answers of comparisons of recurrent mode with windows of several sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from wane.service.types import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_RE
 
 
 class CompareBody(SequenceBody):
-    """Compare recurrent mode with windows of several sizes: their distance, and the latency of each."""
+    """Compare recurrent mode with windows of several sizes. The answer has the distance of each window from recurrent
+    mode, and the latency of each run."""
 
     examples = ({"input": HISTORY, "windows": [1, 2, 4, 8], "repeat": 3},)
     not_both: ClassVar[tuple[str, ...]] = ("model", "models")
@@ -25,13 +26,14 @@ class CompareBody(SequenceBody):
         default=[8, 16, 32, 64], fail_fast=True, description="each k to compare", json_schema_extra={"minItems": 1}
     )
     repeat: Annotated[Positive, AtMost(MAX_REPEAT)] = Field(
-        default=20, description="runs of each, for the latency's percentiles"
+        default=20,
+        description="the number of runs of recurrent mode and of each window, for the percentiles of latency",
     )
     cache: Cache = True
 
 
 class ComparisonDocument(TypedDict):
-    """One comparison for each requested model."""
+    """A comparison for each requested model."""
 
     device: str
     models: list[Comparison]

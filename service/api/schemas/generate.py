@@ -25,7 +25,7 @@ from wane.service.types import GENERATED_MODES, GENERATED_WINDOW_MODES, MAX_STOP
 
 
 class GenerateBody(SequenceBody):
-    """Continue a sequence, token by token."""
+    """Generate tokens that continue a sequence."""
 
     examples = (
         {"input": HISTORY, "max_tokens": 8, "temperature": 0},
@@ -47,17 +47,22 @@ class GenerateBody(SequenceBody):
     max_tokens: Annotated[Positive, AtMost("max_generated_tokens")] = Field(
         default=16, description="the largest number of tokens to generate"
     )
-    temperature: Annotated[float, says(minimum=0)] = Field(default=1.0, description="0: always the most probable token")
+    temperature: Annotated[float, says(minimum=0)] = Field(
+        default=1.0, description="0: select always the most probable token"
+    )
     top_k: Positive | None = Field(default=None, description="sample from the k most probable tokens only")
     top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(
-        default=None, description="sample from the most probable tokens whose probabilities add up to this share"
+        default=None,
+        description="sample from the smallest set of most probable tokens whose probabilities add up to this value",
     )
-    seed: Natural | None = Field(default=None, description="the same seed gives the same text")
+    seed: Natural | None = Field(default=None, description="requests with the same seed generate the same text")
     stop: Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)], AtMost(MAX_STOPS)] = Field(
-        default=[], description="the text ends before the first of these strings"
+        default=[], description="generation stops at the first of these strings; the answer's text does not include it"
     )
     mode: Annotated[WireMode, modes(GENERATED_MODES)] = Mode.AUTO
     window: Window | None = None
     truncated: Truncated = False
     cache: Cache = True
-    stream: bool = Field(default=False, description="answer with server-sent events: `token`, then `finish` or `error`")
+    stream: bool = Field(
+        default=False, description="answer with server-sent events: `token` for each token, then `finish` or `error`"
+    )

@@ -1,11 +1,11 @@
-"""The served models, their facts, and the Open Inference Protocol's model repository."""
+"""The documents of served models, and the bodies of the Open Inference Protocol's model repository."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.models.manifest import Certificate, Contraction, Quality, Rounding, VocabularyInfo
 from wane.service.api.schemas.common import Body
@@ -14,19 +14,19 @@ from wane.service.types import Condition
 
 
 class IndexBody(Body):
-    """Selects the models to list. Optional, like the other bodies of the model repository."""
+    """Selects the models of the list. This body is optional, like all bodies of the model repository."""
 
     examples = ({}, {"ready": True})
 
-    ready: bool = Field(default=False, description="only models that accept requests")
+    ready: bool = Field(default=False, description="list only the models that accept requests")
 
 
 class LoadParameters(Body):
-    """The parameters of a load: none, because the bundle describes the model."""
+    """The parameters of a load. There are none, because the bundle describes the model."""
 
 
 class LoadBody(Body):
-    """A load of the model in the path."""
+    """A request to load the model in the path."""
 
     examples = ({},)
 
@@ -36,13 +36,13 @@ class LoadBody(Body):
 
 
 class UnloadParameters(Body):
-    """The parameters that the protocol's own clients send."""
+    """The parameters of an unload that the protocol's own clients send."""
 
     unload_dependents: bool = Field(default=False, description="ignored: no model depends on another")
 
 
 class UnloadBody(Body):
-    """An unload of the model in the path."""
+    """A request to unload the model in the path."""
 
     examples = ({"parameters": {"unload_dependents": False}},)
 
@@ -52,8 +52,9 @@ class UnloadBody(Body):
 
 
 class ModelFactsDocument(TypedDict):
-    """OpenAI's fields, and the manifest's. `k_epsilon`: for each bound on the total variation, the smallest k from
-    which on every window's bound is within it; null if there is none."""
+    """A model, with OpenAI's fields and the fields of its manifest. `k_epsilon` gives the sufficient window size for
+    each bound on the total variation: the smallest k such that windows of k tokens and all larger windows satisfy the
+    bound. It is null if there is no such k."""
 
     id: str
     object: Literal["model"]
@@ -73,14 +74,14 @@ class ModelFactsDocument(TypedDict):
 
 
 class ModelCardDocument(ModelFactsDocument):
-    """One model, with its whole certificate, and the costs of its runs on this server."""
+    """One model with its whole certificate and the measured duration of its runs on this server."""
 
     certificate: Certificate
     costs: Costs
 
 
 class CertificateSummary(BaseModel, from_attributes=True):
-    """The certificate without its curve; `reason` explains why a model is not certified."""
+    """The certificate without its curve. `reason` explains why a model is not certified."""
 
     contractive: bool
     certified: bool
@@ -91,20 +92,20 @@ class CertificateSummary(BaseModel, from_attributes=True):
 
 
 class ModelSummaryDocument(ModelFactsDocument):
-    """One model of the list."""
+    """A model in the list."""
 
     certificate: CertificateSummary
 
 
 class ModelListDocument(TypedDict):
-    """Every served model, the default first."""
+    """All served models. The default model is the first."""
 
     object: Literal["list"]
     data: list[ModelSummaryDocument]
 
 
 class LoadedDocument(TypedDict):
-    """A newly loaded model."""
+    """The answer to a load."""
 
     name: str
     version: str
@@ -112,21 +113,21 @@ class LoadedDocument(TypedDict):
 
 
 class UnloadedDocument(TypedDict):
-    """An unloaded model."""
+    """The answer to an unload."""
 
     name: str
     state: Condition
 
 
 class ModelReadyDocument(TypedDict):
-    """A model that is ready."""
+    """The answer of a ready model."""
 
     name: str
     ready: bool
 
 
 class ProtocolFailureDocument(TypedDict):
-    """A failure in the Open Inference Protocol's format; `code` is that of a problem document."""
+    """A failure in the Open Inference Protocol's format. `code` is the same as in a problem document."""
 
     error: str
     code: str

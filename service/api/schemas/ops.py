@@ -1,10 +1,10 @@
-"""Liveness and readiness."""
+"""The documents of liveness and readiness."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.types import ModelDocument
 
@@ -16,15 +16,15 @@ class LivenessDocument(TypedDict):
 
 
 class ModelStandingDocument(ModelDocument):
-    """A served model. `reason` explains why it is not certified."""
+    """A served model. `reason` explains why the model is not certified."""
 
     certified: bool
     reason: str | None
 
 
 class StoreDocument(TypedDict):
-    """The session store: its kind (memory or redis), whether it is reachable, and the number of sessions with tokens
-    that only this process has."""
+    """The session store. The document has its kind (memory or redis), whether it is reachable, and the number of
+    sessions with tokens that are not in the store yet."""
 
     kind: str
     reachable: bool
@@ -32,15 +32,16 @@ class StoreDocument(TypedDict):
 
 
 class FailedModelDocument(TypedDict):
-    """A model that failed to load, and the reason. A bundle without a readable name has its folder's name."""
+    """A model that failed to load, and the reason. If the bundle's name is unreadable, `name` is its folder's name."""
 
     model: str
     reason: str
 
 
 class ReadinessDocument(TypedDict):
-    """`ready`: every model has loaded or failed, and the server is not draining. `models`: those that are ready;
-    `loading`: those that requests wait for. `device` is null until a model runs on it, `store` until it is open."""
+    """The readiness of the server. `ready` is true if every model has loaded or failed to load, and the server is not
+    draining. `models` lists the models that are ready. `loading` lists the models that are being loaded; requests for
+    them wait. `device` is null until the first model is loaded. `store` is null until the session store is open."""
 
     ready: bool
     status: Literal["loading", "ready", "draining", "store_unavailable"]

@@ -1,11 +1,11 @@
-"""Predictions and steps: requests and answers."""
+"""The requests and answers of predictions and steps."""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, NotRequired
 
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.schemas.common import (
     AUTO,
@@ -43,7 +43,7 @@ from wane.service.types import (
 
 
 class PredictBody(SequenceBody):
-    """Predict the next token after one sequence, after each of many, or after a session's tokens."""
+    """Predict the next token after one sequence, after each sequence of a batch, or after a session's tokens."""
 
     examples = (
         {"input": HISTORY, "mode": "both"},
@@ -63,9 +63,11 @@ class PredictBody(SequenceBody):
         default=None,
         min_length=1,
         fail_fast=True,
-        description="a batch of texts or lists of token ids, each with its own answer",
+        description="a batch of inputs; each is a text or a list of token ids, and gets its own answer",
     )
-    session: SessionId | None = Field(default=None, description="predict from this session without appending to it")
+    session: SessionId | None = Field(
+        default=None, description="the id of a session; predict its next token without appending to it"
+    )
     mode: WireMode = Field(default=Mode.AUTO, description=AUTO)
     window: Window | None = None
     tolerance: Tolerance | None = None
@@ -76,8 +78,9 @@ class PredictBody(SequenceBody):
 
 
 class AnswerDocument(ModelDocument):
-    """A prediction of the next token. `top1_proved`: the margin or, with `prove`, a search proves that the
-    never-interrupted model has the same first prediction."""
+    """A prediction of the next token. If `top1_proved` is true, the most probable token is proved to be the same as
+    that of the recurrent model that ran over all tokens. The proof is the margin between the first two predictions or,
+    with `prove`, a search."""
 
     mode: Mode
     window: int | None
@@ -97,7 +100,7 @@ class AnswerDocument(ModelDocument):
 
 
 class FailureDocument(TypedDict):
-    """A failed item of a batch, as a problem document."""
+    """A failed item of a batch. `error` is a problem document."""
 
     error: dict[str, object]
 
@@ -115,10 +118,12 @@ class StepsDocument(TypedDict):
 
 
 class StepColumnsDocument(TypedDict):
-    """The answers to steps as one list for each field, in the order of the steps. A failed step has null in all lists
-    but `session` and `error`. `error` is a problem document, or null for a step that succeeded.
+    """The answers to steps as one list for each field, in the order of the steps. For a failed step, every list has
+    null, except `session` and `error`. `error` has a problem document for a failed step, and null for a successful
+    step.
 
-    `token_id` and `logprob` list each step's predictions, most probable first. `latency`: the largest of all steps.
+    `token_id` and `logprob` list each step's predictions, most probable first. `latency` has the largest values of all
+    steps.
     """
 
     session: list[str]

@@ -1,4 +1,4 @@
-"""Requests for scoring."""
+"""The request body of scoring."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ class ScoreBody(SequenceBody):
     truncated: Truncated = False
     cache: Cache = True
     stream: bool = Field(
-        default=False, description="answer with server-sent events: `progress`, `tokens`, then `finish` or `error`"
+        default=False, description="answer with server-sent events: `progress` and `tokens`, then `finish` or `error`"
     )

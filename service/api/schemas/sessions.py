@@ -1,4 +1,4 @@
-"""Sessions and their steps."""
+"""The requests and answers of sessions and their steps."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from wane.service.api.schemas.common import (
 from wane.service.types import MAX_POSITION
 
 BEHIND_A_TOKEN = {"required": ["position"], "properties": {"position": {"type": "integer", "minimum": 1}}}
-"""The schema of a body that continues a history: its position is at least 1."""
+"""The JSON schema rule of a body that continues a history. Its position is at least 1."""
 
 
 class SessionBody(Body):
-    """Start a session: at position 0, or at `position` with its last tokens."""
+    """Start a session at position 0, or at `position` with the last tokens before it."""
 
     examples = ({"session": "demo"}, {"mode": "recurrent"}, {}, {"history": [5, 6, 7], "position": 20})
     not_both: ClassVar[tuple[str, ...]] = ("history", "input")
@@ -47,15 +47,15 @@ class SessionBody(Body):
     )
 
     model: Model = None
-    session: SessionId | None = Field(default=None, description="the client's id for it; default: a new id")
-    mode: WireMode | None = Field(default=None, description="the default mode of its steps")
+    session: SessionId | None = Field(default=None, description="the session's id; default: a new id")
+    mode: WireMode | None = Field(default=None, description="the default mode of the session's steps")
     history: Annotated[Tokens | None, AtMost("max_input_tokens", of_tokens=True)] = Field(
         default=None,
-        description="token ids: the last tokens before `position`. If these are all `position` tokens, they are the "
-        "whole sequence, and the start token is fed before them; if fewer, they are the end of a longer one (see "
-        "`truncated`)",
+        description="token ids: the last tokens before `position`. If there are `position` of them, they are the whole "
+        "sequence, and the start token is fed before them. If there are fewer, they are the end of a longer sequence "
+        "(see `truncated`)",
     )
-    input: Text | None = Field(default=None, description="the history as text")
+    input: Text | None = Field(default=None, description="the history as a text")
     position: Annotated[Natural, AtMost(MAX_POSITION)] | None = Field(
         default=None,
         description="the session's number of tokens so far, without the start token <eos>; with `history` or `input`",
@@ -70,21 +70,23 @@ class SessionBody(Body):
 
 
 class StepBody(SequenceBody):
-    """Append to a session, and predict the next token."""
+    """Append tokens to a session, and predict the next token."""
 
     examples: ClassVar[tuple[dict[str, object], ...]] = ({"input": HISTORY}, {"tokens": [5, 6, 7], "top_k": 3})
 
     expected_position: Natural | None = Field(
-        default=None, description="the session's position before the step, or 409; also the header x-wane-position"
+        default=None,
+        description="the position of the session before the step. If it differs, the answer is "
+        "409. The header x-wane-position has the same effect",
     )
     top_k: TopK = 5
-    mode: WireMode | None = Field(default=None, description="default: the session's own")
+    mode: WireMode | None = Field(default=None, description="default: the session's mode")
     prove: Prove = False
     cache: Cache = True
 
 
 class SessionStepBody(StepBody):
-    """One of many steps."""
+    """One step of a call with many steps."""
 
     session: SessionId = Field(description="the session's id")
     idempotency_key: IdempotencyKey | None = Field(default=None, description=IDEMPOTENCY)
@@ -102,16 +104,16 @@ WireStepsFormat = Annotated[
     Field(
         strict=False,
         description="documents: an answer for each step, like that of a single step; columns: one list for each field, "
-        "about a quarter as long. Columns have no probability and no token: a probability is exp(logprob), and the "
-        "model's vocabulary has the token of a token_id",
+        "about a quarter as long. Columns omit `probability`, which is exp(logprob), and `token`, which the model's "
+        "vocabulary has for each token_id",
     ),
     WithJsonSchema({"type": "string", "enum": [form.value for form in StepsFormat]}),
 ]
 
 
 class StepsBody(Body):
-    """Steps of many sessions in one call. Steps of one session run in order. After a failed step, the session's later
-    steps fail too."""
+    """Steps of many sessions in one call. Steps of the same session run in order. If a step fails, the later steps of
+    its session fail, too."""
 
     examples = (
         {"steps": [{"session": "demo", "input": HISTORY}, {"session": "demo", "tokens": [5], "top_k": 1}]},
@@ -127,7 +129,7 @@ class StepsBody(Body):
 
 
 class StreamBody(StepBody):
-    """One message of a stream: a step, or a rewind."""
+    """One message of a session's WebSocket. It is a step or a rewind."""
 
     examples = (
         {"input": HISTORY},
@@ -152,4 +154,4 @@ class RewindBody(Body):
 
     examples = ({"position": 1},)
 
-    position: Natural = Field(description="the number of tokens to keep; the tokens after it must still be in the tail")
+    position: Natural = Field(description="the number of tokens to keep; the server must still have the last of them")
