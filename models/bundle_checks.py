@@ -53,7 +53,7 @@ def read_manifest(path: Path) -> Manifest:
     except FileNotFoundError as error:
         raise BundleError(f"{file}: the file is missing") from error
     except (OSError, ValueError, RecursionError) as error:  # ValueError also covers invalid UTF-8 and very long
-                                                            # integers
+        # integers
         raise BundleError(f"{file}: cannot be read as JSON: {error}") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -125,7 +125,7 @@ def check_certificate(path: Path, claimed: Certificate, computed: Certificate) -
     both values."""
     names = Certificate.model_fields
     for name in sorted(names, key=lambda name: (name != "layers", name == "reason")):  # fields that determine other
-                                                                                       # fields come first
+        # fields come first
         _check_alike(f"{path / MANIFEST}: certificate.{name}", getattr(claimed, name), getattr(computed, name))
 
 

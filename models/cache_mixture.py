@@ -231,7 +231,7 @@ class CacheMixture:
         """Returns the keys, ascending, of the tokens to which the cache may add at least the `needed` (B) probability
         of their row."""
         rows = np.flatnonzero(found.each * self.length >= needed)  # in the other rows, even N occurrences add too
-                                                                   # little
+        # little
         if not len(rows) or not len(found.keys):
             return found.following
         stride = self.vocabulary_size + 1

@@ -23,10 +23,10 @@ TINY = 1e-300
 class CacheStatistics:
     """The cache's statistics for each token of a stream except the first, at n positions.
 
-    shares: float64 (n, 3): three columns for the next token. They are its count divided by the cache's length, its
-    share among the tokens after earlier occurrences of the last token, and its share among the tokens after earlier
-    occurrences of the last two tokens. rows: int64 (n), the row of the weights' table. filled: float64 (n), the share
-    of the cache that holds tokens.
+    shares: float64 (n, 3). Its columns are the next token's count divided by the cache's length, its share among the
+    tokens after earlier occurrences of the last token, and its share among the tokens after earlier occurrences of the
+    last two tokens. rows: int64 (n), the row of the weights' table. filled: float64 (n), the share of the cache that
+    holds tokens.
     """
 
     length: int
@@ -55,10 +55,10 @@ def cache_statistics(
     stream: NDArray[np.int64], length: int, start: int | None = None, *, truncated: bool = False
 ) -> CacheStatistics:
     """Returns the statistics of a stream of at least two tokens. The first one is the start token, which is not in the
-    cache. `truncated`: it is an ordinary token.
+    cache. If `truncated` is true, the first token is an ordinary token.
 
-    `start`: a token that begins a new sequence with an empty cache, as `<eos>` does for events; None: the stream is one
-    sequence.
+    `start` is a token that begins a new sequence with an empty cache, like `<eos>` for events. If `start` is None, the
+    stream is one sequence.
     """
     count = len(stream) - 1
     at = np.arange(count)

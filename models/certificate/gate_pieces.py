@@ -1,9 +1,9 @@
 """A sigmoid gate in two trajectories: joint bounds of its value and its change.
 
-With g = cap sigma(a), g~ = cap sigma(a~) and m the smaller pre-activation, min(g, g~) = cap sigma(m), and by the mean
-value theorem |g - g~| <= cap F(m) |a - a~|, F(m) the greatest slope of the sigmoid between m and the greatest
-pre-activation. A gate that is nearly open hardly moves. The range of m is split into pieces, so that every m lies in
-one of them.
+Let g = cap sigma(a), g~ = cap sigma(a~) and m the smaller pre-activation. Then min(g, g~) = cap sigma(m). By the mean
+value theorem |g - g~| <= cap F(m) |a - a~|, where F(m) is the greatest slope of the sigmoid between m and the greatest
+pre-activation. A gate that is nearly open therefore hardly changes. The range of m is split into pieces, so that every
+m lies in one of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ PIECES = 16
 
 @dataclass(frozen=True, slots=True)
 class GatePieces:
-    """By piece and unit, (C, H): the smaller gate is between `low` and `high`, and moves by at most `slope` |da|."""
+    """The pieces of a gate by piece and unit, (C, H). The smaller gate is between `low` and `high`. The gates differ by
+    at most `slope` |da|."""
 
     low: Matrix
     high: Matrix

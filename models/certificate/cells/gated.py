@@ -11,8 +11,8 @@ units and inputs, which is never larger than the cap.
     s' - s~' = f (s - s~) + (1 - f) (z - z~) + (f - f~) (s~ - z~) = f~ (s - s~) + (1 - f~) (z - z~) + (f - f~) (s - z)
 
 By symmetry, f may be taken as the smaller of the two gates. Let m be its pre-activation and F(m) the greatest slope of
-the sigmoid at or above m. Then `|f - f~| <= F(m) |W_f dx|`. If f is large, F is small (`gate_pieces.py`). |s - z| is at
-most the size of the box.
+the sigmoid at or above m. Then `|f - f~| <= F(m) |W_f dx|`. Where f is large, F is small (`gate_pieces.py`). |s - z| is
+at most the size of the box.
 
 **First layer.** All units read the same sequence of tokens. By Hoelder's inequality, the error k tokens after the cut,
 
@@ -20,9 +20,9 @@ most the size of the box.
 
 is largest for one repeated token. For a given box r, the maximum over the vocabulary is exact (`gate_products.py`).
 
-**One window** (`moved`). The window's values are known, and the run's values, with a tilde, differ by at most d: `s~' -
-s' = f~ (s~ - s) + (f~ - f) (s - z) + (1 - f~) (z~ - z)`, Because this is linear in f~, `ds' <= f ds + (1 - f) dz
-+ df (|s - z| + |ds - dz|)`.
+**One window** (`moved`). The window's values are known. The run's values, with a tilde, differ from them by at most d.
+The error `s~' - s' = f~ (s~ - s) + (f~ - f) (s - z) + (1 - f~) (z~ - z)` is linear in f~. Hence `ds' <= f ds + (1 - f)
+dz + df (|s - z| + |ds - dz|)`.
 """
 
 from __future__ import annotations
