@@ -146,7 +146,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Normalised:
-    """All possible outputs of a LayerNorm: gain * n + shift, where |n|_2 <= sqrt(I) and the entries of n sum to zero."""
+    """All outputs of a LayerNorm: gain * n + shift, where |n|_2 <= sqrt(I) and the entries of n sum to zero."""
 
     gain: Vector
     shift: Vector

@@ -100,7 +100,7 @@ class Layer(Protocol):
         """The proved bounds of the state map."""
 
     def start(self) -> Errors:
-        """Returns the errors right after the cut: the distances between the zero state and any state reachable from it."""
+        """Returns the errors right after the cut: the distances between the zero state and any reachable state."""
 
     def step(self, errors: Errors, fed: Perturbation | None) -> Errors:
         """Returns the errors one token later."""

@@ -111,7 +111,7 @@ class Normalised:
         return turned * self._factor[rows, None], np.linalg.norm(g, axis=1) * self.remainder[rows]
 
     def derivative(self, row: int) -> tuple[Vector, float]:
-        """Returns u (H) and the factor in the derivative of n at this row, `factor (I - u u')`, for x without its mean."""
+        """Returns u (H) and the factor in this row's derivative of n, `factor (I - u u')`, for x without its mean."""
         return self._unit[row], float(self._factor[row])
 
     def reached(self, row: int) -> float:
