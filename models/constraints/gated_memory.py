@@ -41,10 +41,10 @@ ROUNDS = 4
 gates may decide."""
 
 LEAST_HALVINGS = 2.0**-9
-"""The exponent of the first factor that is tried. It shrinks by 0.14 %, and one optimiser step rarely needs more."""
+"""The first exponent that is tried. It shrinks the matrix by 0.14 %. One optimiser step rarely needs more."""
 
 MOST_HALVINGS = 128
-"""The lower limit of the scale. Float32's largest values are about 2^128."""
+"""The largest exponent that is tried. Float32's largest values are about 2^128."""
 
 BISECTIONS = 6
 STEPS_BACK = 4

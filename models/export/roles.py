@@ -32,7 +32,8 @@ from wane.models.export.network import NetworkWriter
 from wane.models.manifest import Architecture, Precision, Role
 
 ROWS_AT_ONCE = 256
-"""Rows of log-probabilities that `scan` computes at once: 2 MiB of them at a vocabulary of 2,048."""
+"""The number of rows of log-probabilities that `scan` computes per piece. A piece needs 2 MiB for a vocabulary of
+2,048."""
 
 
 def build_graphs(
@@ -42,9 +43,10 @@ def build_graphs(
     request: RequestBound | None = None,
     precision: Precision = "float32",
 ) -> dict[Role, bytes]:
-    """Returns every graph of a bundle as the bytes of an ONNX file. `extents`: of each tensor in `weights_file`.
+    """Returns every graph of a bundle as the bytes of an ONNX file.
 
-    `request`: the bound of the same weights; without it no graph has a radius. `precision`: of the products.
+    `extents`: the extent of each tensor in `weights_file`. `request`: the bound of the same weights. Without it no
+    graph has a radius. `precision`: the number format of the products.
     """
     return {role: build_graph(role, architecture, weights_file, extents, request, precision) for role in ROLES}
 
