@@ -60,7 +60,7 @@ BEYOND_FRONT = 16
 additional tokens determine the row's radius."""
 
 QUANTISED = Certificate(
-    contractive=False, reason="its graphs multiply in int8, and the proofs hold for the float32 weights only", layers=()
+    contractive=False, reason="its graphs multiply in int8, and what is proved is of the float32 weights", layers=()
 )
 """The certificate of a bundle whose graphs are not float32."""
 

@@ -56,13 +56,13 @@ class Front(Frozen):
     receptive field is finite: their output depends only on the last `reach + 1` tokens.
     """
 
-    blocks: int = Field(ge=1, description="blocks, one above the other")
-    kernel_size: int = Field(ge=2, le=64, description="tokens that a convolution sees")
+    blocks: int = Field(ge=1, description="number of blocks, each of which reads the output of the one below")
+    kernel_size: int = Field(ge=2, le=64, description="number of tokens that a convolution reads")
     feed_forward: int = Field(ge=1, description="width of the feed-forward part")
 
     @property
     def reach(self) -> int:
-        """The number of tokens before the current one that the blocks see."""
+        """The number of tokens before the current one in the blocks' receptive field."""
         return self.blocks * (self.kernel_size - 1)
 
 

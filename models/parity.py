@@ -234,13 +234,14 @@ class _Check:
         """Runs a graph and compares its outputs with `expected`, which may hold more names than this role returns."""
         try:
             outputs = self._run(role, feeds)
-        except Exception as error:  # the runtime's errors: wrong names, shapes or types of inputs, a missing operator
+        except Exception as error:  # the runtime raises it for wrong names, shapes or types of inputs, or a missing
+            # operator
             raise ParityError(f"{role}, {case}: the graph cannot run: {error}") from error
         after = () if role == "head" else tuple(f"next.{name}" for name in self._reference.zero_state(0))
         for name in ANSWERS[role] + after:
             if name not in outputs:
                 raise ParityError(f"{role}, {case}: the graph has no output {name}")
-            dtype = getattr(outputs[name], "dtype", "none")  # a sequence or a map has no dtype
+            dtype = getattr(outputs[name], "dtype", "none")  # an output that is a sequence or a map has no dtype
             if dtype != np.float32:
                 raise ParityError(f"{role}, {case}: {name} has dtype {dtype}, expected float32")
             wanted, got = expected[name], outputs[name].astype(np.float64)
@@ -286,7 +287,7 @@ def _check_top(case: str, outputs: Tensors) -> None:
         raise ParityError(f"{case}: top_logits has shape {top.shape}, top_ids dtype {ids.dtype}")
     order = np.argsort(-logits, axis=1, kind="stable")[:, : top.shape[1]]
     if not np.array_equal(ids, order):
-        raise ParityError(f"{case}: top_ids are not the ids of the largest logits, in falling order")
+        raise ParityError(f"{case}: top_ids are not the ids of the largest logits in descending order")
     if not np.array_equal(top, np.take_along_axis(logits, order, axis=1)):
         raise ParityError(f"{case}: top_logits are not the logits of top_ids")
     expected = logits[:, 0] - log_softmax(logits)[:, 0]

@@ -19,7 +19,7 @@ from wane.models.manifest import VocabularyKind
 EOS = "<eos>"
 UNK = "<unk>"
 
-LINES_AT_ONCE = 1024  # lines of one text per batch; other threads can run between batches
+LINES_AT_ONCE = 1024  # the number of lines per batch; other threads can run between batches
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -94,7 +94,7 @@ class Vocabulary:
             return cls(kind, text)
         except ValueError:
             raise
-        except Exception as error:  # tokenizers raises bare Exception on a malformed file
+        except Exception as error:  # tokenizers raises a bare Exception for a malformed file
             raise ValueError(f"{path.name} is not a tokenizers file: {error}") from error
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
@@ -115,7 +115,7 @@ class Vocabulary:
                     raise TooManyTokens(len(ids) + len(line))
                 ids += line.ids
                 ids.append(self.eos_id)
-        ids.pop()  # no break follows the last line
+        ids.pop()  # no line break follows the last line
         return ids
 
     def fewest_tokens(self, text: str) -> int:
@@ -126,7 +126,7 @@ class Vocabulary:
         breaks = text.count("\n")
         if self.kind == "words":
             return breaks
-        return breaks - (breaks - len(text.encode())) // self._longest_bytes  # the quotient rounded up
+        return breaks - (breaks - len(text.encode())) // self._longest_bytes  # rounds the quotient up
 
     def encode_lines(self, lines: list[str]) -> list[list[int]]:
         """Returns the token ids of lines without line breaks, encoded in parallel. Adds no `<eos>`.

@@ -35,9 +35,9 @@ total variation's bound by the radius."""
 MOST_MOVED = 60.0
 """A token whose logit may change by more than this is never bounded by the radius alone."""
 
-UNIT = 2.0**-24  # u of float32
-LARGEST = 1e15  # columns with larger entries are not multiplied in float32, whose squares overflow
-TINY = 1e-25  # far above what products lose where float32 underflows
+UNIT = 2.0**-24  # the unit roundoff of float32
+LARGEST = 1e15  # columns with larger entries are not multiplied in float32, where their squares overflow
+TINY = 1e-25  # far above the error of products that underflow in float32
 
 
 class LogitMargins:
@@ -93,7 +93,7 @@ class LogitMargins:
                 left += read.sums(outer * live.slack) + length * (size * live.off)
                 corner = np.linalg.qr(
                     live.inner.T
-                ).R  # products with its columns are as long as those with the inner rows
+                ).R  # products with these columns are as long as products with the inner rows
                 left += read.lengths((outer * live.slope) @ corner.T) * step.norm.remainder[row]
                 inner_unit, inner_factor = step.norm.derivative(row)
                 centred = live.inner - live.inner.mean(axis=1, keepdims=True)
@@ -111,7 +111,7 @@ class LogitMargins:
             rest[open_] = 0
             left += length * (size * min(float(sent[certain].sum()), float(mix.furthest(rest[None])[0])))
         left += length * (size * float(bound.below[row]))
-        # the error of each product in float64 is far below MARGIN of its factors' lengths; its terms may cancel
+        # The terms of a product may cancel. Its error in float64 is far below MARGIN times its factors' lengths.
         left += MARGIN * (self._sizes[tokens] + float(np.linalg.norm(mean))) * bound.norm.reached(row)
         lead = read.sums(unit[:, None])
         first = left + length * float(bound.norm.remainder[row])

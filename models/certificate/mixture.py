@@ -60,7 +60,7 @@ def first_is_proved(
     """
     if not math.isfinite(moves.off):
         return False
-    log_shares = moves.logits - _log_sum_exp(moves.logits)  # a share may be too small for a float64
+    log_shares = moves.logits - _log_sum_exp(moves.logits)  # a share may underflow to 0
     fallen = max(_log_sum_exp(log_shares + moves.moved), 0.0) + moves.moved[first]
     lowest_share = weight * np.exp(log_shares[first] - fallen) * (1 - SLACK)
     highest_shares = weight * np.exp(np.minimum(log_shares + moves.moved + moves.off, 0.0)) * (1 + SLACK)

@@ -33,7 +33,7 @@ def perron_vector(comparison: Callable[[Vector], Vector], size: int) -> tuple[fl
             break
         if factor < best:
             best, chosen = factor, weights
-        # averaging with the old weights makes the iteration converge even for a permutation matrix
+        # the average with the old weights converges even for a permutation matrix
         weights = (after / after.max() + weights) / 2 if after.max() > 0 else weights
         weights = np.maximum(weights / weights.max(), LEAST)
     return best, chosen

@@ -116,5 +116,5 @@ class RecurrentLayer:
         return Errors(perturbations, tuple(gauge.of(perturbations[0]) for gauge in self.gauges))
 
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
-        del function, unit  # rho is exact, and no arithmetic follows it
+        del function, unit  # rho is exact, and no arithmetic follows
         return (Perturbation.within(before_gates),)

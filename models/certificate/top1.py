@@ -114,7 +114,7 @@ class Top1:
             windows = np.array([row])
             along = float(self.stream(bound, bound.norm.along(windows), windows)[0])
             moved = self.margins.moved(bound, row, shares, along)
-        # distance of the sum of shares times moves from 0, by the rounding of the logits, the shares and the mean
+        # the distance of sum(shares * moves) from 0, due to the rounding of the logits, the shares and the mean
         longest, largest = float(self._norms.max()), float(np.abs(self._bias).max())
         logit = roundoff(self.rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)
         return LogitMoves(logits, shares, moved, (2 * logit + roundoff(len(shares))) * longest * radius)

@@ -111,7 +111,7 @@ def nearest(matrix: Tensor, make: Callable[[Tensor], Comparison], target: float)
         rows = way_back(shrink(rows, by_unit), matrix, by_unit)
         if (rows - matrix).norm() < (best - matrix).norm():
             best = rows
-    # A common factor is searched for only if it can come as close to the matrix.
+    # The search for a common factor runs only if its result can be closer to the matrix than `best`.
     as_far = float((best - matrix).norm() / matrix.norm())
     return shrink(matrix, by_any_rule) if by_any_rule((1 - as_far) * matrix) else best
 

@@ -14,7 +14,7 @@ def project_rows(rows: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
     """
     size = rows.abs()
     total = (weights * size).sum(1)
-    # entry j is zero from t = |x_ij| / weights_ij on; between two such t the sum is linear in t
+    # Entry j is zero for t >= |x_ij| / weights_ij. Between two such values of t, the sum is linear in t.
     ends, order = torch.where(weights > 0, size / weights, 0.0).sort(1, descending=True)
     ordered = weights.gather(1, order)
     sums, squares = (ordered * size.gather(1, order)).cumsum(1), (ordered**2).cumsum(1)

@@ -26,7 +26,8 @@ def clip_singular_values(matrix: Tensor, limit: float, gain: Tensor | None = Non
     With U the left singular vectors whose values s exceed the limit, `matrix -= U diag(1 - limit / s) U' matrix`. There
     is no division by the gain, so a small gain does not inflate a weight.
     """
-    # float64's Gram matrix gives a value s to about 1e-16 (largest / s)^2: badly scaled matrices are clipped twice
+    # The Gram matrix in float64 determines a singular value s to about 1e-16 (largest / s)^2. Badly scaled matrices are
+    # therefore clipped twice.
     while True:
         folded = matrix.double() if gain is None else matrix.double() * gain.double()
         left, values = _singular_above(folded, limit * (1 + TOUCHED))

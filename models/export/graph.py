@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from wane.models.manifest import Precision
 
 OPSET = 20
-IR_VERSION = 10  # readable by onnxruntime 1.20, the oldest supported
+IR_VERSION = 10  # the oldest supported onnxruntime (1.20) can read this version
 
 Dimension = int | str
 

@@ -9,13 +9,12 @@
 
 Rows are padded on the right with any token: 1 <= length <= T, and tokens beyond the length have no effect. The next
 state is named `next.` + the name of the state. `radius` bounds, in exact arithmetic, the 2-norm distance of `hidden`
-from that of any run that ends in these tokens. `stream`, the input to which the first layer's mixing matrix adds, and
-`error`, the bound of each state unit's distance from the run's, are for the sharper test of
-`models/certificate/top1.py`.
+from that of any run that ends in these tokens. The sharper test of `models/certificate/top1.py` reads `stream`, the
+first block's input, and `error`, the bound of each state unit's distance from the run's.
 
-`top` is `top_logits[B,K]`, the largest in falling order, `top_ids[B,K]` (int64), their ids, the smaller id first
-among ties, and `log_sum_exp[B]`, over all logits. They give the most likely tokens and their log-probabilities without
-a pass over the vocabulary outside the graph. K is TOP, or V if that is smaller.
+`top` stands for three outputs. `top_logits[B,K]` are the largest logits in descending order. `top_ids[B,K]` (int64) are
+their ids, where ties are ordered by ascending id. `log_sum_exp[B]` is over all logits. They determine the most likely
+tokens and their log-probabilities without a pass over the vocabulary outside the graph. K is TOP, or V if V is smaller.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def _answer(graph: GraphWriter, logits: str, vocabulary: int) -> None:
     count = min(TOP, vocabulary)
     top, ids = graph.nodes("TopK", logits, graph.integers(count), outputs=2, axis=1)
     largest = graph.node("Slice", top, graph.integers(0), graph.integers(1), graph.integers(1))
-    # written out, because ReduceLogSumExp takes ten times as long on the CPU
+    # not ReduceLogSumExp, which takes ten times as long on the CPU
     terms = graph.node("Exp", graph.node("Sub", logits, largest))
     total = graph.node("Log", graph.node("ReduceSum", terms, graph.integers(1)))
     total = graph.node("Squeeze", graph.node("Add", largest, total), graph.integers(1))
@@ -133,7 +132,7 @@ def _logprobs(graph: GraphWriter, network: NetworkWriter, hidden: str, targets: 
     flat = graph.node("Reshape", flat, graph.node("Concat", pieces, size, axis=0))
 
     def piece(body: GraphWriter, _: list[str], slices: list[str]) -> list[str]:
-        # LogSoftmax and a gather are twenty times as fast on the CPU as ReduceLogSumExp
+        # on the CPU, LogSoftmax and a gather are twenty times as fast as ReduceLogSumExp
         logprobs = body.node("LogSoftmax", network.head(body, slices[0]), axis=-1)
         return [body.node("GatherElements", logprobs, body.node("Unsqueeze", slices[1], one), axis=1)]
 

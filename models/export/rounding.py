@@ -167,7 +167,7 @@ class _Measuring:
         """Returns the rounding of one step, as measured so far."""
         seen = self._seen
         step = {name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in seen.step.items()}
-        of_output = SAFETY_OF_SEQUENCE if self._residual else safety  # no theorem gives a LayerNorm's worst state
+        of_output = SAFETY_OF_SEQUENCE if self._residual else safety  # no theorem states the worst state of a LayerNorm
         output = of_output * (seen.output + seen.logits / self._diameter)
         return Rounding(
             sequences=sequences, steps=seen.steps, safety=safety, step=step, output=output, states={}, carried=0.0
@@ -300,7 +300,7 @@ class _Measuring:
             box, ball = seen.step.get(name, (0.0, 0.0))
             length = float(np.linalg.norm(errors[name], axis=1).max())
             seen.step[name] = max(box, float(errors[name].max())), max(ball, length)
-        if self._residual:  # in a plain network hidden is the last state, which is measured above
+        if self._residual:  # in a plain network hidden is the last state, which the lines above measure
             off = np.linalg.norm(outputs["hidden"].astype(np.float64) - hidden, axis=1)
             seen.output = max(seen.output, float(off.max()))
         own = outputs["hidden"][:WITH_LOGITS].astype(np.float64)
