@@ -1,4 +1,4 @@
-"""`wane train | evaluate | export | audit`: the offline half of Wane."""
+"""The commands `wane train | evaluate | export | audit`, which run offline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPLACE = "replace a bundle of the same name even if its version is the same or 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of each command's arguments. `wane/cli.py` describes the commands."""
+    """Returns the parser of the commands' arguments. `wane/cli.py` describes the commands."""
     parser = argparse.ArgumentParser(prog="wane")
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -1,4 +1,4 @@
-"""Experiments as typed TOML files. Every key is checked; one that is not known is an error, never ignored."""
+"""Experiments as typed TOML files. Every key is checked. An unknown key is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wane.models.manifest import LARGEST_CACHE, Architecture, Front, Frozen
 from wane.training.errors import ConfigError
 
 LEAST_VOCABULARY = 258
-"""Every byte, `<eos>` and `<unk>`."""
+"""The number of tokens of the smallest vocabulary: every byte, `<eos>` and `<unk>`."""
 
 Whole = Annotated[int, Field(ge=1, strict=True)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -60,7 +60,7 @@ class ModelConfig(Frozen):
     )
 
     def architecture(self, vocabulary_size: int) -> Architecture:
-        """The architecture over a vocabulary."""
+        """The architecture for a vocabulary."""
         return Architecture(
             cell=self.cell,
             vocabulary_size=vocabulary_size,
@@ -78,7 +78,7 @@ class ModelConfig(Frozen):
 
     @property
     def contractions(self) -> tuple[float, ...] | None:
-        """The lambda of each layer, bottom to top."""
+        """The contraction factor (lambda) of each layer, bottom to top."""
         if isinstance(self.contraction, float):
             return (self.contraction,) * self.layers
         return self.contraction
@@ -117,7 +117,7 @@ class DataConfig(Frozen):
 
 
 class ProofConfig(Frozen):
-    """A penalty on answers that a window cannot prove (`training/proof.py`)."""
+    """A penalty on predictions that a window cannot prove (`training/proof.py`)."""
 
     window: Whole | None = Field(
         default=None,
@@ -131,14 +131,14 @@ class ProofConfig(Frozen):
 
 
 class TrainingConfig(Frozen):
-    """How the weights are found.
+    """How the network is trained.
 
-    regime `recurrent`: truncated back-propagation, the state carried from one chunk of `chunk` tokens to the next.
-    regime `truncated`: the window model itself is trained: each chunk of `chunk` = k tokens starts from zero state.
+    Regimes. `recurrent`: truncated back-propagation, where the state is carried from one chunk of `chunk` tokens to the
+    next. `truncated`: each chunk of `chunk` = k tokens starts from the zero state, as a window does in serving.
 
-    Schedules, after `warmup` steps: `constant`; `cosine` to zero; `inverse_time`, learning_rate / t (the theory's);
-    `plateau`: constant until validation has not improved for `patience` evaluations (0: never) or `decay_steps` are
-    left, then linear to zero over `decay_steps`, then stop.
+    Schedules, after `warmup` steps. `constant`. `cosine`: falls to zero. `inverse_time`: learning_rate / t, as in the
+    theory. `plateau`: constant until validation has not improved for `patience` evaluations (0: never) or until
+    `decay_steps` steps remain, then linear to zero over `decay_steps` steps. Training then stops.
     """
 
     regime: Literal["recurrent", "truncated"] = Field(
@@ -182,7 +182,7 @@ class TrainingConfig(Frozen):
 
 
 class ExportConfig(Frozen):
-    """What the bundle's manifest says."""
+    """What the bundle's manifest contains."""
 
     description: str = Field(default="", description="one line for the list of models")
     window: Whole = Field(default=64, description="tokens of the window that requests get by default")
@@ -218,7 +218,7 @@ class Experiment(Frozen):
 
     @classmethod
     def read(cls, path: Path) -> Experiment:
-        """Reads a TOML file. Raises ConfigError naming each key at fault."""
+        """Reads a TOML file. Raises ConfigError, which names each invalid key."""
         try:
             return cls.parse(path, tomllib.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
@@ -230,7 +230,7 @@ class Experiment(Frozen):
 
     @classmethod
     def parse(cls, path: Path, record: object) -> Experiment:
-        """An experiment from what `path` holds. Raises ConfigError naming each key at fault."""
+        """Returns the experiment with the keys that `path` holds. Raises ConfigError, which names each invalid key."""
         try:
             return cls.model_validate(record)
         except ValidationError as error:

@@ -14,7 +14,8 @@ from wane.training.audit.tensor_names import PART, PARTS
 TORCH_CELLS: dict[int, Cell] = {
     info.gates: cell for cell, info in reversed(CELLS.items()) if "audit" not in info.missing
 }
-"""The cells that `torch.nn` has too, by the row blocks of the recurrent matrix; of the RNNs, the first (tanh)."""
+"""The cells that `torch.nn` has too, by the number of row blocks of the recurrent matrix. For RNNs this is the first
+one, tanh."""
 
 Names = dict[str, str]
 """One layer's tensors, by part."""
@@ -22,7 +23,8 @@ Names = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Layers, bottom to top. `sizes`: units of each; `inputs`: input features of the first."""
+    """The recurrent layers, bottom to top. `sizes`: the number of units of each. `inputs`: the number of input features
+    of the first."""
 
     cell: Cell
     names: list[Names]
@@ -135,8 +137,8 @@ def _cell(tensors: TensorMap, cell: Cell, nonlinearity: str | None) -> Cell:
 def layer_weights(tensors: TensorMap, layers: Layers) -> dict[str, Array]:
     """Returns the layers' weights by Wane's names, padded to the width of the widest layer.
 
-    Padding units have only zero weights: they start at 0, stay at 0 in every cell (tanh(0) = 0) and pass on 0, so no
-    output changes.
+    Padding units have only zero weights. They start at 0, stay at 0 in every cell (tanh(0) = 0) and contribute 0 to
+    other units. No output changes.
     """
     hidden, gates = max(layers.sizes), CELLS[layers.cell].gates
     if len(set(layers.sizes)) > 1:

@@ -1,7 +1,8 @@
 """Converts a foreign vocabulary, a Hugging Face tokenizer.json or a list of names, to one that Wane serves.
 
-Wane has three kinds (`models/vocabulary.py`), and in each `<eos>` begins a sequence and encodes a line break. The
-token with this role in training is found by its usual names, or named with --eos, and renamed; its id stays.
+Wane has three kinds of vocabulary (`models/vocabulary.py`). In each of them `<eos>` begins a sequence and encodes a
+line break. The token with this role in training is found by its usual names, or named with --eos. It is renamed and
+keeps its id.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from wane.models.vocabulary import EOS, UNK, Vocabulary
 from wane.training.errors import ForeignError
 
 LINE_BREAK = "\u010a"
-"""A line feed in byte-level BPE."""
+"""The character of a line feed in byte-level BPE."""
 
 EOS_NAMES = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<EOS>", "[EOS]", "<|eos|>", "<end>", "[SEP]")
 UNKNOWN_NAMES = (UNK, "<UNK>", "[UNK]", "<|unk|>", "<oov>", "<OOV>")
 SPECIAL_NAMES = ("<pad>", "<PAD>", "[PAD]", "<s>", "<bos>", "<BOS>", "<sos>", "<SOS>", "[CLS]", "[MASK]", "[SEP]")
-"""Names of tokens that do not occur in text."""
+"""Names that do not occur in text."""
 
 DataKind = Literal["text", "events"]
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignVocabulary:
-    """A vocabulary that Wane serves. `notes`: assumptions and changes."""
+    """A vocabulary that Wane serves. `notes`: the assumptions and changes."""
 
     vocabulary: Vocabulary
     tokenizer_json: str
@@ -41,7 +42,7 @@ class ForeignVocabulary:
 def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
     """Reads a tokenizer.json: byte-level BPE, or one token per word or event (WordLevel).
 
-    `eos`: the token that begins a sequence. Raises ForeignError if the kind is another or the token is missing.
+    `eos`: the token that begins a sequence. Raises ForeignError if the tokenizer has another kind or lacks the token.
     """
     record = _json(path, _text(path))
     model = record.get("model") if isinstance(record, dict) else None
@@ -77,7 +78,7 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
 def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
     """Reads a list of names in id order: JSON (a list, or an object from name to id), or one name per line.
 
-    For text the names are words, or characters if every name is one character. Raises ForeignError.
+    For text, the names are words, or characters if every name is one character. Raises ForeignError.
     """
     names = _names(path)
     ordinary = [name for name in names if name not in (*EOS_NAMES, *UNKNOWN_NAMES, *SPECIAL_NAMES, eos)]
@@ -99,7 +100,7 @@ def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary
 
 
 def _characters(table: dict[str, int]) -> str:
-    """Returns a tokenizer with one token per character, spelled in byte-level BPE."""
+    """Returns a tokenizer with one token per character. Its tokens are spelled as in byte-level BPE."""
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     spelling = {name if len(name) > 1 else spelled.pre_tokenize_str(name)[0][0]: index for name, index in table.items()}
     tokenizer = Tokenizer(models.WordLevel(spelling, unk_token=UNK))
