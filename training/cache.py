@@ -49,7 +49,7 @@ def _best(statistics: CacheStatistics, network: NDArray[np.float64], used: NDArr
     """Returns the mixture with the largest likelihood that has only the components `used`, bool (4)."""
     of_network = np.exp(-network)
     parts = np.column_stack([of_network, statistics.shares])
-    # What the first share lacks in a cache that is not full belongs to the network.
+    # The network receives the part of the first weight that a cache lacks while it is not full.
     parts[:, 1] += (1 - statistics.filled) * of_network
     whole = _fitted(parts, np.array(FIRST_GUESS) * used, None)
     priors = [_prior(row, whole) for row in range(ROWS)]

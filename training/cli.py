@@ -68,7 +68,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Audits a model: a state_dict of torch.nn.RNN, GRU or LSTM between an embedding and a head "
         "(torch.save or safetensors), or the folder of a bundle or a run.",
     )
-    command.add_argument("file", type=Path, help="checkpoint, bundle or run folder")
+    command.add_argument("file", type=Path, help="checkpoint file, bundle folder or run folder")
     command.add_argument("--data", type=Path, help="file or folder of text, or of events (.jsonl: one list per line)")
     command.add_argument("--tokenizer", type=Path, help="tokenizer.json: byte-level BPE, or WordLevel")
     command.add_argument(
@@ -123,7 +123,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
 
 
-FAILURES = ()  # `main` reports its own errors
+FAILURES = ()  # `main` reports errors itself
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
         group.wait_for_end()
         return 1
     except (TrainingError, FloatingPointError) as error:
-        # every process of a group raises the same error; the first prints it
+        # every process of a group raises the same error, and only the first process prints it
         if group.first:
             _print_error(console, error)
         else:

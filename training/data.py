@@ -156,7 +156,7 @@ def _read_text(config: DataConfig, path: Path) -> tuple[dict[str, list[str]], di
         lines.extend(_lines(text))
     if len(lines) >= LEAST_LINES:
         return _split(lines, config, path), hashes
-    # some corpora are one long line: split between words instead
+    # some corpora are one long line, which is split between words instead
     words = _split("\n".join(lines).split(" "), config, path)
     return {split: " ".join(part).split("\n") for split, part in words.items()}, hashes
 

@@ -53,7 +53,7 @@ class Group:
             return ALONE
         try:
             store, rank, size = next(rendezvous("env://"))
-            # torchrun restarts processes with a store that still holds the addresses of the previous ones
+            # after a restart by torchrun, the store still holds the addresses of the previous processes
             attempt = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             dist.init_process_group(store=attempt, rank=rank, world_size=size)
         except (ValueError, RuntimeError) as error:

@@ -28,7 +28,7 @@ from wane.training.plots import plot_audit
 from wane.training.run import SAMPLE_TOKENS, writing
 
 LEAST_WINDOW = 8
-"""The shortest window length for which a text must have enough tokens."""
+"""A text must have enough tokens for windows of this length."""
 
 
 def audit(options: AuditOptions, console: Console) -> AuditReport:
@@ -39,8 +39,7 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
         torch.set_num_threads(options.threads)
     if options.export is not None and options.file.is_dir():
         raise RunError(
-            f"{options.file}: --export needs a checkpoint; a bundle can be served as it is, and `wane export` exports "
-            "a run"
+            f"{options.file}: --export needs a checkpoint. A bundle needs no export, and `wane export` exports a run"
         )
     if options.export is not None:
         with writing(options.export / name):

@@ -39,9 +39,11 @@ def find_layers(tensors: TensorMap, nonlinearity: str | None) -> Layers:
         if (match := PART.match(name)) is None:
             continue
         if match["reverse"]:
-            raise tensors.error(f"{name}: the layer is bidirectional; a model that reads the future cannot predict it")
+            raise tensors.error(
+                f"{name}: the layer is bidirectional. A model that reads the next tokens cannot predict them"
+            )
         if match["part"] == "weight_hr":
-            raise tensors.error(f"{name}: the LSTM projects its output (proj_size); Wane's cells have no such matrix")
+            raise tensors.error(f"{name}: the LSTM projects its output (proj_size). Wane's cells have no such matrix")
         found.setdefault((match["prefix"], int(match["layer"] or 0)), {})[match["part"]] = name
     names = _mapped(tensors, found) or _ordered(tensors, found)
     if not names:
@@ -118,7 +120,9 @@ def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -
         cells.append(TORCH_CELLS[rows // hidden])
         sizes.append(hidden)
     if len(set(cells)) > 1:
-        raise tensors.error(f"layers of different cells ({', '.join(cells)}); Wane needs one cell in all layers")
+        raise tensors.error(
+            f"layers of different cells ({', '.join(cells)}), but Wane needs the same cell in all layers"
+        )
     return Layers(_cell(tensors, cells[0], nonlinearity), names, sizes, tensors.matrix(names[0]["weight_ih"])[1])
 
 

@@ -49,7 +49,7 @@ def import_model(
     if tensors.unassigned:
         left = tensors.describe(sorted(tensors.unassigned))
         raise tensors.error(
-            f"tensors outside embedding, recurrent layers and head: {left}. If they do not "
+            f"tensors that are not part of the embedding, recurrent layers or head: {left}. If they do not "
             "change what the model computes (an optimiser's, another head's), skip them with "
             "--ignore PATTERN; if they do, Wane cannot express this model"
         )

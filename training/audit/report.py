@@ -185,7 +185,7 @@ def _margins(report: AuditReport) -> Table:
 
 
 def _forgetting(report: AuditReport) -> Table:
-    title = "the last k tokens compared with all: distance, total variation"
+    title = "the last k tokens compared with all tokens: distance, total variation"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     headings = ["k", "dist.\nmedian", "\np99", "\nmax", "var.\nmedian", "\np99", "\nmax"]
     headings += ["top-1\nmatch", "perpl.\nratio"]

@@ -60,7 +60,7 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
     else:
         raise ForeignError(f"{path}: {_not_served(f'{kind}, not byte-level' if kind == 'BPE' else str(kind))}")
     if own == "bpe" and data == "events":
-        raise ForeignError(f"{path}: a BPE splits text; each event needs one token: give --vocabulary NAMES")
+        raise ForeignError(f"{path}: a BPE splits text, but each event needs one token: use --vocabulary NAMES")
     renamed = _renaming(path, names, end, model.get("unk_token"))
     for old, new in renamed.items():
         model["vocab"] = {new if name == old else name: index for name, index in model["vocab"].items()}
@@ -68,7 +68,7 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
             token["content"] = new if token["content"] == old else token["content"]
         if model.get("unk_token") == old:
             model["unk_token"] = new
-        if "merges" in model:  # lines are encoded without their breaks, so merges with a break never apply
+        if "merges" in model:  # lines are encoded without line breaks, so merges that contain a line break never apply
             merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
             model["merges"] = [pair for pair in merges if old not in pair and "".join(pair) != old]
     record |= {"truncation": None, "padding": None, "post_processor": None}
@@ -130,7 +130,7 @@ def _renaming(path: Path, names: dict[str, int], end: str, unknown: str | None) 
     renamed = {}
     if end != EOS:
         if EOS in names:
-            raise ForeignError(f"{path}: {end!r} should begin a sequence, but another token is called {EOS}")
+            raise ForeignError(f"{path}: {end!r} should begin a sequence, but another token has the name {EOS}")
         renamed[end] = EOS
     unknown = unknown or next((name for name in UNKNOWN_NAMES if name in names), None)
     if unknown in names and unknown not in (UNK, end) and UNK not in names:
@@ -139,7 +139,7 @@ def _renaming(path: Path, names: dict[str, int], end: str, unknown: str | None) 
 
 
 def _notes(renamed: dict[str, str]) -> list[str]:
-    return [f"the token {old!r} is renamed {new}" for old, new in renamed.items()]
+    return [f"the token {old!r} is renamed to {new}" for old, new in renamed.items()]
 
 
 def _not_served(kind: str) -> str:
@@ -154,7 +154,7 @@ def _made(path: Path, kind: VocabularyKind, tokenizer_json: str, notes: list[str
         vocabulary = Vocabulary(kind, tokenizer_json)
     except KeyError as error:
         raise ForeignError(f"{path}: a token holds {error}, which byte-level BPE never writes") from error
-    except Exception as error:  # tokenizers raises bare Exception
+    except Exception as error:  # tokenizers raises a bare Exception
         raise ForeignError(f"{path}: {error}") from error
     if '"BPE"' not in tokenizer_json and all(vocabulary.token(index) != UNK for index in range(vocabulary.size)):
         notes.append(f"there is no token for unknown items ({UNK}): they are refused")
@@ -170,7 +170,9 @@ def _names(path: Path) -> list[str]:
         if isinstance(names, dict):
             ids = list(names.values())
             if not all(type(index) is int for index in ids) or sorted(ids) != list(range(len(ids))):
-                raise ForeignError(f"{path}: the ids of {len(ids)} names are not 0 to {len(ids) - 1}, each once")
+                raise ForeignError(
+                    f"{path}: the ids of {len(ids)} names must be 0 to {len(ids) - 1}, each exactly once"
+                )
             names = sorted(names, key=names.__getitem__)
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ForeignError(f"{path}: expected a list of names, or an object from name to id")
