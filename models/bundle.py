@@ -2,7 +2,7 @@
 
     manifest.json  weights.safetensors  tokenizer.json  step.onnx  window.onnx  advance.onnx  scan.onnx  head.onnx
 
-`Bundle.read` checks every file's hash, the weights' shapes and the vocabulary, and recomputes the certificate;
+`Bundle.read` checks every file's hash, the weights' shapes and the vocabulary, and recomputes the certificate.
 `verify_graphs` compares the graphs' outputs with those of the numpy oracle. Name, version, description, quality and
 provenance cannot be checked. The service reports them as claims.
 """
@@ -111,7 +111,8 @@ class Bundle:
         return self._request_bound
 
     def propagation(self) -> Propagation | None:
-        """Returns the propagation of state errors; None if a layer is not contractive or rounding was not measured."""
+        """Returns the propagation of state errors. Returns None if a layer is not contractive or rounding was not
+        measured."""
         architecture, certificate = self.manifest.architecture, self.manifest.certificate
         if not certificate.contractive or certificate.rounding is None:
             return None
@@ -192,7 +193,8 @@ def check_place(path: Path, version: str, quality: Quality | None, replace: bool
 
 
 def _describe(quality: Quality | None) -> str:
-    """Returns the recurrent perplexity per token of the validation split, or of the first split if there is none."""
+    """Returns the recurrent perplexity per token of the validation split, or of the first split if there is no
+    validation split."""
     if quality is None or not quality.recurrent:
         return "not evaluated"
     if (valid := quality.recurrent.get("valid")) is not None:

@@ -52,8 +52,7 @@ def read_manifest(path: Path) -> Manifest:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BundleError(f"{file}: the file is missing") from error
-    except (OSError, ValueError, RecursionError) as error:  # ValueError also covers invalid UTF-8 and very long
-        # integers
+    except (OSError, ValueError, RecursionError) as error:  # includes invalid UTF-8 and very long integers
         raise BundleError(f"{file}: cannot be read as JSON: {error}") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -124,8 +123,9 @@ def check_certificate(path: Path, claimed: Certificate, computed: Certificate) -
     """Raises CertificateError if the claimed certificate differs from the computed one. The message names the field and
     both values."""
     names = Certificate.model_fields
-    for name in sorted(names, key=lambda name: (name != "layers", name == "reason")):  # fields that determine other
-        # fields come first
+    for name in sorted(
+        names, key=lambda name: (name != "layers", name == "reason")
+    ):  # causes first, then their consequences
         _check_alike(f"{path / MANIFEST}: certificate.{name}", getattr(claimed, name), getattr(computed, name))
 
 

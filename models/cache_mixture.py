@@ -115,7 +115,7 @@ class CacheMixture:
     def shares(self, rings: Tokens, newest: NDArray[np.int64]) -> CacheShares:
         """Returns the cache's part of B distributions.
 
-        rings: (B, N), `empty` where there is no token; newest: int64 (B), the place of the last token.
+        rings: (B, N), with `empty` at places without a token. newest: int64 (B), the place of the last token.
         """
         batch, length = rings.shape
         every = np.arange(batch)
@@ -230,8 +230,7 @@ class CacheMixture:
     def _that_add(self, found: CacheShares, needed: NDArray[np.float64]) -> NDArray[np.int64]:
         """Returns the keys, ascending, of the tokens to which the cache may add at least the `needed` (B) probability
         of their row."""
-        rows = np.flatnonzero(found.each * self.length >= needed)  # in the other rows, even N occurrences add too
-        # little
+        rows = np.flatnonzero(found.each * self.length >= needed)  # elsewhere even N occurrences add too little
         if not len(rows) or not len(found.keys):
             return found.following
         stride = self.vocabulary_size + 1

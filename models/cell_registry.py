@@ -1,4 +1,4 @@
-"""The registry of cells, one line each, and the modules that implement them.
+"""The registry of cells, with one line per cell, and the modules that implement them.
 
 To add a cell, add a line to `CELLS`, its name to `Cell`, and a file named `CellInfo.module` to each folder of `PARTS`.
 The docstring of each of these folders describes what its files define. `load` imports a part on demand, so that reading

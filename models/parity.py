@@ -234,8 +234,7 @@ class _Check:
         """Runs a graph and compares its outputs with `expected`, which may hold more names than this role returns."""
         try:
             outputs = self._run(role, feeds)
-        except Exception as error:  # the runtime raises it for wrong names, shapes or types of inputs, or a missing
-            # operator
+        except Exception as error:  # wrong names, shapes or types of inputs, or a missing operator
             raise ParityError(f"{role}, {case}: the graph cannot run: {error}") from error
         after = () if role == "head" else tuple(f"next.{name}" for name in self._reference.zero_state(0))
         for name in ANSWERS[role] + after:

@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     command = commands.add_parser("export")
-    command.add_argument("run", type=Path, help="run folder; evaluated first if it has no evaluation")
+    command.add_argument("run", type=Path, help="run folder; the export evaluates it first if it has no evaluation")
     command.add_argument("--bundles", type=Path, required=True, help="folder of bundles; the bundle is BUNDLES/NAME")
     command.add_argument("--data", type=Path, help="overrides data.path")
     command.add_argument(
@@ -84,13 +84,19 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="largest total variation of the recommended k (default: %(default)s)",
     )
     command.add_argument(
-        "--positions", type=_positive, default=AUDITED, help="number of positions compared (default: %(default)s)"
+        "--positions",
+        type=_positive,
+        default=AUDITED,
+        help="number of positions at which windows are compared (default: %(default)s)",
     )
     command.add_argument(
-        "--tokens", type=_positive, default=TOKENS, help="largest number of tokens read (default: %(default)s)"
+        "--tokens", type=_positive, default=TOKENS, help="largest number of tokens to read (default: %(default)s)"
     )
     command.add_argument(
-        "--max-window", type=_window, default=MAX_WINDOW, help="largest k evaluated and served (default: %(default)s)"
+        "--max-window",
+        type=_window,
+        default=MAX_WINDOW,
+        help="largest k that is evaluated and served (default: %(default)s)",
     )
     command.add_argument("--threads", type=_positive, help="torch threads; use 1 on a busy machine (default: torch's)")
     command.add_argument("--report", type=Path, metavar="DIR", help="report folder (default: audits/NAME)")

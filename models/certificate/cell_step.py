@@ -54,7 +54,7 @@ class Pre:
         return Pre(self.value + other.value, radius, rounding, self.sources + other.sources)
 
     def ball(self, scale: Matrix) -> Vector:
-        """Returns the 2-norm of the block's distance with each unit scaled by at most `scale` (B, H): (B)."""
+        """Returns the 2-norm of the block's distance if each unit is multiplied by at most `scale` (B, H): (B)."""
         apart = [source.scaled_norm(scale) * ball for source, ball in self.sources]
         whole = np.linalg.norm(scale * self.rounding, axis=1) + np.sum(apart, axis=0)
         result: Vector = np.minimum(whole, np.linalg.norm(scale * self.radius, axis=1))
@@ -103,8 +103,8 @@ def mixed(
     gate_ball: Callable[[Matrix], Vector],
     candidate_ball: Callable[[Matrix], Vector],
 ) -> Moved:
-    """Returns `f s + (1 - f) z` with its bounds. before: s and its deviation; values: f, df, z, dz; gate_ball and
-    candidate_ball: the balls of `scale * (f~ - f)` and `scale * (z~ - z)`.
+    """Returns `f s + (1 - f) z` with its bounds. before: s and its deviation. values: f, df, z, dz. gate_ball and
+    candidate_ball: functions that return the balls of `scale * (f~ - f)` and `scale * (z~ - z)`.
     """
     (s, error), (f, df, z, dz) = before, values
     apart = np.abs(s - z)

@@ -40,8 +40,8 @@ ULP = 2.0**-50
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Bounds of a difference: |x~ - x| <= box entry by entry, (B, H), and |x~ - x|_2 <= ball, (B). no_box: only the
-    ball is a bound."""
+    """Bounds of a difference: |x~ - x| <= box entry by entry, (B, H), and |x~ - x|_2 <= ball, (B). no_box: whether the
+    ball is the only bound."""
 
     box: Matrix
     ball: Vector

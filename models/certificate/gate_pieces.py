@@ -32,8 +32,7 @@ class GatePieces:
     def of(cls, reach: Reach, cap: float = 1.0) -> GatePieces:
         """Returns the pieces of a gate whose pre-activations stay within `reach` (H)."""
         low, high = np.maximum(reach.low, -800.0), np.minimum(reach.high, 800.0)
-        low, high = np.minimum(low, 700.0), np.maximum(high, -700.0)  # the sigmoid is saturated at these limits, which
-        # are finite
+        low, high = np.minimum(low, 700.0), np.maximum(high, -700.0)  # finite limits at which the sigmoid is saturated
         shares = np.linspace(0, 1, PIECES + 1)[:, None]
         # equal steps of the gate's value, so that the pieces near its maximum, which determine the result, are not
         # coarser

@@ -51,7 +51,7 @@ class LayerBound:
     @property
     def factor(self) -> float:
         factor = self.best.factor
-        assert factor is not None, "this is a bug: every layer has a rule that always applies"
+        assert factor is not None, "no rule applies to the layer: this is a bug"
         return factor
 
     def distance(self, *differences: Matrix) -> Vector:

@@ -19,7 +19,7 @@ from wane.models.certificate.interval_rounding import UP, Matrix, Vector
 ITERATIONS = 120
 
 LEAST = 1e-6
-"""The lower limit of a weight relative to the largest weight. It is for units that do not affect other units."""
+"""The lower limit of a weight relative to the largest weight. It applies to units that do not affect other units."""
 
 
 def perron_vector(comparison: Callable[[Vector], Vector], size: int) -> tuple[float, Vector]:

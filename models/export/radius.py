@@ -44,7 +44,7 @@ class RadiusWriter:
     def __init__(
         self, graph: GraphWriter, architecture: Architecture, request: RequestBound, shape: str, lengths: str
     ) -> None:
-        """shape: int64 (2), T and B; lengths: int64 (B)."""
+        """shape: int64 (2), T and B. lengths: int64 (B)."""
         assert CELLS[architecture.cell].input_gated, "this is a bug"
         self._graph = graph
         self._architecture = architecture
@@ -79,7 +79,7 @@ class RadiusWriter:
         return error, length
 
     def first(self, f: str, states: str, last: str) -> tuple[str, str]:
-        """Bounds the first of several layers. f, states: (T, B, units); last: the rows of the last tokens, (B).
+        """Bounds the first of several layers. f, states: (T, B, units). last: the rows of the last tokens, (B).
 
         Returns each unit's error after the last token, (B, units), and the state's after every token, (N, 1).
         """

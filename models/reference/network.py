@@ -1,6 +1,7 @@
 """The oracle: the network in numpy, one step at a time, written from the equations alone.
 
-Rows are a batch: x (B, H). The cells' equations are in `models/reference/cells/`; those of a front's block are
+Rows are a batch: x (B, H). The cells' equations are in `models/reference/cells/`; the equations of a convolution block
+are
 
     n = LayerNorm(x),  c = sum_j K_j * n_(j tokens back),  x' = x + W_2 max(0, W_1 c + b_1) + b_2
 """
