@@ -27,8 +27,8 @@ PRIOR = 20.0
 """The number of pseudo-positions that each row has in addition to its own. They have the weights that fit all
 positions."""
 WORTH = 0.005
-"""The least reduction of the loss, in nats per token, for which the counts of single tokens get a weight. The loss is
-that of the stream to which a cache is fitted."""
+"""The counts of single tokens get a weight only if that reduces the loss by at least this, in nats per token. The loss
+is that of the stream to which a cache is fitted."""
 FIRST_GUESS = (0.85, 0.05, 0.05, 0.05)
 """The initial weights of a fit."""
 TINY = 1e-30

@@ -142,7 +142,7 @@ class RunFolder:
         for name in sorted(trained_on.keys() | corpus.hashes.keys()):
             if trained_on.get(name) != corpus.hashes.get(name):
                 raise ResumeError(
-                    f"{self.path} holds a run on other data: {name} is not the file that it was trained on"
+                    f"{self.path} holds a run on other data: {name} is not the file on which the run was trained"
                 )
 
     def write_quality(self, found: Quality, best_step: int, positions: int) -> None:

@@ -56,7 +56,7 @@ def fetch_wikitext_2(folder: Path = CACHE, source: str = PUBLIC_COPY) -> Path:
                 raw = answer.read()
         except (OSError, http.client.HTTPException) as error:
             raise DataError(
-                f"{url} could not be downloaded ({error}); name a folder with WikiText-2 with --data"
+                f"{url} could not be downloaded ({error}); use --data FOLDER for a folder that holds WikiText-2"
             ) from error
         found = hashlib.sha256(raw).hexdigest()
         if found != expected:

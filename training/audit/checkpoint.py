@@ -77,7 +77,7 @@ def _torch(path: Path) -> object:
             ) from error
         if "TorchScript" in str(error):
             raise ForeignError(
-                f"{path}: a TorchScript archive, which is a program; save its tensors alone: "
+                f"{path}: a TorchScript archive, which is a program. Save only its tensors: "
                 "torch.save(torch.jit.load(...).state_dict(), ...)"
             ) from error
         reason = re.search(r"WeightsUnpickler error: (.+)", str(error))

@@ -73,8 +73,8 @@ def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[
 
 
 def _without_embedding(tensors: TensorMap, head: str | None, inputs: int, top: int) -> tuple[str | None, str | None]:
-    """Returns embedding and head for a file without an embedding. Either the two are tied and saved as the head, or the
-    inputs are one-hot."""
+    """Returns embedding and head for a file without an embedding matrix. Either the two are tied and saved as the head,
+    or the inputs are one-hot."""
     if head is None:
         raise tensors.error(f"no embedding [V, {inputs}] and no head [V, {top}]; name them with --map")
     vocabulary = tensors.matrix(head)[0]

@@ -147,7 +147,7 @@ def layer_weights(tensors: TensorMap, layers: Layers) -> dict[str, Array]:
     hidden, gates = max(layers.sizes), CELLS[layers.cell].gates
     if len(set(layers.sizes)) > 1:
         tensors.notes.append(
-            f"layers of {', '.join(map(str, layers.sizes))} units: the narrower are padded to {hidden} with units "
+            f"layers of {', '.join(map(str, layers.sizes))} units: narrower layers are padded to {hidden} with units "
             "that stay at zero, which changes no output"
         )
     weights: dict[str, Array] = {}

@@ -120,7 +120,7 @@ def _end(path: Path, names: dict[str, int], eos: str | None, usual: tuple[str, .
         if name in names:
             return name, [] if name == EOS else [f"{name!r} is assumed to begin a sequence and to encode a line break"]
     raise ForeignError(
-        f"{path}: none of the {len(names)} tokens has a usual name of one that begins a sequence "
+        f"{path}: none of the {len(names)} tokens has a usual name of a token that begins a sequence "
         f"({', '.join(map(repr, usual))}); name it with --eos TOKEN"
     )
 

@@ -188,7 +188,7 @@ def test_without_an_unk_token_unknown_items_are_refused(tmp_path: Path) -> None:
         ('{"a": 0, "b": 2}', "the ids of 2 names must be 0 to 1, each exactly once"),
         ('{"a": 0, "b": "1"}', "the ids of 2 names are not 0 to 1"),
         ('["two words", "one", "</s>"]', "'two words' is not one word"),
-        ('["open", "shut"]', "none of the 2 tokens has a usual name of one that begins a sequence"),
+        ('["open", "shut"]', "none of the 2 tokens has a usual name of a token that begins a sequence"),
         ('["a\\n", "<eos>", "</s>"', "not JSON"),
     ],
 )
