@@ -108,7 +108,7 @@ def test_a_byte_level_bpe_with_an_undecodable_token_is_refused(tmp_path: Path) -
 
 def test_a_bpe_is_refused_for_events(tmp_path: Path) -> None:
     byte_level(tmp_path / "tokenizer.json", ["</s>"])
-    with pytest.raises(ForeignError, match="each event needs one token: give --vocabulary"):
+    with pytest.raises(ForeignError, match="each event needs one token: use --vocabulary"):
         read_tokenizer(tmp_path / "tokenizer.json", "events", None)
 
 
@@ -186,7 +186,7 @@ def test_without_an_unk_token_unknown_items_are_refused(tmp_path: Path) -> None:
         ('["a", "a", "</s>"]', "the name 'a' occurs more than once"),
         ('["a", 3]', "expected a list of names"),
         ('{"a": 0, "b": 2}', "the ids of 2 names must be 0 to 1, each exactly once"),
-        ('{"a": 0, "b": "1"}', "the ids of 2 names are not 0 to 1"),
+        ('{"a": 0, "b": "1"}', "the ids of 2 names must be 0 to 1"),
         ('["two words", "one", "</s>"]', "'two words' is not one word"),
         ('["open", "shut"]', "none of the 2 tokens has a usual name of a token that begins a sequence"),
         ('["a\\n", "<eos>", "</s>"', "not JSON"),
