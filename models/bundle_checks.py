@@ -123,9 +123,8 @@ def check_certificate(path: Path, claimed: Certificate, computed: Certificate) -
     """Raises CertificateError if the claimed certificate differs from the computed one. The message names the field and
     both values."""
     names = Certificate.model_fields
-    for name in sorted(
-        names, key=lambda name: (name != "layers", name == "reason")
-    ):  # causes first, then their consequences
+    # The message names the first difference, so the layers, which determine all other fields, come first.
+    for name in sorted(names, key=lambda name: (name != "layers", name == "reason")):
         _check_alike(f"{path / MANIFEST}: certificate.{name}", getattr(claimed, name), getattr(computed, name))
 
 

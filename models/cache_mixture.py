@@ -230,7 +230,7 @@ class CacheMixture:
     def _that_add(self, found: CacheShares, needed: NDArray[np.float64]) -> NDArray[np.int64]:
         """Returns the keys, ascending, of the tokens to which the cache may add at least the `needed` (B) probability
         of their row."""
-        rows = np.flatnonzero(found.each * self.length >= needed)  # elsewhere even N occurrences add too little
+        rows = np.flatnonzero(found.each * self.length >= needed)  # elsewhere, N occurrences do not suffice
         if not len(rows) or not len(found.keys):
             return found.following
         stride = self.vocabulary_size + 1

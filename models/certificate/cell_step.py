@@ -77,8 +77,8 @@ class CellStep:
         self._reaches_far = not all(np.isfinite(each).all() for each in reach)
 
     def __call__(self, x: Matrix, moved: Deviation, state: States, error: Deviations) -> tuple[States, Deviations]:
-        """x: the cell's input, which changes by at most `moved`. No distance exceeds the distance from a run's state at
-        the edge of its reach."""
+        """x: the cell's input, which changes by at most `moved`. Each distance is limited to |state| + reach, because
+        the run's state is within reach."""
         pre = [Pre.of(linear, x, moved) for linear in self.inflow]
         new, boxes, balls = self._moved(self, pre, state, error)
         errors = []

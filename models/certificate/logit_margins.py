@@ -156,7 +156,7 @@ class Beside:
 
 
 def _those_that_matter(shares: Vector, moved: Vector) -> NDArray[np.intp]:
-    """Returns the tokens (V) that must not be bounded by `moved`, the radius, alone, because they would add more than
+    """Returns the tokens (V) for which the radius' bound, `moved`, is too large: with it alone they would add more than
     NEGLIGIBLE to the total variation."""
     added = np.where(moved < MOST_MOVED, shares * np.expm1(np.minimum(moved, MOST_MOVED)), np.inf)
     order = np.argsort(added)

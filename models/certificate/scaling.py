@@ -30,7 +30,8 @@ SHARE = 0.2
 the norm."""
 
 WIDEST = 1e6
-"""The largest condition number of a transform. A larger one loses more in its inverse than the factor gains."""
+"""The largest condition number of a transform. With a larger one, the inverse costs more precision than the factor
+gains."""
 
 
 @dataclass(frozen=True, slots=True)

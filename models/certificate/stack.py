@@ -35,7 +35,7 @@ MAX_TOKENS = 1024
 """The largest number of tokens, in addition to the largest window, after which a curve must no longer grow."""
 
 NEGLIGIBLE = 1e-30
-"""The value at which a curve ends. No smaller bound is stated."""
+"""The smallest value of a curve. The curve's computation stops there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class _Measuring:
             along.look(after, errors)
 
     def _sequences(self, given: list[int], rows: int, past: int, hold: int) -> Tokens:
-        """Returns tokens (rows, past + hold)."""
+        """Returns the tokens of all rows: (rows, past + hold)."""
         size, random = self._architecture.vocabulary_size, self._random
         count = {kind: rows * share // 16 for kind, share in SHARES.items()}
         held = self._worth_holding(count["held"] // 2, past)
