@@ -2,9 +2,9 @@
 
     manifest.json  weights.safetensors  tokenizer.json  step.onnx  window.onnx  advance.onnx  scan.onnx  head.onnx
 
-`Bundle.read` checks every file's hash, the weights' shapes and the vocabulary, and recomputes the certificate;
-`verify_graphs` compares the graphs with the numpy oracle. Name, version, description, quality and provenance cannot be
-checked and are served as claims.
+`Bundle.read` checks every file's hash, the weights' shapes and the vocabulary, and recomputes the certificate.
+`verify_graphs` compares the graphs' outputs with those of the numpy oracle. Name, version, description, quality and
+provenance cannot be checked. The service reports them as claims.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ __all__ = [
 ]
 
 PROBE_LENGTHS = (24, 1, 17)
-"""Lengths of the rows in `verify_graphs`: several rows of different lengths, one with a single token."""
+"""The lengths of the token rows that `verify_graphs` runs. The lengths differ, and one row has a single token."""
 
 BEYOND_FRONT = 16
-"""The longest row has at least this many tokens beyond a front's reach, so that as many gates affect its radius."""
+"""The longest row has at least this many tokens more than the convolutions' receptive field. The gates of these
+additional tokens determine the row's radius."""
 
 QUANTISED = Certificate(
     contractive=False, reason="its graphs multiply in int8, and what is proved is of the float32 weights", layers=()
 )
-"""The certificate of every bundle whose graphs are not float32."""
+"""The certificate of a bundle whose graphs are not float32."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Bundle:
 
     @classmethod
     def open(cls, path: Path) -> Bundle:
-        """Like `read`, but leaves the certificate to `verify_certificate`. Raises BundleError."""
+        """Like `read`, but does not check the certificate, which `verify_certificate` does. Raises BundleError."""
         manifest = read_manifest(path)
         check_served(path, manifest)
         check_names(path, manifest)
@@ -103,22 +104,24 @@ class Bundle:
         check_certificate(self.path, claimed, computed)
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
-        """Returns the tensors of the weights file, by name. Raises BundleError if they do not fit the architecture."""
+        """Returns the tensors of the weights file by name. Raises BundleError if their names or shapes do not fit the
+        architecture."""
         return dict(self._weights)
 
     def request_bound(self) -> RequestBound:
-        """Returns the bound of the distance between a window's end and the end of any run over it."""
+        """Returns the bound of the distance between a window's last hidden state and that of any uninterrupted run."""
         return self._request_bound
 
     def propagation(self) -> Propagation | None:
-        """Returns the propagation of state errors; None if a layer is not contractive or rounding was not measured."""
+        """Returns the propagation of state errors. Returns None if a layer is not contractive or rounding was not
+        measured."""
         architecture, certificate = self.manifest.architecture, self.manifest.certificate
         if not certificate.contractive or certificate.rounding is None:
             return None
         return Propagation(architecture, self._weights, self._layers, certificate.rounding)
 
     def graph_path(self, role: Role) -> Path:
-        """Returns the path of a role's ONNX file."""
+        """Returns the path of the ONNX file of a role."""
         return self.path / self.manifest.graphs[role]
 
     @cached_property
@@ -141,10 +144,11 @@ class Bundle:
 
 
 def verify_graphs(bundle: Bundle, run: Run) -> float:
-    """Compares every graph with the numpy oracle, on random tokens from zero and from random states.
+    """Compares every graph with the numpy oracle, on random tokens, from the zero state and from random states.
 
-    `run(role, feeds)` runs one graph. Returns the largest difference. Raises BundleError beyond the tolerance, and
-    CertificateError if the graphs are correct but round more than the certificate states.
+    `run(role, feeds)` runs one graph. Returns the largest difference. Raises BundleError if the difference exceeds the
+    tolerance. Raises CertificateError if the difference is within the tolerance but exceeds the rounding that the
+    certificate states.
     """
     generator = np.random.default_rng(0)
     reference = Reference(bundle.manifest.architecture, bundle.weights())
@@ -168,8 +172,8 @@ def verify_graphs(bundle: Bundle, run: Run) -> float:
 def check_place(path: Path, version: str, quality: Quality | None, replace: bool) -> None:
     """Raises BundleExistsError if a bundle of this version and quality may not be written to `path`.
 
-    A bundle of a lower version may be replaced. Any other bundle may be replaced if `replace` is true. A file or a
-    folder that is not a bundle may never be replaced.
+    A bundle of a lower version may be replaced. Any other bundle may be replaced only if `replace` is true. A file or
+    folder that is not a bundle is never replaced.
     """
     path = path.resolve()
     if not path.exists():
@@ -191,7 +195,8 @@ def check_place(path: Path, version: str, quality: Quality | None, replace: bool
 
 
 def _describe(quality: Quality | None) -> str:
-    """Returns the recurrent perplexity per token of the validation split, or of the first split if there is none."""
+    """Returns the recurrent perplexity per token of the validation split, or of the first split if there is no
+    validation split."""
     if quality is None or not quality.recurrent:
         return "not evaluated"
     if (valid := quality.recurrent.get("valid")) is not None:
@@ -208,12 +213,12 @@ def write_bundle(
     *,
     replace: bool = False,
 ) -> Manifest:
-    """Writes and checks a bundle atomically; returns the manifest as written.
+    """Writes and checks a bundle atomically. Returns the manifest as written.
 
-    `check_place` decides whether a bundle at `path` is replaced, and otherwise raises BundleExistsError. If writing
-    fails, the bundle at `path` stays unchanged. If `path` is a symbolic link, the bundle that it points to is replaced.
-    `files` holds the manifest's files by name; their hashes are added to the manifest. `check` is called with the
-    bundle, read back, before it is moved to `path`; its exceptions propagate.
+    `check_place` raises BundleExistsError if the bundle at `path` may not be replaced. If writing fails, the bundle at
+    `path` stays unchanged. If `path` is a symbolic link, the bundle that it points to is replaced. `files` maps the
+    names of the manifest's files to their contents. The files' hashes are added to the manifest. The new bundle is read
+    back and passed to `check` before it is moved to `path`. Exceptions of `check` propagate.
     """
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
     manifest = manifest.model_copy(update={"files": hashes})

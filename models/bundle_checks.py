@@ -16,28 +16,30 @@ MANIFEST = "manifest.json"
 ROLES: tuple[Role, ...] = ("step", "window", "advance", "scan", "head")
 
 TOP = 16
-"""Number of largest logits that the graphs return, or the vocabulary size if smaller."""
+"""The number of largest logits that the graphs return. A smaller vocabulary limits it."""
 
 NEWEST_OPSET = 21
 """The newest ONNX opset that the oldest supported onnxruntime (1.20) runs."""
 
 CERTIFICATE_TOLERANCE = 1e-7
-"""Relative tolerance of a recomputed number, as machines sum in different orders."""
+"""The relative tolerance of a recomputed number. Machines sum in different orders, so the last digits differ."""
 
 WEIGHT_TOLERANCE = 1e-6
-"""Relative tolerance of a norm's weights, which magnify rounding if an LSTM's recurrent matrix is nearly zero."""
+"""The relative tolerance of a norm's weights. They magnify rounding if an LSTM's recurrent matrix is nearly zero."""
 
 
 class BundleError(Exception):
-    """A bundle that cannot be served; the message names the file, the field, the expected and the found value."""
+    """Raised for a bundle that cannot be served. The message names the file, the field, and the expected and actual
+    values."""
 
 
 class CertificateError(BundleError):
-    """A bundle whose only fault is its certificate, so that it can be served as uncertified."""
+    """Raised for a bundle whose only fault is its certificate. The service can serve it as uncertified."""
 
 
 class BundleExistsError(BundleError):
-    """The path of a new bundle exists already. `replaceable`: whether `replace` would allow the write."""
+    """Raised if the path of a new bundle already exists. `replaceable` says whether `replace=True` would allow the
+    write."""
 
     def __init__(self, message: str, replaceable: bool = True) -> None:
         super().__init__(message)
@@ -50,7 +52,7 @@ def read_manifest(path: Path) -> Manifest:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BundleError(f"{file}: the file is missing") from error
-    except (OSError, ValueError, RecursionError) as error:  # also invalid UTF-8 and very long integers
+    except (OSError, ValueError, RecursionError) as error:  # includes invalid UTF-8 and very long integers
         raise BundleError(f"{file}: cannot be read as JSON: {error}") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -81,7 +83,7 @@ def check_served(path: Path, manifest: Manifest) -> None:
 
 
 def check_names(path: Path, manifest: Manifest) -> None:
-    """Raises BundleError unless every used file has a hash, every name is plain and every role has a graph."""
+    """Raises BundleError unless every listed file has a hash and a plain name, and every role has a graph."""
     file = path / MANIFEST
     for name in manifest.files:
         if name in ("", ".", "..", MANIFEST) or Path(name).name != name or "\\" in name or "\0" in name:
@@ -126,14 +128,17 @@ def read_vocabulary(path: Path, manifest: Manifest) -> Vocabulary:
 
 
 def check_certificate(path: Path, claimed: Certificate, computed: Certificate) -> None:
-    """Raises CertificateError, which names the field and both values, if claimed and computed certificates differ."""
+    """Raises CertificateError if the claimed certificate differs from the computed one. The message names the field and
+    both values."""
     names = Certificate.model_fields
-    for name in sorted(names, key=lambda name: (name != "layers", name == "reason")):  # causes before consequences
+    # The message names the first difference, so the layers, which determine all other fields, come first.
+    for name in sorted(names, key=lambda name: (name != "layers", name == "reason")):
         _check_alike(f"{path / MANIFEST}: certificate.{name}", getattr(claimed, name), getattr(computed, name))
 
 
 def _check_alike(where: str, claimed: object, computed: object) -> None:
-    """Compares recursively: numbers within the tolerances, everything else exactly. Raises CertificateError."""
+    """Compares two values recursively. Numbers may differ within the tolerances, all other values must be equal. Raises
+    CertificateError."""
     if isinstance(claimed, Frozen) and isinstance(computed, Frozen):
         for name in type(computed).model_fields:
             _check_alike(f"{where}.{name}", getattr(claimed, name), getattr(computed, name))

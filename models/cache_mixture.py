@@ -1,16 +1,18 @@
-"""Mixes a network's distribution with a cache language model: the tokens of the last `length` positions.
+"""Mixes a network's distribution with a cache language model. The cache holds the tokens of the last `length`
+positions.
 
-With h_1 .. h_n the last n = min(N, position) tokens, without the start token, and N the cache's length:
+Let N be the cache's length and h_1 .. h_n the last n = min(N, position) tokens, without the start token:
 
     p(t) = w_0 q(t) + w_1 [count of t] / N + w_2 [share of t after h_n] + w_3 [share of t after h_(n-1), h_n]
 
-q is the network's distribution at temperature 1. The second share is over the earlier occurrences of h_n in the cache,
-the third over those that follow h_(n-1). The weights depend on how many such occurrences there are. Where n < N, the
-network receives the rest of w_1, so that the sum stays 1.
+q is the network's distribution at temperature 1. The second share counts the tokens after the earlier occurrences of
+h_n in the cache. The third share counts only the tokens after the earlier occurrences of the pair h_(n-1), h_n. The
+weights depend on the numbers of these occurrences. If n < N, the unused part of w_1 is added to w_0, so that the sum
+stays 1.
 
 Kuhn and De Mori (1990), "A cache-based natural language model for speech recognition"; Grave, Joulin and Usunier
-(2017), "Improving neural language models with a continuous cache". The mixture's counts are exact and depend on the
-last N tokens alone: a window and a never-interrupted run that know these N tokens add the same to their networks.
+(2017), "Improving neural language models with a continuous cache". The counts are exact and depend on the last N tokens
+alone. A window and an uninterrupted run with the same last N tokens therefore have the same cache term.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ from wane.models.manifest import CACHE_BINS, CacheModel
 Tokens = NDArray[np.unsignedinteger[Any]] | NDArray[np.int64]
 
 NEAR = 8
-"""Tokens of each row whose probability in the mixture is computed at least: the first by the network."""
+"""The smallest number of tokens of each row whose mixture probability is computed. They are the network's most probable
+tokens."""
 
 
 class CacheShares(NamedTuple):
-    """What the cache adds to the distributions of B rows, by token.
+    """The cache's part of the distributions of B rows.
 
-    network: float64 (B), the weight of the network's distribution. each: float64 (B), what each occurrence of a token
-    adds. keys: integers (B * N), `row * (V + 1) + token` for each place of each ring, ascending; token V: no token.
-    following: int64 (F), the keys of the tokens that followed the last one, ascending, and added: float64 (F), what
-    that adds. tokens: int64 (B), the number of tokens in each row's cache.
+    network: float64 (B), the weight of the network's distribution. each: float64 (B), the probability that each
+    occurrence of a token adds. keys: integers (B * N), `row * (V + 1) + token` for each place of each ring, ascending.
+    Token V stands for an empty place. following: int64 (F), the keys, ascending, of the tokens after earlier
+    occurrences of the last token. added: float64 (F), the probability that each of these adds. tokens: int64 (B), the
+    number of tokens in each row's cache.
     """
 
     network: NDArray[np.float64]
@@ -46,8 +50,8 @@ class CacheShares(NamedTuple):
     tokens: NDArray[np.int64]
 
     def at(self, keys: NDArray[np.int64], rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Returns what the cache adds to some keys of the given rows: float64, of their shape."""
-        sought = keys.astype(self.keys.dtype, copy=False)  # searchsorted would convert all keys
+        """Returns the probability that the cache adds to some keys of the given rows: float64, of the keys' shape."""
+        sought = keys.astype(self.keys.dtype, copy=False)  # searchsorted converts all keys if the types differ
         result = np.zeros(keys.shape)
         if len(self.keys):
             counts = np.searchsorted(self.keys, sought, side="right") - np.searchsorted(self.keys, sought)
@@ -59,8 +63,8 @@ class CacheShares(NamedTuple):
 
 
 class TopTokens(NamedTuple):
-    """The most probable tokens of B rows, in falling order, the smaller id first among equals: ids int64 and
-    probabilities float64, both (B, k)."""
+    """The most probable tokens of B rows, in descending order. Equal probabilities are ordered by ascending id. ids:
+    int64 (B, k); probabilities: float64 (B, k)."""
 
     ids: NDArray[np.int64]
     probabilities: NDArray[np.float64]
@@ -76,7 +80,7 @@ def weight_rows(pairs: NDArray[np.int64], triples: NDArray[np.int64]) -> NDArray
 
 
 class CacheMixture:
-    """The mixture of one model. A ring holds the tokens of one cache: token i of a sequence is at place i % N."""
+    """The mixture of one model. Each cache is a ring buffer: token i of a sequence is at place i % N."""
 
     def __init__(self, cache: CacheModel, vocabulary_size: int) -> None:
         self.model = cache
@@ -85,33 +89,33 @@ class CacheMixture:
         self.empty = vocabulary_size
         """The id of a place in a ring that holds no token."""
         self.dtype: np.dtype[Any] = np.dtype(np.uint16 if vocabulary_size < 1 << 16 else np.uint32)
-        """The type of the rings: small ones are sorted faster."""
+        """The smallest integer type for the rings. Small types are sorted faster."""
         self._weights = np.array(cache.weights, np.float64)
         self._has_counts = bool(self._weights[:, 1].any())
         self.least_network = float(self._weights[:, 0].min())
-        """The smallest weight of the network, over all histories."""
+        """The smallest weight of the network over all histories."""
 
     def unknown(self, tokens: int, position: int) -> float:
-        """Returns what the tokens that a cache lacks can add to the total variation, if it holds the last `tokens` of
-        `position` tokens."""
+        """Returns the bound of the total variation between a cache that holds only the last `tokens` of `position`
+        tokens and a complete cache."""
         return 0.0 if tokens >= min(position, self.length) else 1 - self.least_network
 
     def ring(self, history: Sequence[int] | Tokens, position: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Returns the ring (N) of a sequence at `position`, of which `history` holds at least the last N tokens that
-        are known, without the start token."""
+        """Returns the ring (N) of a sequence at `position`. `history` holds the known tokens without the start token,
+        and needs at most the last N of them."""
         known = np.asarray(history[-self.length :], self.dtype)
         ring = np.full(self.length, self.empty, self.dtype)
         ring[np.arange(position - len(known), position) % self.length] = known
         return ring
 
     def of(self, history: Sequence[int] | Tokens) -> CacheShares:
-        """Returns the shares of one row from the tokens before the prediction, without the start token."""
+        """Returns the shares of one row. `tokens` are those before the prediction, without the start token."""
         return self.shares(self.ring(history, len(history))[None], np.array([(len(history) - 1) % self.length]))
 
     def shares(self, rings: Tokens, newest: NDArray[np.int64]) -> CacheShares:
         """Returns the cache's part of B distributions.
 
-        rings: (B, N), `empty` where there is no token; newest: int64 (B), the place of the last token.
+        rings: (B, N), with `empty` at places without a token. newest: int64 (B), the place of the last token.
         """
         batch, length = rings.shape
         every = np.arange(batch)
@@ -130,7 +134,7 @@ class CacheMixture:
         place -= row * length
         earlier = (place != newest[row]) & (last[row] != self.empty)
         row, place = row[earlier], place[earlier]
-        # What is before the oldest token of a full ring is the newest one.
+        # In a full ring, the place before the oldest token holds the newest token.
         is_triple = (rings[row, place - 1] == before[row]) & (place != oldest[row])
         pairs = np.bincount(row, minlength=batch)
         triples = np.bincount(row[is_triple], minlength=batch)
@@ -172,8 +176,8 @@ class CacheMixture:
     def log_probabilities(self, logits: NDArray[np.float32], found: CacheShares) -> NDArray[np.float64]:
         """Returns the mixture's log-probabilities at temperature 1 from the network's logits: (B, V) -> float64 (B, V).
 
-        Where the cache adds nothing, they are the network's plus the logarithm of its weight, so that no probability is
-        rounded to 0.
+        For a token to which the cache adds nothing, the result is the network's log-probability plus the logarithm of
+        the network's weight. No probability is therefore rounded to 0.
         """
         shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
         network = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
@@ -193,8 +197,9 @@ class CacheMixture:
     ) -> TopTokens:
         """Returns the `count` most probable tokens of the mixture without reading every logit.
 
-        logits: (B, V); log_sum_exp: (B), of them; network_ids: (B, K >= count), the tokens with the largest logits in
-        falling order. A token outside of these is among the first only if the cache adds more than the network lacks.
+        logits: (B, V). log_sum_exp: (B), the log-sum-exp of each row's logits. network_ids: (B, K >= count), the tokens
+        with the largest logits in descending order. Any other token is among the most probable only if the cache adds
+        enough to exceed the last of them.
         """
         batch, stride = len(logits), self.vocabulary_size + 1
         every = np.arange(batch)
@@ -203,7 +208,7 @@ class CacheMixture:
         of_network = found.network[:, None] * np.exp(logits[every[:, None], ids] - log_sum_exp[:, None])
         near = of_network + found.at(near_keys, every[:, None])
         least = np.partition(near, near.shape[1] - count, axis=1)[:, near.shape[1] - count]
-        # Every other token has at most the network's probability of the last of these.
+        # The network gives every other token at most the probability of the last of these tokens.
         needed = least - of_network[:, -1] * (1 + 1e-9)
         others = self._that_add(found, needed)
         row = others // stride
@@ -223,8 +228,9 @@ class CacheMixture:
         return TopTokens(keys[chosen] - (every * stride)[:, None], np.minimum(probabilities[chosen], 1.0))
 
     def _that_add(self, found: CacheShares, needed: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Returns the keys, ascending, of the tokens to which the cache may add at least `needed` (B) of their row."""
-        rows = np.flatnonzero(found.each * self.length >= needed)  # in the others even N occurrences are too few
+        """Returns the keys, ascending, of the tokens to which the cache may add at least the `needed` (B) probability
+        of their row."""
+        rows = np.flatnonzero(found.each * self.length >= needed)  # elsewhere, N occurrences do not suffice
         if not len(rows) or not len(found.keys):
             return found.following
         stride = self.vocabulary_size + 1

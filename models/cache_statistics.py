@@ -1,7 +1,8 @@
-"""What a cache (`cache_mixture.py`) says about the tokens of a known text.
+"""The statistics of a cache (`cache_mixture.py`) over a text that is already known.
 
-Only the probability of the token that came is needed, so each position has three numbers, which depend on the text
-alone: the token's share in the cache, after the last token, and after the last two tokens. All are counted at once.
+Only the probability of the actual next token is needed. Each position therefore has three numbers, which depend on the
+text alone: the next token's share in the cache, its share after the last token, and its share after the last two
+tokens. All positions are counted in one vectorised pass.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from wane.models.cache_mixture import weight_rows
 from wane.models.manifest import CacheModel
 
 TINY = 1e-300
-"""In place of 0, whose logarithm is not finite."""
+"""Replaces a probability of 0, whose logarithm is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """What a cache says about each token of a stream but the first, for n positions.
+    """The cache's statistics for each token of a stream except the first, at n positions.
 
-    shares: float64 (n, 3): the count of the token that came over the cache's length; its share among the tokens after
-    earlier occurrences of the last token; its share among those after the last two. rows: int64 (n), the row of the
-    weights' table. filled: float64 (n), the share of the cache that holds tokens.
+    shares: float64 (n, 3). Its columns are the next token's count divided by the cache's length, its share among the
+    tokens after earlier occurrences of the last token, and its share among the tokens after earlier occurrences of the
+    last two tokens. rows: int64 (n), the row of the weights' table. filled: float64 (n), the share of the cache that
+    holds tokens.
     """
 
     length: int
@@ -43,7 +45,8 @@ class CacheStatistics:
         return network, (weights[..., 1:] * self.shares).sum(axis=-1)
 
     def log_probabilities(self, cache: CacheModel, network: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the mixture's log-probability of each token. network: float64 (n), those of the network alone."""
+        """Returns the mixture's log-probability of each token. network: float64 (n), the log-probabilities of the
+        network alone."""
         weight, added = self.parts(cache)
         return np.minimum(np.logaddexp(np.log(weight) + network, np.log(np.maximum(added, TINY))), 0.0)
 
@@ -51,11 +54,11 @@ class CacheStatistics:
 def cache_statistics(
     stream: NDArray[np.int64], length: int, start: int | None = None, *, truncated: bool = False
 ) -> CacheStatistics:
-    """Returns the statistics of a stream of at least two tokens, whose first one is the start token and not in the
-    cache. `truncated`: it is an ordinary token.
+    """Returns the statistics of a stream of at least two tokens. The first one is the start token, which is not in the
+    cache. If `truncated` is true, the first token is an ordinary token.
 
-    `start`: a token that begins a new sequence with an empty cache, as `<eos>` does for events; None: the stream is one
-    sequence.
+    `start` is a token that begins a new sequence with an empty cache, like `<eos>` for events. If `start` is None, the
+    stream is one sequence.
     """
     count = len(stream) - 1
     at = np.arange(count)
@@ -79,15 +82,15 @@ def cache_statistics(
 
 
 class Occurrences:
-    """Counts the occurrences of an array's values, int64 (n), between two places."""
+    """Counts the occurrences of an array's values, int64 (n), between two positions."""
 
     def __init__(self, values: NDArray[np.int64]) -> None:
         self._values, self._count = values, len(values)
         self._ordered = np.sort(values * self._count + np.arange(self._count))
 
     def __call__(self, like: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns how often the value at each place `like` occurs from place `first` to `last`; 0 if `last` is before
-        `first`."""
+        """Returns how often the value at each position `like` occurs from position `first` to `last`. Returns 0 if
+        `last` is before `first`."""
         if not self._count:
             return np.zeros(len(like), np.int64)
         base = self._values[like] * self._count

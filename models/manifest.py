@@ -1,7 +1,5 @@
-"""A bundle's `manifest.json`, as pydantic models.
-
-The manifest is untrusted data, so every field is checked and an unknown field is refused.
-"""
+"""A bundle's `manifest.json`, as pydantic models. The manifest is untrusted data: every field is checked, and an
+unknown field is an error."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ OLDEST_SCHEMA = 3
 """The oldest schema that this Wane reads. Schema 4 added `unknown`, `start` and the scan's output `hiddens`."""
 
 LARGEST_WINDOW = 65_536
-"""Tokens. A window is one input of a graph and is held in memory."""
+"""The largest window, in tokens. A window is one input of a graph and is held in memory."""
 
 REWOUND_TOKENS = 512
-"""The tokens by which a session can be rewound without a loss to its cache."""
+"""The number of tokens by which a session can be rewound and still have a full cache."""
 
 LARGEST_CACHE = 8_192
-"""Tokens of a cache. Each resident session holds them."""
+"""The largest cache, in tokens. Each resident session holds its cache in memory."""
 
 Role = Literal["step", "window", "advance", "scan", "head"]
 Positive = Annotated[int, Field(ge=1)]
@@ -46,13 +44,13 @@ Precision = Literal["float32", "int8"]
 
 
 class Frozen(BaseModel):
-    """An immutable record that refuses unknown fields and numbers that are not finite."""
+    """An immutable record. It rejects unknown fields and numbers that are not finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class StateTensor(Frozen):
-    """One tensor of a session's state; its initial value is zero."""
+    """One tensor of a session's state. Its initial value is zero."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,34 +58,34 @@ class StateTensor(Frozen):
 
 
 class Front(Frozen):
-    """Causal-convolution blocks between the embedding and the first layer, each
+    """Causal-convolution blocks between the embedding and the first layer. Each block computes
 
         x = x + feed_forward_out(relu(feed_forward_in(convolution(LayerNorm(x)))))
 
-    with a depthwise convolution over the last `kernel_size` tokens and `feed_forward` inner units.
-    Their memory is finite: their output depends only on the last `reach + 1` tokens.
+    with a depthwise convolution over the last `kernel_size` tokens and `feed_forward` inner units. The blocks'
+    receptive field is finite: their output depends only on the last `reach + 1` tokens.
     """
 
-    blocks: int = Field(ge=1, description="blocks, one above the other")
-    kernel_size: int = Field(ge=2, le=64, description="tokens that a convolution sees")
+    blocks: int = Field(ge=1, description="number of blocks, each of which reads the output of the one below")
+    kernel_size: int = Field(ge=2, le=64, description="number of tokens that a convolution reads")
     feed_forward: int = Field(ge=1, description="width of the feed-forward part")
 
     @property
     def reach(self) -> int:
-        """The number of tokens before the current one that the blocks see."""
+        """The number of tokens before the current one in the blocks' receptive field."""
         return self.blocks * (self.kernel_size - 1)
 
 
 class Architecture(Frozen):
     """The complete function that the weights parametrise.
 
-    `block` is "plain" (each cell reads the output of the one below) or "residual":
-    `x = x + mix(cell(LayerNorm(x)))`, mix an (H, units) matrix, then, if `feed_forward`, its width, is not 0,
-    `x = x + feed_forward(LayerNorm(x))`, and a LayerNorm on top.
-    `front` and `units` are for residual blocks: the blocks below the first layer, and the number of units of each
-    cell (null: `hidden`).
-    `norm_epsilon` is added to the variance by every LayerNorm: a change of its input changes its output by at most
-    `max|gain| / sqrt(norm_epsilon)` times as much.
+    `block` is "plain" or "residual". In a plain network, each cell reads the output of the cell below. A residual block
+    is `x = x + mix(cell(LayerNorm(x)))` with mix an (H, units) matrix. If the width `feed_forward` is not 0, `x = x +
+    feed_forward(LayerNorm(x))` follows. The last block is followed by a LayerNorm. `front` and `units` are for residual
+    blocks: the convolution blocks below the first layer, and the number of units of each cell (null: `hidden`).
+    `norm_epsilon` is added to the variance by every LayerNorm. The change of a LayerNorm's output is therefore at most
+    `max|gain| / sqrt(norm_epsilon)` times the change of its input.
+
     `gate_caps` (gated only), by layer, are the c of `f = c * sigmoid(...)`, in float32: no forget gate of a layer
     exceeds its cap. An empty tuple means caps of 1.
     """
@@ -124,7 +122,8 @@ class Architecture(Frozen):
         return self
 
     def gate_cap(self, layer: int) -> float:
-        """Returns the cap of one layer's forget gates: the manifest's number in float32, which multiplies them."""
+        """Returns the cap of one layer's forget gates: the manifest's number in float32, by which the gates are
+        multiplied."""
         return float(np.float32(self.gate_caps[layer])) if self.gate_caps else 1.0
 
     @property
@@ -148,7 +147,8 @@ class Architecture(Frozen):
         return tuple(StateTensor(name=f"front.{block}.inputs", shape=shape) for block in range(self.front.blocks))
 
     def state_tensors(self) -> tuple[StateTensor, ...]:
-        """Returns a session's state, bottom to top: the front's, then `layers.0.h`, `layers.0.c`, `layers.1.h`, ..."""
+        """Returns a session's state tensors, bottom to top: those of `front`, then `layers.0.h`, `layers.0.c`,
+        `layers.1.h`, ..."""
         return self.front_tensors() + tuple(
             StateTensor(name=name, shape=(self.cell_units,))
             for layer in range(self.layers)
@@ -166,14 +166,15 @@ class VocabularyInfo(Frozen):
 
 
 class Perplexity(Frozen):
-    """Perplexity of one split in one mode. `per_word` counts one `<eos>` per line; null for event models."""
+    """The perplexity of one split in one mode. `per_word` counts one `<eos>` per line. It is null for event models."""
 
     per_token: float = Field(gt=0)
     per_word: float | None = Field(default=None, gt=0)
 
 
 class WindowPerplexity(Frozen):
-    """Perplexity from exactly the last k tokens, at positions spread over a split; `recurrent`: at the same ones."""
+    """The perplexity of predictions from exactly the last k tokens, at positions spread over a split. `recurrent` is
+    the uninterrupted run's perplexity at the same positions."""
 
     positions: int = Field(ge=0)
     recurrent: Perplexity
@@ -181,11 +182,12 @@ class WindowPerplexity(Frozen):
 
 
 class Quality(Frozen):
-    """The claimed perplexity by split: recurrent over the whole split, and as a window at sampled positions.
+    """The claimed perplexity by split: recurrent over the whole split, and of windows at sampled positions.
 
-    `window_within_half_percent`: the smallest evaluated k from which on the validation perplexity per token of the
-    window is within 0.5 % of recurrent; null if none is. All are of the mixture with the cache, if there is one;
-    `without_cache`: those of the network alone, recurrent over the whole split.
+    `window_within_half_percent`: the smallest evaluated k such that for all evaluated windows of at least k tokens the
+    validation perplexity per token is within 0.5 % of recurrent. It is null if there is no such k. All perplexities are
+    of the mixture with the cache, if there is one. `without_cache`: the recurrent perplexities of the network alone
+    over the whole split.
     """
 
     tokens: dict[str, NotNegative]
@@ -197,7 +199,7 @@ class Quality(Frozen):
 
 
 class Condition(Frozen):
-    """One sufficient condition that was tried on a layer; `factor` is null if it does not apply."""
+    """One sufficient condition that was tried on a layer. `factor` is null if the condition does not apply."""
 
     rule: str
     norm: str
@@ -205,13 +207,13 @@ class Condition(Frozen):
 
 
 class Contraction(Frozen):
-    """One layer's contraction factor in its state, with the rule that bounds it, the best of `conditions`.
+    """One layer's contraction factor in its state, and the rule that bounds it, the best of `conditions`.
 
-    `weights`: the divisors of the state tensors in the norm, in the state's order (`p` and `q` in the norm's text);
-    empty if the state is one tensor or if the norm has a weight for each unit: those weights are recomputed.
-    `input_gain`: bound of the change of the layer's state in one step, in the 2-norm, per unit change of its input.
-    `reach`: 2-norm bound of the layer's output from the zero state, which is its error right after a cut.
-    Both are null if unbounded.
+    `weights`: the divisors of the state tensors in the norm, in the state's order (`p` and `q` in the norm's text). It
+    is empty if the state is one tensor, or if the norm has a weight for each unit. Those weights are recomputed.
+    `input_gain`: the bound of the change of the layer's state in one step, in the 2-norm, per unit change of its input.
+    `reach`: the 2-norm bound of the layer's output from the zero state, which is also its error right after a cut.
+    `input_gain` and `reach` are null if unbounded.
     """
 
     layer: NotNegative
@@ -225,7 +227,7 @@ class Contraction(Frozen):
 
 
 class StateError(Frozen):
-    """A bound of the error of one state tensor: `box` bounds its largest unit, `ball` its 2-norm."""
+    """The bound of the error of one state tensor: `box` bounds its largest unit, `ball` its 2-norm."""
 
     box: float = Field(ge=0)
     ball: float = Field(ge=0)
@@ -234,25 +236,28 @@ class StateError(Frozen):
 class Rounding(Frozen):
     """Bounds of the distance between a run of the graphs in `dtype` and exact arithmetic over the same tokens.
 
-    The error of one step is measured (`step_error`): the `step` graph against the float64 oracle, both from the
-    graph's last state, over `steps` steps. Those steps include every token of the vocabulary, tokens repeated for
-    4 / (1 - factor) steps (at most 4,096) after two different pasts, cycles of two and three tokens, the tokens that
-    forget least, and sequences chosen to make the state large.
-    `step`: by state tensor of the layers, the largest error of one step, times `safety`. `output`: the same for the
-    output: the 2-norm at `hidden`, and the spread of the logits' errors over `head_diameter`.
+    The error of one step is measured (`step_error`): the `step` graph is compared with the float64 oracle over `steps`
+    steps, both from the graph's last state. These steps include every token of the vocabulary, tokens repeated for 4 /
+    (1 - factor) steps (at most 4,096) after two different pasts, cycles of two and three tokens, the tokens that forget
+    least, and sequences chosen to make the state large.
 
-    `states`, `carried`: the errors of a whole run of any length, by state tensor and in the 2-norm at `hidden`
-    (`output` included). `sequences`: the token sequences for which the errors of steps were accumulated:
+    `step`: the largest error of one step, times `safety`, by state tensor of the layers. `output`: the same for the
+    output, the larger of the 2-norm at `hidden` and the spread of the logits' errors over `head_diameter`. `states`:
+    the errors of a whole run of any length, by state tensor. `carried`: the error of a whole run of any length, in the
+    2-norm at `hidden` (`output` included).
+
+    `sequences`: the token sequences for which the errors of steps were accumulated:
 
     - all: the theorem that bounds a window's error carries one step's error through the recurrence, for any tokens.
-      Both are recomputed from `step` when a bundle is loaded. Plain networks use this.
-    - probed: the theorem for one request's tokens carries each step's error along each of the measured sequences;
-      the largest result, times `safety`, is kept. Residual networks use this if the bound for all tokens is too large
-      for a certificate: the Lipschitz constants of LayerNorms are far above any observed change. The error of an
-      unmeasured sequence whose state a LayerNorm shortens to almost nothing may be larger.
+      `states` and `carried` are recomputed from `step` when a bundle is loaded. Plain networks use this.
+    - probed: the theorem for one request's tokens carries each step's error along each of the measured sequences. The
+      largest result, times `safety`, is kept. Residual networks use this if the bound for all tokens is too large for a
+      certificate, because the Lipschitz constants of LayerNorms are far above any observed change. The error may be
+      larger for an unmeasured sequence whose state a LayerNorm shortens to almost nothing.
 
-    `worst_case`: an a priori bound of the distance of two runs by rounding, to first order in the unit roundoff and
-    given the accuracy of exp and tanh that `models/certificate/rounding.py` states; null over a front.
+    `worst_case`: an a priori bound of the distance of two runs by rounding. It is to first order in the unit roundoff,
+    and assumes the accuracy of exp and tanh that `models/certificate/rounding.py` states. It is null if the
+    architecture has a `front`.
     """
 
     dtype: Literal["float32"] = "float32"
@@ -268,25 +273,26 @@ class Rounding(Frozen):
 
     @property
     def between_runs(self) -> float:
-        """Bound of the rounding distance of `hidden` in two runs over the same tokens; each is `carried` from exact."""
+        """The bound of the rounding distance of `hidden` in two runs over the same tokens. Each run is at most
+        `carried` from exact arithmetic."""
         return 2 * self.carried
 
 
 class Certificate(Frozen):
-    """Bounds, for all tokens, of the distance between a window's prediction and the never-interrupted run's.
+    """Bounds, for all tokens, of the distance between a window's prediction and the uninterrupted run's.
 
-    `contractive`: every layer has a factor < 1, by which its states come closer at every token. Then there is a curve,
-    for k = 1 to the largest window: `state_error` (e_k) bounds the 2-norm distance of `hidden` in exact arithmetic,
-    `error_bound` (epsilon(k)) the total variation at temperature 1, with two runs' rounding added to e_k. Both
-    hold for k and for every longer window, so they never rise. `head_diameter` is D, the largest 2-norm distance of
-    two rows of the output matrix: epsilon = tanh(D (e_k + rounding) / 4).
-    `certified`: epsilon falls to 1e-3 within the largest window; if not, `reason` explains why.
+    `contractive`: every layer has a factor < 1, by which its states come closer at every token. Only then is there a
+    curve, for k = 1 to the largest window. `state_error` (e_k) bounds the 2-norm distance of `hidden` in exact
+    arithmetic. `error_bound` (epsilon(k)) bounds the total variation at temperature 1, with two runs' rounding added to
+    e_k. Both hold for k and for every longer window, so they never rise. `head_diameter` is D, the largest 2-norm
+    distance of two rows of the output matrix: epsilon = tanh(D (e_k + rounding) / 4).
 
-    The certificate is recomputed from the float32 weights when the bundle is loaded. Only the measured part of
-    `rounding` (`step`, `output`; if `sequences` is probed, `states` and `carried`) is not recomputed; a sample of it is
-    measured again. `rounding` is null unless the model is contractive. `bit_identical` is not in a manifest: it is
-    measured when the bundle is loaded. It is true if the graphs give the same bits for the same tokens, step by step,
-    as a window, in pieces, alone and in the largest batch.
+    `certified`: epsilon falls to 1e-3 within the largest window. If not, `reason` explains why. The certificate is
+    recomputed from the float32 weights when the bundle is loaded. The measured part of `rounding` (`step`, `output`,
+    and `states` and `carried` if `sequences` is probed) is the exception: only a sample of it is measured again.
+    `rounding` is null unless the model is contractive. `bit_identical` is not in a manifest. It is measured when the
+    bundle is loaded, and is true if the graphs give the same bits for the same tokens, step by step, as a window, in
+    pieces, alone and in the largest batch.
     """
 
     contractive: bool
@@ -300,15 +306,16 @@ class Certificate(Frozen):
     bit_identical: bool = Field(default=True, exclude=True)
 
     def state_error_at(self, k: int) -> float | None:
-        """Returns e_k; beyond the curve its last value, which holds for every longer window. None without a curve."""
+        """Returns e_k, or the curve's last value for a longer window, for which it holds too. Returns None without a
+        curve."""
         return self._at(self.state_error, k)
 
     def error_bound_at(self, k: int) -> float | None:
-        """Returns epsilon(k), or beyond the curve its last value. None without a curve."""
+        """Returns epsilon(k), or the curve's last value for a longer window. Returns None without a curve."""
         return self._at(self.error_bound, k)
 
     def smallest_window(self, epsilon: float) -> int | None:
-        """Returns the smallest k with epsilon(j) <= epsilon for all j >= k. None if no window reaches it."""
+        """Returns the smallest k with epsilon(j) <= epsilon for all j >= k. Returns None if there is no such k."""
         return next((k for k, bound in enumerate(self.error_bound, start=1) if bound <= epsilon), None)
 
     @staticmethod
@@ -319,16 +326,18 @@ class Certificate(Frozen):
 
 
 CACHE_BINS = (1, 2, 3, 5, 9)
-"""The least numbers of occurrences of the bins of a cache's table after the first, which is for none."""
+"""The lower limits of the bins of a cache's table, in occurrences. The first bin, which is not listed, is for no
+occurrence."""
 
 
 class CacheModel(Frozen):
     """A cache language model that is mixed with the network (`models/cache_mixture.py`).
 
-    `length`: N, the tokens that it holds. `weights`: by row, those of the network, the count of a token, its share
-    after the last token, and its share after the last two. The row is 6 times the bin of the number of earlier
-    occurrences of the last token in the cache, plus the bin of that of the last two tokens. The bins: 0, 1, 2, 3 to
-    4, 5 to 8, and more. The weights of a row sum to 1; a component without an occurrence has the weight 0.
+    `length`: N, the number of tokens that the cache holds. `weights`: each row has four weights, for the network, the
+    count of a token, its share after the last token, and its share after the last two tokens. The row's index is 6
+    times the bin of the number of earlier occurrences of the last token in the cache, plus the bin of the number of
+    earlier occurrences of the last two tokens. The bins are 0, 1, 2, 3 to 4, 5 to 8, and more. The weights of a row sum
+    to 1. A component without an occurrence has the weight 0.
     """
 
     length: int = Field(ge=2, le=LARGEST_CACHE)
@@ -350,7 +359,7 @@ class CacheModel(Frozen):
 
 
 class Provenance(Frozen):
-    """The claimed origin of the weights; it cannot be checked at load."""
+    """The claimed origin of the weights. It cannot be checked at load."""
 
     created: str
     command: str
@@ -393,8 +402,8 @@ class Manifest(Frozen):
 
     @property
     def history_tokens(self) -> int:
-        """The latest tokens of a session that its answers may need: those of the largest window, and those of the
-        cache, which is to be full after a rewind too."""
+        """The number of latest tokens of a session that its answers may need. It covers the largest window, and a cache
+        that is full even after a rewind."""
         return max(self.max_window, 0 if self.cache is None else self.cache.length + REWOUND_TOKENS)
 
     @model_validator(mode="after")

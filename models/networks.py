@@ -17,7 +17,7 @@ from wane.models.manifest import Architecture, Front
 
 
 def build_cell(architecture: Architecture, layer: int) -> nn.Module:
-    """Builds the cell of one layer; `models/cells/__init__.py` describes its interface."""
+    """Builds the cell of one layer. `models/cells/__init__.py` describes its interface."""
     cell: nn.Module = load("torch", architecture.cell).build(architecture, layer)
     return cell
 
@@ -36,7 +36,8 @@ class PlainLayer(nn.Module):
 
 
 class CausalConvolution(nn.Module):
-    """Depthwise: `c_t = sum_j weight_j * x_(t - K + 1 + j)`, weight (K, H). It starts near the identity."""
+    """A depthwise causal convolution: `c_t = sum_j weight_j * x_(t - K + 1 + j)`, weight (K, H). It is initialised near
+    the identity."""
 
     def __init__(self, hidden: int, kernel_size: int) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class ResidualLayer(nn.Module):
         return self.above(x, y), state
 
     def above(self, x: Tensor, y: Tensor) -> Tensor:
-        """Runs the rest of the block. x: (..., H), its input; y: (..., units), its cell's output. Returns (..., H)."""
+        """Runs the rest of the block. x: (..., H), its input. y: (..., units), its cell's output. Returns (..., H)."""
         x = x + self.dropout(self.mix(y))
         if self.has_feed_forward:
             y = torch.relu(self.feed_forward_in(self.feed_forward_norm(x)))
@@ -103,7 +104,7 @@ class ResidualLayer(nn.Module):
 
 
 class Network(nn.Module):
-    """A recurrent next-token model. `dropout` acts in training only and does not belong to the architecture."""
+    """A recurrent next-token model. `dropout` applies only in training and is not part of the architecture."""
 
     def __init__(self, architecture: Architecture, dropout: float = 0.0) -> None:
         super().__init__()
@@ -126,12 +127,12 @@ class Network(nn.Module):
             self.head.weight = self.embedding.weight
 
     def zero_state(self, batch: int) -> list[Tensor]:
-        """Returns the state before any token: zeros, each (batch, *shape), in the manifest's order."""
+        """Returns the state before any token: zero tensors, (batch, *shape) each, in the manifest's order."""
         tensors = self.architecture.state_tensors()
         return [self.embedding.weight.new_zeros(batch, *tensor.shape) for tensor in tensors]
 
     def forward(self, tokens: Tensor, state: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
-        """tokens: int64 (T, B). Returns hidden, float32 (T, B, H), the output layer's input, and the final state."""
+        """tokens: int64 (T, B). Returns the output layer's input, hidden, float32 (T, B, H), and the final state."""
         if state is None:
             state = self.zero_state(tokens.shape[1])
         x = functional.embedding(tokens, self.embedding.weight)
@@ -158,6 +159,6 @@ class Network(nn.Module):
         return {name: tensor for name, tensor in self.state_dict().items() if name not in skip}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Loads the result of `weights`. Raises RuntimeError if a tensor is missing, unknown or of another shape."""
+        """Loads the result of `weights`. Raises RuntimeError if a tensor is missing, unknown, or has another shape."""
         tied = {"head.weight": weights["embedding.weight"]} if self.architecture.tied else {}
         self.load_state_dict(weights | tied)

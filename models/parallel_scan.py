@@ -1,8 +1,9 @@
-"""The linear recurrence `s_t = f_t * s_(t-1) + b_t`, for all t at once, with its gradient.
+"""The linear recurrence `s_t = f_t * s_(t-1) + b_t`, for all t in parallel, with its gradient.
 
-Work-efficient odd-even reduction: neighbouring steps are joined into one, the half-length recurrence is
-solved, and the states in between are filled in. 2 T multiply-adds and 2 log2(T) dependent steps. Long runs
+The algorithm is work-efficient odd-even reduction. It joins neighbouring steps into one, solves the recurrence of half
+the length, and fills in the states in between. It needs 2 T multiply-adds and 2 log2(T) dependent steps. Long runs
 underflow to zero and not to NaN, because only products of gates are formed, never `exp(cumsum(log f))`.
+
 Blelloch, "Prefix sums and their applications" (1990); Martin and Cundy, arXiv 1709.04057.
 """
 
@@ -15,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 
 
 def _solve(gate: Tensor, inflow: Tensor) -> Tensor:
-    """Returns the states (T, ...) of the recurrence from the zero state; time is the first axis."""
+    """Returns the states (T, ...) of the recurrence from the zero state. The first axis is time."""
     time = gate.shape[0]
     if time == 1:
         return inflow
@@ -40,7 +41,8 @@ class _LinearRecurrence(Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """With g the incoming gradient, `d_t = g_t + f_(t+1) d_(t+1)`: the same recurrence, backwards in time."""
+        """Returns the gradients. With g the incoming gradient, `d_t = g_t + f_(t+1) d_(t+1)`, the same recurrence
+        backwards in time."""
         gate, states, initial = ctx.saved_tensors  # type: ignore[attr-defined]
         later_gate = torch.cat([gate[1:], torch.zeros_like(gate[:1])])
         inflow_gradient = _solve(later_gate.flip(0), gradients[0].flip(0)).flip(0)
@@ -49,9 +51,9 @@ class _LinearRecurrence(Function):
 
 
 def linear_recurrence(gate: Tensor, inflow: Tensor, initial: Tensor) -> Tensor:
-    """Computes the states `s_t = gate_t * s_(t-1) + inflow_t`.
+    """Computes the states `s_t = gate_t * s_(t-1) + inflow_t`. The result can be differentiated once.
 
-    gate, inflow: (T, ...); initial: (...), the state before the first step. Returns (T, ...). Differentiable once.
+    gate, inflow: (T, ...). initial: (...), the state before the first step. Returns (T, ...).
     """
     result: Tensor = _LinearRecurrence.apply(gate, inflow, initial)  # type: ignore[no-untyped-call]
     return result

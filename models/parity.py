@@ -1,9 +1,10 @@
-"""Checks that the graphs compute the same as the oracle, so that proofs about the weights hold for the predictions.
+"""Checks that the graphs compute the same function as the oracle, so that proofs about the weights hold for the
+predictions.
 
-Differences are between the float32 graphs and the float64 oracle. They are absolute for log-probabilities, and
-relative to the greatest magnitude, if that is above 1, for hidden and state tensors. Float32 rounding causes
-differences of about 1e-6, a wrong gate order about 1. The tolerance is the one promised for streaming a thousand
-tokens. Graphs that multiply in int8 have a wider one.
+Differences are between the float32 graphs and the float64 oracle. For log-probabilities they are absolute. For hidden
+and state tensors they are relative to the greatest magnitude if it is above 1. Float32 rounding causes differences of
+about 1e-6, and a wrong gate order differences of about 1. The tolerance is the one promised for streaming a thousand
+tokens. Graphs that multiply in int8 have a wider tolerance.
 """
 
 from __future__ import annotations
@@ -23,25 +24,28 @@ from wane.models.reference import Reference, State
 TOLERANCE = 1e-4
 
 TOLERANCE_INT8 = 0.2
-"""Tolerance for graphs that multiply in int8. Their rounding causes differences of some hundredths. Small
-log-probabilities differ by more than 1, so probabilities are compared instead. This check detects wrong graphs only.
+"""The tolerance for graphs that multiply in int8. Their rounding causes differences of some hundredths.
+
+Small log-probabilities differ by more than 1, so probabilities are compared instead. This check detects only graphs
+that are wrong.
 """
 
 HEADROOM = 2.0
 """`rounding.carried` must be at least this many times the measured distance of `hidden` from the oracle."""
 
 PIECE = 8
-"""Tokens in each of the two pieces of a sequence in `compare_bits`, beyond a front's reach."""
+"""The number of tokens, beyond the receptive field of the convolution blocks, in each of the two pieces of a sequence
+in `compare_bits`."""
 
 Tensors = dict[str, NDArray[Any]]
 Run = Callable[[Role, Tensors], Tensors]
-"""Runs a graph: takes the inputs by name, returns all outputs by name."""
+"""Runs a graph. It takes the inputs by name and returns all outputs by name."""
 
 RADIUS = "radius"
 HIDDENS = "hiddens"
 """An output of `scan` that bundles of schema 3 lack: `hidden` after every token."""
 TOP = ("top_logits", "top_ids", "log_sum_exp")
-"""Optional outputs of a graph with logits: all three, or none."""
+"""The optional outputs of a graph with logits. A graph has all three of them, or none."""
 
 Expected = dict[str, NDArray[np.float64]]
 
@@ -52,22 +56,22 @@ ANSWERS: dict[Role, tuple[str, ...]] = {
     "scan": ("logprobs", "hidden"),
     "head": ("logits",),
 }
-"""Outputs of each graph besides the next state, which all graphs except `head` return."""
+"""The outputs of each graph, without the next state, which all graphs except `head` return."""
 
 
 class ParityError(Exception):
-    """A graph differs from the oracle; the message names graph, output, difference and tolerance."""
+    """Raised if a graph differs from the oracle. The message names graph, output, difference and tolerance."""
 
 
 class RoundingError(ParityError):
-    """The graphs are correct, but round more than the certificate states."""
+    """Raised if the graphs are correct, but round more than the certificate states."""
 
 
 def rounding_seen(outputs: Tensors, expected: Mapping[str, NDArray[np.floating]], diameter: float) -> float:
     """Returns the error of `logits` (B, V) and `hidden` (B, H) as a 2-norm at `hidden`.
 
-    It is the larger of the error of `hidden` and the spread of the logits' errors over `diameter`, D, so that total
-    variation <= tanh(D (e + it) / 4) includes the output layer's rounding.
+    It is the larger of the error of `hidden` and the spread of the logits' errors over `diameter`, D. The bound of the
+    total variation, tanh(D (e + error) / 4), then includes the output layer's rounding.
     """
     apart = np.linalg.norm(outputs["hidden"].astype(np.float64) - expected["hidden"], axis=1)
     off = outputs["logits"].astype(np.float64) - expected["logits"]
@@ -94,11 +98,13 @@ def check_graphs(
 ) -> float:
     """Compares every graph with the oracle, on tokens (B, T) of which the first `lengths` (B) of each row count.
 
-    Runs from the zero state and from `start`; whole and in two pieces; in a batch, row by row, and token by token.
-    `certificate`: its rounding is checked against `window`, and against `step` from the zero state.
-    `bound`: builds the bound of the same weights if a graph returns radii, which must not be below the proved radii.
-    `precision`: the number format of the products. Returns the largest difference. Raises ParityError beyond the
-    tolerance, and RoundingError if the certificate's rounding is less than HEADROOM times the measured one.
+    The graphs run from the zero state and from `start`, on whole sequences and in two pieces, in a batch, row by row,
+    and token by token. `certificate`: its rounding is checked against the measured rounding of `window`, and of `step`
+    from the zero state. `bound`: builds the bound of the same weights if a graph returns radii. The radii must not be
+    below the proved ones. `precision`: the number format of the products.
+
+    Returns the largest difference. Raises ParityError if it exceeds the tolerance. Raises RoundingError if the
+    certificate's rounding is less than HEADROOM times the measured one.
     """
     return _Check(reference, run, tokens, lengths, precision).all(start, certificate, bound)
 
@@ -160,7 +166,7 @@ class _Check:
     def _oracle(self, state: State) -> Expected:
         """Returns the expected value of every output after every token, (B, T, ...), starting from `state`.
 
-        Runs the oracle once along the tokens, and its output layer, which is most of the work, for all tokens at once.
+        Runs the oracle once along the tokens. Its output layer, which is most of the work, runs once for all tokens.
         """
         steps = []
         for column in self._tokens.T:
@@ -172,7 +178,7 @@ class _Check:
         return {**every, "logits": logits, "logprobs": chosen}
 
     def _at(self, every: Expected, lengths: NDArray[np.int64]) -> Expected:
-        """Returns the expected outputs of the sequence graphs if the first `lengths` tokens count."""
+        """Returns the expected outputs of the sequence graphs if only the first `lengths` tokens count."""
         expected = {name: value[np.arange(len(lengths)), lengths - 1] for name, value in every.items()}
         counts = np.arange(self._tokens.shape[1]) < lengths[:, None]
         expected["logprobs"] = np.where(counts, every["logprobs"], 0.0)
@@ -180,7 +186,8 @@ class _Check:
         return expected
 
     def _in_pieces(self, start: State, every: Expected) -> None:
-        """Runs `advance` over the first half, then `scan` over the second half from its state; all positions count."""
+        """Runs `advance` over the first half, then `scan` over the second half from the resulting state. All positions
+        count."""
         batch, time = self._tokens.shape
         half = time // 2
         if half == 0:
@@ -206,7 +213,8 @@ class _Check:
             yield outputs, expected
 
     def _one_step_at_a_time(self, rounding: Rounding) -> None:
-        """Checks the error of each step, from the state of the previous `step`, against the certificate's.
+        """Checks the error of each step, from the state of the previous `step`, against the certificate's error of one
+        step.
 
         Runs rows of random tokens, and rows that repeat one token.
         """
@@ -231,14 +239,14 @@ class _Check:
         """Runs a graph and compares its outputs with `expected`, which may hold more names than this role returns."""
         try:
             outputs = self._run(role, feeds)
-        except Exception as error:  # the runtime's errors: wrong names, shapes or types of inputs, a missing operator
+        except Exception as error:  # wrong names, shapes or types of inputs, or a missing operator
             raise ParityError(f"{role}, {case}: the graph cannot run: {error}") from error
         after = () if role == "head" else tuple(f"next.{name}" for name in self._reference.zero_state(0))
         every = (HIDDENS,) if HIDDENS in outputs else ()
         for name in ANSWERS[role] + every + after:
             if name not in outputs:
                 raise ParityError(f"{role}, {case}: the graph has no output {name}")
-            dtype = getattr(outputs[name], "dtype", "none")  # a sequence or a map has no dtype
+            dtype = getattr(outputs[name], "dtype", "none")  # an output that is a sequence or a map has no dtype
             if dtype != np.float32:
                 raise ParityError(f"{role}, {case}: {name} has dtype {dtype}, expected float32")
             wanted, got = expected[name], outputs[name].astype(np.float64)
@@ -263,7 +271,8 @@ class _Check:
 
 
 def _check_radius(case: str, radii: NDArray[Any] | None, rows: int, row: int, least: float) -> None:
-    """Raises ParityError if a radius is below `least`, the proved one, which is infinite if nothing is proved."""
+    """Raises ParityError if a radius is below `least`, the proved radius. `least` is infinite if no radius is
+    proved."""
     if radii is None or radii.shape != (rows,) or radii.dtype != np.float32:
         raise ParityError(f"window, {case}: {RADIUS} is not one float32 number per row")
     found = float(radii[row])
@@ -272,7 +281,7 @@ def _check_radius(case: str, radii: NDArray[Any] | None, rows: int, row: int, le
 
 
 def _check_top(case: str, outputs: Tensors) -> None:
-    """Checks the top outputs against the logits: the largest values and their ids exactly, ties by id."""
+    """Checks the top outputs against the logits: the largest values and their ids exactly, with ties ordered by id."""
     for name in ("logits", *TOP):
         if name not in outputs:
             raise ParityError(f"{case}: the graph has some of the outputs {', '.join(TOP)}, but not {name}")
@@ -283,7 +292,7 @@ def _check_top(case: str, outputs: Tensors) -> None:
         raise ParityError(f"{case}: top_logits has shape {top.shape}, top_ids dtype {ids.dtype}")
     order = np.argsort(-logits, axis=1, kind="stable")[:, : top.shape[1]]
     if not np.array_equal(ids, order):
-        raise ParityError(f"{case}: top_ids are not the ids of the largest logits, in falling order")
+        raise ParityError(f"{case}: top_ids are not the ids of the largest logits in descending order")
     if not np.array_equal(top, np.take_along_axis(logits, order, axis=1)):
         raise ParityError(f"{case}: top_logits are not the logits of top_ids")
     expected = logits[:, 0] - log_softmax(logits)[:, 0]
@@ -320,7 +329,8 @@ def _float32(state: State) -> Tensors:
 class Bits:
     """Whether the graphs give bitwise equal outputs for the same tokens on this machine.
 
-    differ: the first difference, or None. digest: hash of one stream's outputs, equal on machines of one kind.
+    differ: the first difference, or None. digest: the hash of one stream's outputs. It is equal on machines of one
+    kind.
     """
 
     differ: str | None
@@ -330,10 +340,10 @@ class Bits:
 def compare_bits(architecture: Architecture, run: Run, batch: int) -> Bits:
     """Runs every graph over the same tokens and compares the bits of the outputs.
 
-    Starts from the zero state, with rows of random tokens and one row that repeats a token: `step` in a batch of
-    `batch` rows, and with one row alone; `window`; `advance` and `scan`, in two pieces each; `head` of the last hidden.
-    `log_sum_exp` is not compared, because another batch may sum the vocabulary in another order, which changes
-    log-probabilities by a bit.
+    All graphs start from the zero state, with rows of random tokens and one row that repeats a token. `step` runs in a
+    batch of `batch` rows, and with one row alone. `window` runs over whole sequences, `advance` and `scan` run in two
+    pieces each, and `head` reads the last hidden. `log_sum_exp` is not compared, because another batch may sum the
+    vocabulary in another order, which changes log-probabilities by a bit.
     """
     front = 0 if architecture.front is None else architecture.front.reach
     time, half = front + 2 * PIECE, front + PIECE

@@ -1,9 +1,9 @@
-"""Vocabularies: text or event names to token ids and back, over Hugging Face `tokenizers` files.
+"""Vocabularies convert text or event names to token ids and back. They read Hugging Face `tokenizers` files.
 
 Three kinds share one interface:
 
-- `bpe`: byte-level BPE over text; a line break is the token `<eos>`;
-- `words`: one token per whitespace-separated word; a line break is `<eos>`;
+- `bpe`: byte-level BPE over text. A line break is the token `<eos>`.
+- `words`: one token per whitespace-separated word. A line break is `<eos>`.
 - `events`: one token per event name. Text has one name per line, so names may contain spaces.
 """
 
@@ -19,7 +19,7 @@ from wane.models.manifest import VocabularyKind
 EOS = "<eos>"
 UNK = "<unk>"
 
-LINES_AT_ONCE = 1024  # lines of one text per batch; other threads can run between batches
+LINES_AT_ONCE = 1024  # the number of lines per batch; other threads can run between batches
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -36,7 +36,7 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 def _check_characters(text: str) -> None:
-    """Raises ValueError for half of a surrogate pair, which JSON can contain but UTF-8 and `tokenizers` cannot."""
+    """Raises ValueError for half of a surrogate pair. JSON can contain one, but UTF-8 and `tokenizers` cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -44,7 +44,7 @@ def _check_characters(text: str) -> None:
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than allowed: at least `count`."""
+    """Raised if a text has more tokens than allowed. `count` is a lower bound of their number."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"the text has at least {count} tokens")
@@ -52,10 +52,10 @@ class TooManyTokens(Exception):
 
 
 class Vocabulary:
-    """Encodes and decodes tokens; immutable and safe to share between threads.
+    """Encodes and decodes tokens. Immutable and safe to share between threads.
 
-    `texts` and `partials`: the results of `token` and `partial_bytes`, by id. `partial_ids`: the ids of tokens that
-    are not valid UTF-8.
+    `texts` and `partials`: the results of `token` and `partial_bytes`, by id. `partial_ids`: the ids of tokens that are
+    not valid UTF-8.
     """
 
     def __init__(self, kind: VocabularyKind, tokenizer_json: str) -> None:
@@ -94,7 +94,7 @@ class Vocabulary:
             return cls(kind, text)
         except ValueError:
             raise
-        except Exception as error:  # tokenizers raises bare Exception on a malformed file
+        except Exception as error:  # tokenizers raises a bare Exception for a malformed file
             raise ValueError(f"{path.name} is not a tokenizers file: {error}") from error
 
     @property
@@ -103,10 +103,10 @@ class Vocabulary:
         return UNK in self._ids
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Returns the token ids of `text`. A line break is `<eos>`; for events it only separates two names.
+        """Returns the token ids of `text`. A line break is `<eos>`. For events, a line break only separates two names.
 
-        Releases the interpreter lock while it encodes lines. Raises ValueError for half of a surrogate pair, and
-        TooManyTokens for more than `most` tokens if that is given, because building a list of millions of ids would
+        Releases the interpreter lock while it encodes lines. Raises ValueError for half of a surrogate pair. Raises
+        TooManyTokens for more than `most` tokens, if `most` is given, because building a list of millions of ids would
         hold the interpreter lock.
         """
         _check_characters(text)
@@ -120,7 +120,7 @@ class Vocabulary:
                     raise TooManyTokens(len(ids) + len(line))
                 ids += line.ids
                 ids.append(self.eos_id)
-        ids.pop()  # no break follows the last line
+        ids.pop()  # no line break follows the last line
         return ids
 
     def fewest_tokens(self, text: str) -> int:
@@ -131,10 +131,10 @@ class Vocabulary:
         breaks = text.count("\n")
         if self.kind == "words":
             return breaks
-        return breaks - (breaks - len(text.encode())) // self._longest_bytes  # the quotient rounded up
+        return breaks - (breaks - len(text.encode())) // self._longest_bytes  # rounds the quotient up
 
     def encode_lines(self, lines: list[str]) -> list[list[int]]:
-        """Returns the token ids of lines without breaks, encoded in parallel; adds no `<eos>`.
+        """Returns the token ids of lines without line breaks, encoded in parallel. Adds no `<eos>`.
 
         Raises ValueError if a word is unknown and the vocabulary has no `<unk>`.
         """
@@ -149,7 +149,8 @@ class Vocabulary:
             raise ValueError(f"the text cannot be encoded: {error}") from error
 
     def encode_events(self, names: list[str]) -> list[int]:
-        """Returns the token ids of event names. An unknown name becomes `<unk>`; raises ValueError if there is none."""
+        """Returns the token ids of event names. An unknown name becomes `<unk>`. Raises ValueError if the vocabulary
+        has no `<unk>`."""
         unknown = self._ids.get(UNK)
         if unknown is None:
             for name in names:
@@ -158,7 +159,7 @@ class Vocabulary:
         return [self._ids.get(name, unknown or 0) for name in names]
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the readable text of the tokens; part of a character may become U+FFFD."""
+        """Returns the readable text of the tokens. An incomplete character becomes U+FFFD."""
         if self.kind == "bpe":
             pieces = (b"\n" if index == self.eos_id else self._bytes[index] for index in ids)
             return b"".join(pieces).decode(errors="replace")
@@ -166,7 +167,7 @@ class Vocabulary:
         return separator.join("\n" if index == self.eos_id else self.texts[index] for index in ids)
 
     def token(self, index: int) -> str:
-        """Returns one token as text (`<eos>` by its name)."""
+        """Returns one token as text. The text of `<eos>` is its name."""
         return self.texts[index]
 
     def token_bytes(self, index: int) -> bytes:

@@ -21,7 +21,8 @@ Weights = Mapping[str, NDArray[np.float32]]
 
 
 class WeightsError(Exception):
-    """The tensors do not fit the architecture; the message names the tensor, the expected and the found value."""
+    """Raised if the tensors do not fit the architecture. The message names the tensor and the expected and actual
+    values."""
 
 
 def weight_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -97,7 +98,7 @@ class CellWeights:
         weights: Mapping[str, NDArray[np.floating]],
         dtype: type[np.float64 | np.float32] = np.float64,
     ) -> CellWeights:
-        """Extracts a layer's cell from `weights` of the whole network, by the names of the weights file."""
+        """Extracts a layer's cell from the `weights` of the whole network, which have the names of the weights file."""
 
         def read(name: str) -> NDArray[np.float64]:
             tensor: NDArray[np.float64] = weights[f"layers.{layer}.cell.{name}"].astype(dtype)
@@ -119,12 +120,12 @@ class CellWeights:
 
 
 def head_weight(weights: Weights) -> NDArray[np.float32]:
-    """Returns the output matrix, (V, H): the embedding if the two are tied."""
+    """Returns the output matrix, (V, H). It is the embedding if the two are tied."""
     return weights["head.weight" if "head.weight" in weights else "embedding.weight"]
 
 
 def check_weights(architecture: Architecture, weights: Weights) -> None:
-    """Raises WeightsError unless names, shapes and dtypes are the architecture's and every value is finite."""
+    """Raises WeightsError unless names, shapes and dtypes match the architecture and every value is finite."""
     expected = weight_shapes(architecture)
     for name in expected:
         if name not in weights:

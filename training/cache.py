@@ -1,7 +1,7 @@
-"""Fits the weights of a cache mixture (`models/cache_mixture.py`) to a stream, and evaluates it.
+"""Fits the weights of a cache mixture (`models/cache_mixture.py`) to a stream, and evaluates the mixture.
 
-The weights of each row of the table are fitted by expectation maximisation over the positions that fall into the row
-(`models/cache_statistics.py`).
+The positions of the stream fall into the rows of the table (`models/cache_statistics.py`). The weights of each row are
+fitted by expectation maximisation over its positions.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from wane.training.data import Corpus
 ROWS = (len(CACHE_BINS) + 1) ** 2
 ITERATIONS = 200
 LEAST_NETWORK = 0.05
-"""Smallest weight of the network in a fitted table: a token that the cache does not expect must stay possible."""
+"""The smallest weight of the network in a fitted table. A token that the cache does not predict must keep a positive
+probability."""
 PRIOR = 20.0
-"""Positions that each row is assumed to have beside its own, with the weights of all positions together."""
+"""The number of pseudo-positions that each row has in addition to its own. They have the weights that fit all
+positions."""
 WORTH = 0.005
-"""Nats a token by which the counts of single tokens must lower the loss of the stream that a cache is fitted to."""
+"""The counts of single tokens get a weight only if that reduces the loss by at least this, in nats per token. The loss
+is that of the stream to which a cache is fitted."""
 FIRST_GUESS = (0.85, 0.05, 0.05, 0.05)
-"""The weights that a fit begins with."""
+"""The initial weights of a fit."""
 TINY = 1e-30
 
 
 def fit_cache(statistics: CacheStatistics, network: NDArray[np.float64]) -> CacheModel:
-    """Returns the mixture with the largest likelihood of a stream. network: float64 (n), -log p of each token by the
-    network alone, in nats.
+    """Returns the mixture with the largest likelihood of a stream.
 
-    The counts of single tokens get a weight only if that is WORTH it: without them a step is cheaper.
+    network: float64 (n), -log p of each token by the network alone, in nats. The counts of single tokens get a weight
+    only if that lowers the loss by WORTH, because a step is cheaper without them.
     """
     found = [_best(statistics, network, np.array([True, counts, True, True])) for counts in (False, True)]
     losses = [-float(statistics.log_probabilities(one, -network).mean()) for one in found]
@@ -43,10 +46,10 @@ def fit_cache(statistics: CacheStatistics, network: NDArray[np.float64]) -> Cach
 
 
 def _best(statistics: CacheStatistics, network: NDArray[np.float64], used: NDArray[np.bool_]) -> CacheModel:
-    """Returns the mixture with the largest likelihood whose components are those `used`, bool (4)."""
+    """Returns the mixture with the largest likelihood that has only the components `used`, bool (4)."""
     of_network = np.exp(-network)
     parts = np.column_stack([of_network, statistics.shares])
-    # What the first share lacks in a cache that is not full belongs to the network.
+    # The network receives the part of the first weight that a cache lacks while it is not full.
     parts[:, 1] += (1 - statistics.filled) * of_network
     whole = _fitted(parts, np.array(FIRST_GUESS) * used, None)
     priors = [_prior(row, whole) for row in range(ROWS)]
@@ -55,13 +58,13 @@ def _best(statistics: CacheStatistics, network: NDArray[np.float64], used: NDArr
 
 
 def unfitted_cache(length: int) -> CacheModel:
-    """Returns the mixture that training begins with, before the first fit."""
+    """Returns the mixture that training uses before the first fit."""
     guess = np.array(FIRST_GUESS)
     return CacheModel(length=length, weights=tuple(_rounded(_prior(row, guess)) for row in range(ROWS)))
 
 
 def _prior(row: int, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the weights without those of components that have no occurrence in a row of the table."""
+    """Returns the weights, with 0 for the components that have no occurrence in a row of the table."""
     bins = len(CACHE_BINS) + 1
     possible = np.array([True, True, row >= bins, row % bins > 0])
     prior: NDArray[np.float64] = weights * possible
@@ -84,13 +87,14 @@ def _fitted(
 
 
 def _rounded(weights: NDArray[np.float64]) -> tuple[float, float, float, float]:
-    """Returns the weights with 6 decimals; the network's takes up the rounding."""
+    """Returns the weights rounded to 6 decimals. The network's weight takes up the rounding."""
     _, one, two, three = (round(float(weight), 6) for weight in weights)
     return round(1 - one - two - three, 6), one, two, three
 
 
 class CacheTraining:
-    """The mixture of a network in training with a cache: its weights so far, and what the cache says of each split."""
+    """The mixture of a network with a cache, during training: its current weights, and the cache's statistics of each
+    split."""
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class CacheTraining:
 
     @classmethod
     def of(cls, experiment: Experiment, corpus: Corpus, device: torch.device) -> CacheTraining | None:
-        """Returns the experiment's mixture, whose weights are not fitted yet; None without a cache."""
+        """Returns the experiment's mixture with weights that are not fitted yet. Returns None without a cache."""
         if experiment.model.cache is None:
             return None
         streams = {split: corpus.streams[split] for split in ("train", "valid")}
@@ -115,7 +119,7 @@ class CacheTraining:
         return cls(streams, corpus.vocabulary.size, unfitted_cache(experiment.model.cache), start, device)
 
     def losses(self, split: str, positions: NDArray[np.int64], network: Tensor) -> Tensor:
-        """Returns -log p by the mixture from that by the network, both of the same shape as `positions`."""
+        """Returns -log p of the mixture, from -log p of the network. Both have the shape of `positions`."""
         weight, added = self._statistics[split].at(positions).parts(self.model)
         log_added = self._tensor(np.log(np.maximum(added, TINY)))
         return -torch.logaddexp(self._tensor(np.log(weight)) - network, log_added)
@@ -123,7 +127,8 @@ class CacheTraining:
     def fitted(
         self, split: str, positions: NDArray[np.int64], network: NDArray[np.float64]
     ) -> tuple[CacheModel, float]:
-        """Returns the mixture that fits the network's losses best, and its mean loss. Both arrays: (n, lanes)."""
+        """Returns the mixture that fits the network's losses best, and the mixture's mean loss. Both arrays: (n,
+        lanes)."""
         statistics = self._statistics[split].at(positions.ravel())
         found = fit_cache(statistics, network.ravel())
         return found, float(-statistics.log_probabilities(found, -network.ravel()).mean())
@@ -142,7 +147,8 @@ class CacheTraining:
 
 
 def cache_start(vocabulary: Vocabulary) -> int | None:
-    """Returns the token that empties the cache: `<eos>` of event sequences; None for text, which is one sequence."""
+    """Returns the token that empties the cache: `<eos>` of event sequences. Returns None for text, which is one
+    sequence."""
     return vocabulary.eos_id if vocabulary.kind == "events" else None
 
 

@@ -1,4 +1,4 @@
-"""`wane train | evaluate | export | cache | audit`: the offline half of Wane."""
+"""The commands `wane train | evaluate | export | cache | audit`, which run offline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPLACE = "replace a bundle of the same name even if its version is the same or 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of each command's arguments. `wane/cli.py` describes the commands."""
+    """Returns the parser of the commands' arguments. `wane/cli.py` describes the commands."""
     parser = argparse.ArgumentParser(prog="wane")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -86,7 +86,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Audits a model: a state_dict of torch.nn.RNN, GRU or LSTM between an embedding and a head "
         "(torch.save or safetensors), or the folder of a bundle or a run.",
     )
-    command.add_argument("file", type=Path, help="checkpoint, bundle or run folder")
+    command.add_argument("file", type=Path, help="checkpoint file, bundle folder or run folder")
     command.add_argument("--data", type=Path, help="file or folder of text, or of events (.jsonl: one list per line)")
     command.add_argument("--tokenizer", type=Path, help="tokenizer.json: byte-level BPE, or WordLevel")
     command.add_argument(
@@ -102,13 +102,19 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="largest total variation of the recommended k (default: %(default)s)",
     )
     command.add_argument(
-        "--positions", type=_positive, default=AUDITED, help="number of positions compared (default: %(default)s)"
+        "--positions",
+        type=_positive,
+        default=AUDITED,
+        help="number of positions at which windows are compared (default: %(default)s)",
     )
     command.add_argument(
-        "--tokens", type=_positive, default=TOKENS, help="largest number of tokens read (default: %(default)s)"
+        "--tokens", type=_positive, default=TOKENS, help="largest number of tokens to read (default: %(default)s)"
     )
     command.add_argument(
-        "--max-window", type=_window, default=MAX_WINDOW, help="largest k evaluated and served (default: %(default)s)"
+        "--max-window",
+        type=_window,
+        default=MAX_WINDOW,
+        help="largest k that is evaluated and served (default: %(default)s)",
     )
     command.add_argument("--threads", type=_positive, help="torch threads; use 1 on a busy machine (default: torch's)")
     command.add_argument("--report", type=Path, metavar="DIR", help="report folder (default: audits/NAME)")
@@ -141,7 +147,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
 
 
-FAILURES = ()  # `main` reports its own errors
+FAILURES = ()  # `main` reports errors itself
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -161,7 +167,7 @@ def main(arguments: Sequence[str]) -> int:
         group.wait_for_end()
         return 1
     except (TrainingError, FloatingPointError) as error:
-        # every process of a group raises the same error; the first prints it
+        # every process of a group raises the same error, and only the first process prints it
         if group.first:
             _print_error(console, error)
         else:

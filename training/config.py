@@ -1,4 +1,4 @@
-"""Experiments as typed TOML files. Every key is checked; one that is not known is an error, never ignored."""
+"""Experiments as typed TOML files. Every key is checked. An unknown key is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wane.models.manifest import LARGEST_CACHE, Architecture, Front, Frozen
 from wane.training.errors import ConfigError
 
 LEAST_VOCABULARY = 258
-"""Every byte, `<eos>` and `<unk>`."""
+"""The number of tokens of the smallest vocabulary: every byte, `<eos>` and `<unk>`."""
 
 Whole = Annotated[int, Field(ge=1, strict=True)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -23,8 +23,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 class ModelConfig(Frozen):
     """The network."""
 
-    cell: Cell = Field(description="recurrent cell; `gated` has gates that read the input alone")
-    hidden: Whole = Field(description="width of the state that one layer passes to the next")
+    cell: Cell = Field(description="recurrent cell; the gates of `gated` read only the input")
+    hidden: Whole = Field(description="width of each layer's output")
     layers: Whole = Field(default=1, description="recurrent layers")
     embedding: Whole | None = Field(default=None, description="width of the token embedding; absent: `hidden`")
     block: Literal["plain", "residual"] = Field(
@@ -34,33 +34,37 @@ class ModelConfig(Frozen):
     feed_forward: int = Field(
         default=0, ge=0, strict=True, description="width of the feed-forward part of a residual block; 0: none"
     )
-    tied: bool = Field(default=True, description="whether the output layer shares the embedding's matrix")
+    tied: bool = Field(default=True, description="whether the output layer uses the embedding's matrix")
     front: Front | None = Field(
-        default=None, description="causal convolutions below the first layer, of residual blocks; absent: none"
+        default=None, description="causal convolutions below the first layer, for `residual` only; absent: none"
     )
-    units: Whole | None = Field(default=None, description="units of a cell in a residual block; absent: `hidden`")
+    units: Whole | None = Field(
+        default=None, description="number of units of a cell in a residual block; absent: `hidden`"
+    )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout while training")
     contraction: Share | tuple[Share, ...] | None = Field(
         default=None,
-        description="contraction factor that the weights are held to, one number, or one for each layer from below; "
+        description="contraction factor that training enforces: one number, or one for each layer, bottom to top; "
         "absent: unconstrained, and not certified",
     )
     norm_epsilon: float = Field(default=1e-5, gt=0, le=1, description="epsilon of the LayerNorms")
     spectral_limit: Finite | None = Field(
         default=None,
         gt=0,
-        description="largest spectral norm of a residual block's matrices, the LayerNorm's gain included; absent: any",
+        description="largest spectral norm of a residual block's matrices, including the LayerNorm's gain; "
+        "absent: no limit",
     )
     cache: int | None = Field(
         default=None,
         ge=2,
         le=LARGEST_CACHE,
         strict=True,
-        description="tokens of a cache language model that is mixed with the network, in the loss too; absent: none",
+        description="size, in tokens, of a cache language model that is mixed with the network, also in the loss; "
+        "absent: no cache",
     )
 
     def architecture(self, vocabulary_size: int) -> Architecture:
-        """The architecture over a vocabulary."""
+        """The architecture for a vocabulary."""
         return Architecture(
             cell=self.cell,
             vocabulary_size=vocabulary_size,
@@ -78,7 +82,7 @@ class ModelConfig(Frozen):
 
     @property
     def contractions(self) -> tuple[float, ...] | None:
-        """The lambda of each layer, bottom to top."""
+        """The contraction factor (lambda) of each layer, bottom to top."""
         if isinstance(self.contraction, float):
             return (self.contraction,) * self.layers
         return self.contraction
@@ -96,80 +100,102 @@ class DataConfig(Frozen):
     """The corpus."""
 
     kind: Literal["wikitext-2", "text", "events"] = Field(
-        description="`text`: UTF-8 files; `events`: JSON lines, each a list of event names"
+        description="`text`: UTF-8 files; `events`: JSON lines, each with a list of event names"
     )
     path: Path | None = Field(
         default=None,
-        description="file or folder; for `wikitext-2` the folder of its three files; absent: `--data`, or a download",
+        description="file or folder; for `wikitext-2`, the folder of its three files; absent: the value "
+        "of `--data`, or a download",
     )
     vocabulary: Literal["bpe", "words"] = Field(
-        default="bpe", description="`bpe`: byte-level BPE; `words`: one token a word, and for events one an event"
+        default="bpe", description="`bpe`: byte-level BPE; `words`: one token per word, or per event"
     )
     vocabulary_size: int = Field(
-        default=2048, ge=LEAST_VOCABULARY, strict=True, description="largest vocabulary, special tokens included"
+        default=2048,
+        ge=LEAST_VOCABULARY,
+        strict=True,
+        description="largest size of the vocabulary, including special tokens",
     )
     valid_share: float = Field(
-        default=0.05, gt=0, lt=0.5, description="share of the data for validation, where it is not split already"
+        default=0.05, gt=0, lt=0.5, description="share of the data for validation, if the data is not split already"
     )
     test_share: float = Field(
-        default=0.05, gt=0, lt=0.5, description="share of the data for the test, where it is not split already"
+        default=0.05, gt=0, lt=0.5, description="share of the data for the test, if the data is not split already"
     )
 
 
 class ProofConfig(Frozen):
-    """A penalty on answers that a window cannot prove (`training/proof.py`)."""
+    """A penalty on predictions that a window cannot prove (`training/proof.py`)."""
 
     window: Whole | None = Field(
         default=None,
-        description="window that is to prove, in tokens; absent: `chunk`. Its gates go on as in the chunk",
+        description="length, in tokens, of the window that must prove the prediction; absent: `chunk`. "
+        "If it is longer than the chunk, the chunk's average gates are assumed for it",
     )
-    weight: Finite = Field(gt=0, description="loss in nats of an answer that is a factor e from provable")
-    rivals: Whole = Field(default=5, description="runners-up that the first token is compared with")
-    slack: Finite = Field(default=0.2, ge=0, description="log units beyond provable from which the loss is 0")
-    ceiling: Finite = Field(default=2.0, gt=0, description="log units from provable beyond which the loss is constant")
-    ramp: Whole = Field(default=1000, description="steps until `weight` is reached")
+    weight: Finite = Field(gt=0, description="loss, in nats, of a prediction that misses its proof by a factor of e")
+    rivals: Whole = Field(
+        default=5, description="number of competing tokens with which the most probable token is compared"
+    )
+    slack: Finite = Field(
+        default=0.2, ge=0, description="margin beyond provable, in log units, at which the loss becomes 0"
+    )
+    ceiling: Finite = Field(
+        default=2.0, gt=0, description="distance from provable, in log units, above which the loss is constant"
+    )
+    ramp: Whole = Field(default=1000, description="number of steps in which the weight rises to `weight`")
 
 
 class TrainingConfig(Frozen):
-    """How the weights are found.
+    """How the network is trained.
 
-    regime `recurrent`: truncated back-propagation, the state carried from one chunk of `chunk` tokens to the next.
-    regime `truncated`: the window model itself is trained: each chunk of `chunk` = k tokens starts from zero state.
+    Regimes. `recurrent`: truncated back-propagation, where the state is carried from one chunk of `chunk` tokens to the
+    next. `truncated`: each chunk of `chunk` = k tokens starts from the zero state, as a window does in serving.
 
-    Schedules, after `warmup` steps: `constant`; `cosine` to zero; `inverse_time`, learning_rate / t (the theory's);
-    `plateau`: constant until validation has not improved for `patience` evaluations (0: never) or `decay_steps` are
-    left, then linear to zero over `decay_steps`, then stop.
+    Schedules, after `warmup` steps. `constant`. `cosine`: falls to zero. `inverse_time`: learning_rate / t, as in the
+    theory. `plateau`: constant until validation has not improved for `patience` evaluations (0: never) or until
+    `decay_steps` steps remain, then linear to zero over `decay_steps` steps. Training then stops.
     """
 
     regime: Literal["recurrent", "truncated"] = Field(
         default="recurrent",
         description="`recurrent` carries the state over chunks; `truncated` starts each chunk from the zero state",
     )
-    steps: Whole = Field(description="most optimizer steps")
-    batch: Whole = Field(default=32, description="sequences in a batch")
-    chunk: Whole = Field(default=64, description="tokens of a sequence that one step back-propagates through")
+    steps: Whole = Field(description="largest number of optimizer steps")
+    batch: Whole = Field(default=32, description="number of sequences in a batch")
+    chunk: Whole = Field(
+        default=64, description="number of tokens of a sequence through which one step back-propagates"
+    )
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="optimizer")
     learning_rate: Finite = Field(default=2e-3, gt=0, description="learning rate after the warm-up")
     schedule: Literal["constant", "cosine", "inverse_time", "plateau"] = Field(
-        default="cosine", description="learning rate after the warm-up"
+        default="cosine", description="shape of the learning rate after the warm-up"
     )
-    warmup: int = Field(default=100, ge=0, strict=True, description="steps in which the learning rate rises from 0")
+    warmup: int = Field(
+        default=100, ge=0, strict=True, description="number of warm-up steps, in which the learning rate rises from 0"
+    )
     decay_steps: int = Field(
-        default=0, ge=0, strict=True, description="steps in which `plateau` falls to 0; other schedules: 0"
+        default=0, ge=0, strict=True, description="number of steps in which `plateau` falls to 0; other schedules: 0"
     )
     patience: int = Field(
-        default=0, ge=0, strict=True, description="evaluations without improvement until `plateau` falls; 0: any number"
+        default=0,
+        ge=0,
+        strict=True,
+        description="number of evaluations without improvement after which `plateau` falls; 0: never",
     )
     weight_decay: Finite = Field(default=0.0, ge=0, description="weight decay of the matrices")
     clip_norm: Finite = Field(default=1.0, gt=0, description="largest 2-norm of the gradient")
-    project_every: Whole = Field(default=1, description="steps between projections of constrained weights")
-    evaluate_every: Whole = Field(default=500, description="steps between evaluations on the validation split")
+    project_every: Whole = Field(default=1, description="number of steps between projections of constrained weights")
+    evaluate_every: Whole = Field(
+        default=500, description="number of steps between evaluations on the validation split"
+    )
     checkpoint_every: Whole = Field(default=500, description="steps between checkpoints")
-    keep_every: int = Field(default=0, ge=0, strict=True, description="steps between weights that are kept; 0: none")
+    keep_every: int = Field(
+        default=0, ge=0, strict=True, description="number of steps between saved copies of the weights; 0: no copies"
+    )
     seed: int = Field(default=1, ge=0, strict=True, description="seed of weights, batches and dropout")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto` takes CUDA if there is a GPU")
-    precision: Literal["float32", "bf16"] = Field(default="float32", description="arithmetic of the forward pass")
-    threads: Whole | None = Field(default=None, description="threads of torch; absent: torch's default")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto` uses CUDA if there is a GPU")
+    precision: Literal["float32", "bf16"] = Field(default="float32", description="number format of the forward pass")
+    threads: Whole | None = Field(default=None, description="number of torch threads; absent: torch's default")
     proof: ProofConfig | None = Field(default=None, description="absent: no such penalty")
 
     @model_validator(mode="after")
@@ -182,11 +208,11 @@ class TrainingConfig(Frozen):
 
 
 class ExportConfig(Frozen):
-    """What the bundle's manifest says."""
+    """What the bundle's manifest contains."""
 
-    description: str = Field(default="", description="one line for the list of models")
-    window: Whole = Field(default=64, description="tokens of the window that requests get by default")
-    max_window: Whole = Field(default=256, description="largest window, in tokens, that a request may ask for")
+    description: str = Field(default="", description="one-line description in the list of models")
+    window: Whole = Field(default=64, description="default window of a request, in tokens")
+    max_window: Whole = Field(default=256, description="largest window of a request, in tokens")
     attribution: str | None = Field(default=None, description="authors and licence of the data; absent: none")
 
     @model_validator(mode="after")
@@ -213,12 +239,14 @@ class Experiment(Frozen):
                 raise ValueError("training.proof needs cell = 'gated', block = 'residual' and one layer")
             reach = 0 if architecture.front is None else architecture.front.reach
             if reach >= min(self.training.chunk, self.training.proof.window or self.training.chunk):
-                raise ValueError(f"training.proof needs chunks and windows longer than the front's reach, {reach}")
+                raise ValueError(
+                    f"training.proof needs chunks and windows longer than the front's reach, {reach} tokens"
+                )
         return self
 
     @classmethod
     def read(cls, path: Path) -> Experiment:
-        """Reads a TOML file. Raises ConfigError naming each key at fault."""
+        """Reads a TOML file. Raises ConfigError, which names each invalid key."""
         try:
             return cls.parse(path, tomllib.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
@@ -230,7 +258,7 @@ class Experiment(Frozen):
 
     @classmethod
     def parse(cls, path: Path, record: object) -> Experiment:
-        """An experiment from what `path` holds. Raises ConfigError naming each key at fault."""
+        """Validates the record that was read from `path`. Raises ConfigError, which names each invalid key."""
         try:
             return cls.model_validate(record)
         except ValidationError as error:

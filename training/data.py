@@ -1,7 +1,7 @@
-"""Corpora: WikiText-2, any text, or event sequences, as streams of token ids.
+"""Reads corpora (WikiText-2, any text, or event sequences) as streams of token ids.
 
-A stream is one sequence after another, each preceded by `<eos>`, as a server reads them. Counts and hashes of known
-data sets are checked (`training/wikitext.py`), so that every figure can be traced to the bytes it was measured on.
+A stream is one sequence after another, each preceded by `<eos>`, as a server reads them. The counts and hashes of known
+data sets are checked (`training/wikitext.py`), so that every result can be traced to the bytes of its data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 SPLITS = ("train", "valid", "test")
 
 LEAST_LINES = 20
-"""A text with fewer lines is split between words instead of lines."""
+"""A text with fewer lines than this is split between words instead of lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Corpus:
 
 
 def load_corpus(config: DataConfig, tokenizer_json: str | None = None) -> Corpus:
-    """Reads, checks and tokenises a corpus. Uses the vocabulary `tokenizer_json`, or trains one if it is None.
+    """Reads, checks and tokenises a corpus.
 
-    Raises DataError.
+    Uses the vocabulary `tokenizer_json`, or trains a vocabulary if it is None. Raises DataError.
     """
     path = config.path
     if path is None:
@@ -63,7 +63,7 @@ def load_corpus(config: DataConfig, tokenizer_json: str | None = None) -> Corpus
 
 
 def _stream(sequences: list[list[int]], eos_id: int) -> NDArray[np.int64]:
-    """Returns the sequences with `<eos>` before each and after the last: (tokens,) int64."""
+    """Returns the sequences with `<eos>` before each sequence and after the last one: (tokens,) int64."""
     flat = [eos_id]
     for sequence in sequences:
         flat.extend(sequence)
@@ -95,12 +95,12 @@ def _read_file(path: Path) -> tuple[str, str]:
 
 
 def _lines(text: str) -> list[str]:
-    """Splits lines as the service does, at line feeds with or without a carriage return."""
+    """Splits lines in the same way as the service: at line feeds, with or without a carriage return."""
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
 
 
 def data_kind(path: Path) -> Literal["text", "events"]:
-    """Returns "events" if all files are .jsonl or .ndjson, "text" if none is. Raises DataError if only some are."""
+    """Returns "events" if all files are .jsonl or .ndjson, and "text" if no file is. Raises DataError for a mixture."""
     files = _files(path) if path.is_dir() else [path]
     lines = [file for file in files if file.suffix in (".jsonl", ".ndjson")]
     if lines and len(lines) < len(files):
@@ -109,9 +109,10 @@ def data_kind(path: Path) -> Literal["text", "events"]:
 
 
 def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int) -> Corpus:
-    """Reads text, or events for a vocabulary of events, as one stream `audit`: the sequences within `tokens` tokens.
+    """Reads text, or events for a vocabulary of events, as one stream `audit`. Reads only the sequences within the
+    first `tokens` tokens.
 
-    The first sequence is always read whole. A folder's files are read in name order. Raises DataError.
+    The first sequence is always read as a whole. A folder's files are read in name order. Raises DataError.
     """
     hashes: dict[str, str] = {}
     sequences: list[list[int]] = []
@@ -155,13 +156,14 @@ def _read_text(config: DataConfig, path: Path) -> tuple[dict[str, list[str]], di
         lines.extend(_lines(text))
     if len(lines) >= LEAST_LINES:
         return _split(lines, config, path), hashes
-    # some corpora are one long line: split between words instead
+    # some corpora are one long line, which is split between words instead
     words = _split("\n".join(lines).split(" "), config, path)
     return {split: " ".join(part).split("\n") for split, part in words.items()}, hashes
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns a folder's files that are not hidden, in a hidden folder or empty. Raises DataError if there are none."""
+    """Returns a folder's files. Skips empty files, hidden files and files in hidden folders. Raises DataError if no
+    file is left."""
     files = sorted(
         file
         for file in folder.rglob("*")
@@ -175,7 +177,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _split(items: list[Item], config: DataConfig, path: Path) -> dict[str, list[Item]]:
-    """Splits by position, not at random: neighbours stay together, so that the test split is unseen text."""
+    """Splits by position, not at random. Neighbouring lines stay together, so that the test split is unseen text."""
     valid, test = (max(1, round(len(items) * share)) for share in (config.valid_share, config.test_share))
     train = len(items) - valid - test
     if train < 1:
@@ -201,7 +203,8 @@ def _train_tokenizer(config: DataConfig, lines: list[str]) -> str:
 
 
 def _word_tokenizer(counts: Counter[str], size: int, split_whitespace: bool) -> str:
-    """Returns a word-level vocabulary of the `size` most frequent names, special tokens included. Ties: by name."""
+    """Returns a word-level vocabulary of the `size` most frequent names, including special tokens. Ties are ordered by
+    name."""
     names = sorted((name for name in counts if name not in (EOS, UNK)), key=lambda name: (-counts[name], name))
     table = {name: index for index, name in enumerate([EOS, UNK, *names[: size - 2]])}
     tokenizer = Tokenizer(models.WordLevel(table, unk_token=UNK))
@@ -226,7 +229,7 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
 
 
 def _sequences(lines: list[str], path: Path, before: int) -> list[list[str]]:
-    """Returns the event names of each line that is not blank; `before`: the number of earlier lines in the file."""
+    """Returns the event names of each line that is not blank. `before`: the number of earlier lines in the file."""
     return [
         _events(line, f"{path}, line {number}") for number, line in enumerate(lines, start=before + 1) if line.strip()
     ]
@@ -251,9 +254,10 @@ def _events(line: str, where: str) -> list[str]:
 
 
 def batches(stream: NDArray[np.int64], batch: int, chunk: int, split: str) -> tuple[NDArray[np.int64], int]:
-    """Splits a stream into `batch` parallel streams: (length, batch), time-major, and the number of chunks an epoch.
+    """Splits a stream into `batch` parallel streams: (length, batch), time-major. Also returns the number of chunks per
+    epoch.
 
-    Chunk i reads rows `i * chunk .. (i + 1) * chunk` and is scored on the rows one step later; tokens that do not fill
+    Chunk i reads rows `i * chunk .. (i + 1) * chunk` and is scored on the rows one step later. Tokens that do not fill
     a chunk are dropped. Raises DataError if the stream is too short for one chunk.
     """
     length = (len(stream) - 1) // batch

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 
 class TrainingError(ValueError):
-    """The input is invalid; the message names the file and the fault."""
+    """The input is invalid. The message names the file and the fault."""
 
 
 class ConfigError(TrainingError):
@@ -33,7 +33,7 @@ class RunError(TrainingError):
 
 
 class ResumeError(RunError):
-    """A run folder without a run, or with a different one."""
+    """A run folder that holds no run, or a different run."""
 
 
 class LostError(RunError):

@@ -1,8 +1,8 @@
-"""Perplexity of one network served both ways: recurrent, and as a window of the last k tokens.
+"""Evaluates the perplexity of one network in both modes of serving: recurrent, and as a window of the last k tokens.
 
-Recurrent figures cover a whole split, with one state from its first token to its last. Window figures cover
-positions spread evenly through the split, each predicted from exactly its last k tokens. They are paired with the
-recurrent figure at the same positions, so that only the truncated past differs.
+Recurrent perplexity covers a whole split, with one state from its first token to its last. Window perplexity covers
+positions spread evenly through the split. Each position is predicted from exactly its last k tokens. It is paired with
+the recurrent perplexity at the same positions, so that only the truncated past differs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class SplitLosses:
-    """Mean negative log-probabilities of one split, in nats per token: of the mixture with the cache, if there is one.
-    `without_cache`: `recurrent`, of the network alone; None if there is no cache."""
+    """The mean negative log-probabilities of one split, in nats per token. They are of the mixture with the cache, if
+    there is one.
+
+    `without_cache`: like `recurrent`, but of the network alone. None if there is no cache.
+    """
 
     tokens: int
     words: int | None
@@ -47,17 +50,18 @@ class SplitLosses:
     without_cache: float | None = None
 
     def perplexity(self, nats: float) -> Perplexity:
-        """Converts a mean loss to perplexity per token and, for text, per word (total loss divided by the words)."""
+        """Converts a mean loss to perplexity per token and, for text, per word (total loss divided by the number of
+        words)."""
         per_word = None if self.words is None else math.exp(nats * self.tokens / self.words)
         return Perplexity(per_token=math.exp(nats), per_word=per_word)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of the never-interrupted run.
+    """A piece of the uninterrupted run.
 
-    `hidden`: float32 (tokens, H), the output layer's input after each token. `losses`: float32 (tokens,), of the
-    tokens that follow. `state`: the state after the last token.
+    `hidden`: float32 (tokens, H), the output layer's input after each token. `losses`: float32 (tokens,), the losses of
+    the following tokens. `state`: the state after the last token.
     """
 
     start: int
@@ -70,7 +74,8 @@ class Piece:
 def recurrent_pieces(
     network: Network, stream: NDArray[np.int64], stops: Sequence[int] = (), advance: Advance | None = None
 ) -> Iterator[Piece]:
-    """Runs the network over all tokens but the last, without resetting its state; also ends a piece at each stop."""
+    """Runs the network over all tokens but the last, without resetting its state. Each of `stops` ends a piece as
+    well."""
     tokens = torch.from_numpy(np.ascontiguousarray(stream)).to(network.embedding.weight.device)
     length = len(tokens) - 1
     ends = sorted({*range(PIECE, length, PIECE), *(stop for stop in stops if 0 < stop < length), length})
@@ -121,7 +126,8 @@ def window_hidden(network: Network, stream: NDArray[np.int64], k: int, ends: NDA
 
 
 def spread_positions(stream: NDArray[np.int64], count: int, longest: int) -> NDArray[np.int64]:
-    """Returns at most `count` evenly spread positions, each the end of `longest` tokens and followed by a token."""
+    """Returns at most `count` evenly spread positions. Each has at least `longest` tokens up to it, and a next
+    token."""
     first, last = longest - 1, len(stream) - 2
     if last < first:
         return np.empty(0, dtype=np.int64)
@@ -137,8 +143,10 @@ def evaluate_split(
     advance: Advance | None = None,
     cache: CacheModel | None = None,
 ) -> SplitLosses:
-    """Evaluates one split both ways, without the windows that are longer than the split. With a `cache`, a window has
-    the same cache as recurrent."""
+    """Evaluates one split in both modes, without the windows that are longer than the split.
+
+    If there is a `cache`, a window has the same cache as the recurrent run.
+    """
     network.eval()
     stream = corpus.streams[split]
     windows = [k for k in windows if k <= len(stream) - 1]
@@ -171,14 +179,15 @@ def evaluate_split(
 
 
 def evaluation_steps(corpus: Corpus, splits: Sequence[str], windows: Sequence[int], count: int) -> int:
-    """Returns the number of token steps of an evaluation, the total of its progress bar."""
+    """Returns the number of token steps of an evaluation, for the total of its progress bar."""
     return sum(
         len(corpus.streams[split]) - 1 + min(count, len(corpus.streams[split])) * sum(windows) for split in splits
     )
 
 
 def quality(splits: dict[str, SplitLosses], judged: str = "valid") -> Quality:
-    """Returns the manifest's record of an evaluation. `judged`: the split that determines the smallest close window."""
+    """Returns the manifest's record of an evaluation. `judged`: the split that determines
+    `window_within_half_percent`."""
     return Quality(
         tokens={name: losses.tokens for name, losses in splits.items()},
         words={name: losses.words for name, losses in splits.items() if losses.words is not None},
@@ -202,7 +211,8 @@ def quality(splits: dict[str, SplitLosses], judged: str = "valid") -> Quality:
 
 
 def smallest_close_window(losses: SplitLosses) -> int | None:
-    """Returns the smallest evaluated k from which on the perplexity per token is within 0.5 % of the recurrent one."""
+    """Returns the smallest evaluated k such that, for it and all larger evaluated k, the perplexity per token is within
+    0.5 % of the recurrent perplexity."""
     close = None
     for k, nats in sorted(losses.window.items(), reverse=True):
         ratio = math.exp(nats - losses.recurrent_at_positions)

@@ -1,8 +1,8 @@
 """The processes that train one run together, started by `torchrun`, and their communication.
 
-Every process has the whole network and some lanes of the batch. Only the first (rank 0) reads the experiment and the
-corpus and keeps the run folder; it sends the others what they need. A single process joins no process group and
-sends nothing.
+Every process has the whole network and a part of the lanes of the batch. Only the first process (rank 0) reads the
+experiment and the corpus and writes the run folder. It sends the data to the other processes. A single process joins no
+process group and sends no data.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from wane.training.errors import LostError, RunError, TrainingError
 T = TypeVar("T")
 
 LAUNCHER_WAIT_S = 10.0
-"""How long a healthy process waits for the launcher to stop it, so that the launcher names the failed process."""
+"""The time for which a healthy process waits for the launcher to stop it. The launcher then names the failed
+process."""
 
 TRANSPORT = "gloo/transport"
-"""Part of the message of gloo's connection errors, which are plain RuntimeErrors."""
+"""A part of the message of gloo's connection errors, which are plain RuntimeErrors."""
 
 
 class Group:
-    """This process's place in the group: `rank` of `size`, `local_rank` of `local_size` on its machine."""
+    """This process's place in the group: `rank` of `size`, and `local_rank` of `local_size` on its machine."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1) -> None:
         self.rank, self.size = rank, size
@@ -44,7 +45,7 @@ class Group:
 
     @classmethod
     def join(cls) -> Group:
-        """Joins the group that torchrun described in the environment, or returns `ALONE` if there is none.
+        """Joins the group that torchrun describes in the environment. Returns `ALONE` if there is no group.
 
         gloo sends CPU tensors, NCCL sends CUDA tensors. Raises RunError if the other processes are not found.
         """
@@ -52,7 +53,7 @@ class Group:
             return ALONE
         try:
             store, rank, size = next(rendezvous("env://"))
-            # torchrun restarts processes with a store that still holds the addresses of the previous ones
+            # after a restart by torchrun, the store still holds the addresses of the previous processes
             attempt = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             dist.init_process_group(store=attempt, rank=rank, world_size=size)
         except (ValueError, RuntimeError) as error:
@@ -82,10 +83,8 @@ class Group:
 
     @property
     def launcher(self) -> list[str]:
-        """The command words before `train` that start such a group.
-
-        `--` stops torchrun from reading `--run` as an abbreviation of one of its own options.
-        """
+        """The words of the command before `train` that start such a group. `--` stops torchrun from reading `--run` as
+        an abbreviation of one of its own options."""
         if self.alone:
             return ["wane"]
         nodes = ["--nnodes", str(self.size // self.local_size)] if self.size > self.local_size else []
@@ -102,7 +101,7 @@ class Group:
         return network if self.alone else DistributedDataParallel(network, gradient_as_bucket_view=True)
 
     def seed_noise(self, seed: int, step: int) -> None:
-        """Seeds a step's dropout masks: different in every process, and the same when the step is repeated.
+        """Seeds a step's dropout masks. The seed differs between processes, and is the same when the step is repeated.
 
         A single process continues its random sequence, which checkpoints contain.
         """
@@ -112,7 +111,7 @@ class Group:
     # -- communication
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Returns float64 sums over the processes, bitwise equal in each."""
+        """Returns float64 sums over the processes. They are bitwise equal in each process."""
         if self.alone:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -121,7 +120,8 @@ class Group:
         return totals
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Calls `make` in the first process and returns its result in all. Raises its TrainingError in all."""
+        """Calls `make` in the first process and returns its result in all processes. Raises its TrainingError in all
+        processes."""
         if self.alone:
             return make()
         message: list[T | TrainingError | None] = [None]
@@ -138,7 +138,7 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raises a TrainingError of one process in all, with its rank. The block must not communicate."""
+        """Raises a TrainingError of one process in all processes, with its rank. The block must not communicate."""
         if self.alone:
             yield
             return
@@ -154,7 +154,7 @@ class Group:
                 raise found if rank == 0 else type(found)(f"rank {rank}: {found}")
 
     def gather(self, rows: list[Tensor]) -> list[Tensor]:
-        """Collects tensors (lanes, ...). The first process returns those of all lanes, on the CPU."""
+        """Collects tensors (lanes, ...). The first process returns the tensors of all lanes, on the CPU."""
         if self.alone:
             return rows
         parts: list[list[Tensor]] | None = [[]] * self.size if self.first else None
@@ -162,7 +162,7 @@ class Group:
         return rows if parts is None else [torch.cat(whole) for whole in zip(*parts, strict=True)]
 
     def check_same(self, what: str, digest: Callable[[], str]) -> None:
-        """Raises RunError in every process if the digest of one differs from the first's."""
+        """Raises RunError in every process if the digest of a process differs from that of the first process."""
         if self.alone:
             return
         digests = [""] * self.size

@@ -1,4 +1,4 @@
-"""A split as parallel streams, and a process's share of them."""
+"""A split as parallel streams (lanes), and the lanes of one process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from wane.training.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The streams `mine` of a split's `width` parallel streams, in `chunks` chunks.
+    """The lanes `mine` of a split's `width` parallel streams, in `chunks` chunks.
 
-    rows: int64 (length, lanes), time-major; chunk: tokens per chunk.
+    rows: int64 (length, lanes), time-major. chunk: the number of tokens per chunk.
     """
 
     rows: NDArray[np.int64]
@@ -35,30 +35,30 @@ class Lanes:
 
     @property
     def count(self) -> int:
-        """Number of this process's lanes; 0 is possible if there are fewer lanes than processes."""
+        """The number of this process's lanes. It is 0 if there are fewer lanes than processes."""
         return int(self.rows.shape[1])
 
     @property
     def share(self) -> float:
-        """This process's share of all lanes, and therefore of all tokens."""
+        """This process's share of all lanes, which is also its share of all tokens."""
         return self.count / self.width
 
     def positions(self, index: int) -> NDArray[np.int64]:
-        """Returns the places in the split of the tokens of chunk `index`: int64 (chunk, lanes)."""
+        """Returns the positions in the split of the tokens of chunk `index`: int64 (chunk, lanes)."""
         rows = np.arange(index * self.chunk, (index + 1) * self.chunk)
         return rows[:, None] + self._length * np.arange(self.width)[self.mine]
 
     def every_position(self) -> NDArray[np.int64]:
-        """Returns the places in the split of the tokens of all chunks, in the lanes of all processes: int64
-        (chunks * chunk, width)."""
+        """Returns the positions in the split of the tokens of all chunks, in the lanes of all processes: int64 (chunks
+        * chunk, width)."""
         return np.arange(self.chunks * self.chunk)[:, None] + self._length * np.arange(self.width)
 
     @property
     def _length(self) -> int:
-        """The tokens of a lane."""
+        """The number of tokens of a lane."""
         return len(self.rows) - 1
 
     def tokens(self, index: int, device: torch.device) -> Tensor:
-        """Returns chunk `index` and the token after it: int64 (chunk + 1, lanes)."""
+        """Returns chunk `index` and the next token: int64 (chunk + 1, lanes)."""
         part = self.rows[index * self.chunk : (index + 1) * self.chunk + 1]
         return torch.from_numpy(np.array(part, order="C")).to(device)

@@ -1,4 +1,4 @@
-"""The one training loop: batches, optimiser, schedule, projection, validation, checkpoints."""
+"""The training loop: batches, optimiser, schedule, projection, validation, checkpoints."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 class Trainer:
     """Trains one experiment on one corpus in one run folder. `run()` yields after every step.
 
-    In a group each process has some lanes of every batch and their states. Weights, losses and the decisions based on
-    them are the same in all. The first process writes the folder. Raises ResumeError if the folder holds another run.
+    In a group each process has a part of the lanes of every batch, and the states of these lanes. Weights, losses and
+    the decisions based on them are the same in all processes. The first process writes the folder. Raises ResumeError
+    if the folder holds another run.
     """
 
     def __init__(self, experiment: Experiment, corpus: Corpus, folder: RunFolder, group: Group = ALONE) -> None:
@@ -88,7 +89,7 @@ class Trainer:
         self.parallel = group.parallel(self.network)
 
     def run(self) -> Iterator[Progress]:
-        """Trains to the end; yields after every step."""
+        """Trains to the end. Yields after every step."""
         self.network.train()
         seen, since = 0, time.monotonic()
         while self.step < self.end:
@@ -150,9 +151,9 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> float:
-        """Returns the mean loss over the validation split, run as the regime trains it; keeps the best weights.
+        """Returns the mean loss over the validation split, in the regime of the training. Keeps the best weights.
 
-        The weights of a cache are fitted to the split first.
+        If there is a cache, its weights are first fitted to the split.
         """
         project(self.network, *self.constraints)
         self.group.check_same(f"weights after step {self.step}", self._digest)
@@ -183,14 +184,14 @@ class Trainer:
         return loss
 
     def _mean(self, losses: list[Tensor]) -> float:
-        """Returns the mean over all lanes of this process's validation losses, (chunk, lanes) each."""
+        """Returns the mean, over all lanes, of the validation losses. This process's losses are (chunk, lanes) each."""
         mean = torch.stack(losses).mean(dtype=torch.float64).item() if self.valid_lanes.count else 0.0
         (total,) = self.group.total([self.valid_lanes.share * mean])
         return total
 
     def _fit(self, cache: CacheTraining, losses: list[Tensor]) -> float:
-        """Fits the cache's weights to the network's validation losses, (chunk, lanes) each, and returns the mean loss
-        of the mixture."""
+        """Fits the cache's weights to the network's validation losses, (chunk, lanes) each. Returns the mean loss of
+        the mixture."""
         lanes = self.valid_lanes
         mine = torch.cat(losses) if lanes.count else torch.zeros(lanes.chunks * lanes.chunk, 0)
         (whole,) = self.group.gather([mine.T.contiguous()])
@@ -200,7 +201,7 @@ class Trainer:
         return loss
 
     def _maybe_decay(self) -> None:
-        """`plateau`: begins the decay when validation stops improving or when only `decay_steps` steps remain."""
+        """Begins the decay of `plateau` when validation stops improving, or when only `decay_steps` steps remain."""
         if self.config.schedule != "plateau" or self.decay_start is not None:
             return
         waited = (self.step - self.best_step) // self.config.evaluate_every
@@ -211,12 +212,12 @@ class Trainer:
             self._log({"step": self.step, "decay_start": self.step, "stalled": stalled})
 
     def _maybe_keep(self) -> None:
-        """`keep_every`: saves the weights of this step, including step 0, in their own file."""
+        """Saves the weights of this step, including step 0, in their own file, as `keep_every` requests."""
         if self.config.keep_every and self.step % self.config.keep_every == 0:
             self._save(kept_name(self.step), {"weights": self.network.weights(), "step": self.step})
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """Returns the optimiser, with weight decay on matrices only, not on biases and gains."""
+        """Returns the optimiser. Weight decay applies to matrices only, not to biases and gains."""
         matrices = [p for p in self.network.parameters() if p.ndim > 1]
         others = [p for p in self.network.parameters() if p.ndim <= 1]
         groups = [
@@ -292,7 +293,8 @@ class Trainer:
         )
 
     def _resume(self, saved: dict[str, Any]) -> None:
-        """Resumes from a checkpoint. A decay that had begun runs to its end, even if `steps` has changed."""
+        """Resumes from a checkpoint. If the learning rate's decay had begun, it continues to its end, even if `steps`
+        has changed."""
         self.network.load_state_dict(saved["network"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]

@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "numpy", "tokenizers")
 
 
 class Origin(Frozen):
-    """One start of a run. `git_commit` ends in + if files differed from the commit."""
+    """One start of a run. `git_commit` ends in + if the files differed from the commit."""
 
     started: str
     command: str
@@ -26,7 +26,7 @@ class Origin(Frozen):
 
 
 def describe_origin(command: str, device: torch.device, processes: int = 1) -> Origin:
-    """Describes this process, about to train on `device`. `processes`: the size of its group."""
+    """Describes this process before it trains on `device`. `processes`: the size of its group."""
     return Origin(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,

@@ -1,4 +1,5 @@
-"""Plots of training, evaluation and audit. Only this module imports matplotlib, with a backend without a screen."""
+"""Plots of training, evaluation and audit. Only this module imports matplotlib. It uses a backend that needs no
+screen."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def plot_log(name: str, log: Path, path: Path) -> None:
 
 
 def plot_audit(report: AuditReport, path: Path) -> None:
-    """Plots forgetting in four panels: distance, total variation and perplexity by k, and the gradient by i."""
+    """Plots forgetting in four panels: distance, total variation and perplexity as functions of k, and the gradient as
+    a function of i."""
     figure, ((distance, variation), (perplexity, gradient)) = plt.subplots(2, 2, figsize=AUDIT, layout="constrained")
     windows, ks, recommended = report.windows, [at.k for at in report.windows], report.recommended
     certificate = report.certificate
@@ -117,7 +119,7 @@ def plot_audit(report: AuditReport, path: Path) -> None:
 
 
 def _spreads(axes: Axes, at: list[int], spreads: list[Quantiles]) -> None:
-    """Plots median, p99 and maximum, on a logarithmic axis, or on a linear one if all are 0."""
+    """Plots median, p99 and maximum on a logarithmic axis, or on a linear axis if all values are 0."""
     if any(spread.max > 0 for spread in spreads):
         axes.set_yscale("log")
     for name, style in (("median", "o-"), ("p99", "s-"), ("max", "^-")):
@@ -126,7 +128,7 @@ def _spreads(axes: Axes, at: list[int], spreads: list[Quantiles]) -> None:
 
 
 def _proved(axes: Axes, curve: Sequence[float], label: str) -> None:
-    """Plots a proved curve from k = 1; keeps the lower limit of a logarithmic axis at the measured values."""
+    """Plots a proved curve from k = 1. Keeps the lower limit of a logarithmic axis at the measured values."""
     bottom = axes.get_ylim()[0]
     axes.plot(range(1, len(curve) + 1), _shown(axes, curve), "--", color="C3", label=label)
     if axes.get_yscale() == "log":
@@ -134,5 +136,5 @@ def _proved(axes: Axes, curve: Sequence[float], label: str) -> None:
 
 
 def _shown(axes: Axes, values: Sequence[float]) -> list[float]:
-    """Returns the values, with NaN for those that the axis cannot show."""
+    """Returns the values, with NaN for values that the axis cannot show."""
     return [math.nan if value <= 0 and axes.get_yscale() == "log" else value for value in values]

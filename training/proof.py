@@ -1,16 +1,19 @@
 """A training loss that rewards predictions that a window can prove.
 
-A window's top-1 token is proved to be the never-interrupted model's if its lead over every other token exceeds what
-the truncated past can still change (`models/certificate/request.py`). In a network of one Gated layer, with or without
-a front, the past acts after a window only through each unit's state, times the product of the gates since:
+A window's top-1 token is proved to be the uninterrupted run's if its lead over every other token exceeds the change
+that the truncated past can still cause (`models/certificate/request.py`). In a network of one gated layer, with or
+without convolution blocks, the past affects a window's end only through each unit's state, times the product of the
+gates since:
 
-    e = 2 * prod_(t > reach) f_t              (H): the largest error of the state, as |s|, |s~| < 1
+    e = 2 * prod_(t > reach) f_t     (H): the largest error of the state, as |s|, |s~| < 1
 
-To first order, that error changes the lead of a over b by at most `sum_i |d(logit_a - logit_b) / d s_i| e_i`. The loss
-is the logarithm of the ratio of this change to the lead, at the rival with the largest ratio, as far as it exceeds
-`-slack`. It is constant above `ceiling`, because a lead near zero cannot be proved. The lead itself gets no gradient,
-because a model has no reason to become more confident. Units may still remember for as long as the gates' caps allow
-where their state cannot change the top-1 token: with small weights, in rare contexts, on rare tokens.
+To first order, that error changes the lead of a over b by at most `sum_i |d(logit_a - logit_b) / d s_i| e_i`. For the
+competing token with the largest ratio of this change to its lead, the loss is the logarithm of the ratio, as far as it
+exceeds `-slack`. The loss is constant above `ceiling`, because a lead near zero cannot be proved. The lead itself gets
+no gradient, because a model has no reason to become more confident.
+
+Units may still remember for as long as the gates' caps allow where their state cannot change the top-1 token: units
+with small weights, in rare contexts, or for rare tokens.
 """
 
 from __future__ import annotations
@@ -26,16 +29,17 @@ from wane.models.networks import Network, ResidualLayer
 from wane.training.config import ProofConfig
 
 LEAST_LEAD = 1e-3
-"""Lower limit of a lead, in nats."""
+"""The lower limit of a lead, in nats."""
 
 LEAST_ADDED = 1e-30
-"""In place of 0, whose logarithm is not finite."""
+"""Replaces a probability of 0, whose logarithm is not finite."""
 
 TINY = 1e-9
 
 
 class ProofPressure:
-    """Observes a network's runs, and measures how far the last predictions of its latest chunk are from provable."""
+    """Observes a network's runs. Measures the distance of the last predictions of its latest chunk from provable
+    ones."""
 
     def __init__(self, network: Network, config: ProofConfig) -> None:
         self._network, self._config = network, config
@@ -57,7 +61,7 @@ class ProofPressure:
         proved, to first order.
 
         shares: the network's weight in each row's mixture with a cache, (lanes), and the probability that the cache
-        adds to each token, (lanes, V). The leads are then those of the mixture.
+        adds to each token, (lanes, V). With `shares`, the leads are those of the mixture.
         """
         gates = self._cell.gates
         assert isinstance(gates, Tensor), "the network has not run: this is a bug"

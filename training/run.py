@@ -41,7 +41,7 @@ from wane.training.run_folder import RunFolder
 EVALUATED_SPLITS = ("valid", "test")
 SAMPLE_TOKENS = 512
 LONGEST_WINDOW = 128
-"""Every evaluation includes windows up to this length, even if the bundle serves only shorter ones."""
+"""Every evaluation includes windows up to this length, even if the bundle serves only shorter windows."""
 
 
 def _with_data(experiment: Experiment, data: Path | None) -> Experiment:
@@ -59,7 +59,7 @@ def train(
     console: Console,
     group: Group = ALONE,
 ) -> Path:
-    """Trains or resumes an experiment; returns the run folder. Records `command` as the run's origin.
+    """Trains or resumes an experiment. Returns the run folder. Records `command` as the run's origin.
 
     In a group only the first process reads the data and writes the folder.
     """
@@ -119,7 +119,7 @@ def _read_tokenizer(path: Path | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A run with at least one evaluation: its best weights, and the corpus that they were trained on."""
+    """A run with at least one evaluation: its best weights, and the corpus on which they were trained."""
 
     folder: RunFolder
     experiment: Experiment
@@ -148,7 +148,7 @@ def open_run(path: Path, data: Path | None) -> Trained:
 
 
 def evaluate_run(path: Path, data: Path | None, positions: int, console: Console) -> Quality:
-    """Evaluates a run's best weights; writes `quality.json` and `evaluation.png` into its folder."""
+    """Evaluates a run's best weights. Writes `quality.json` and `evaluation.png` into the run folder."""
     return evaluate_opened(open_run(path, data), positions, console)
 
 
@@ -198,7 +198,7 @@ def quality_table(name: str, found: Quality) -> Table:
 
 
 def _perplexity(found: Perplexity) -> str:
-    """Returns the perplexity per token, and that per word in parentheses."""
+    """Returns the perplexity per token, followed by the perplexity per word in parentheses."""
     return f"{found.per_token:.3f}" + ("" if found.per_word is None else f" ({found.per_word:.1f})")
 
 
@@ -211,7 +211,7 @@ def export_run(
     precision: Precision = "float32",
     replace: bool = False,
 ) -> Path:
-    """Writes the run's best weights as `bundles/NAME`, or in int8 as `bundles/NAME-int8`; returns that path.
+    """Writes the run's best weights as `bundles/NAME`, or in int8 as `bundles/NAME-int8`. Returns that path.
 
     An int8 bundle has no quality, because evaluation runs in float32. `replace`: whether to replace a bundle of the
     same or a higher version. Raises RunError.
@@ -268,7 +268,8 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def _provenance(run: Trained) -> Provenance:
-    """Returns the provenance: command, commit and versions of the run's first start; the export adds its libraries."""
+    """Returns the provenance: command, commit and versions of the run's first start, and the versions of the export's
+    libraries."""
     origins, saved = run.folder.origins(), run.folder.load("checkpoint.pt")
     return Provenance(
         created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -50,7 +50,7 @@ class RunFolder:
     # -- while training
 
     def begin(self, experiment: Experiment, corpus: Corpus) -> None:
-        """Starts a run, and overwrites the files of a run without a checkpoint."""
+        """Starts a run. Overwrites the files of an earlier run without a checkpoint."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -62,7 +62,7 @@ class RunFolder:
         self._write_experiment(experiment)
 
     def resume(self, experiment: Experiment, corpus: Corpus) -> dict[str, Any]:
-        """Returns the checkpoint of the same experiment on the same data; only `FREE_TO_CHANGE` keys may differ.
+        """Returns the checkpoint of the same experiment on the same data. Only `FREE_TO_CHANGE` keys may differ.
 
         Raises ResumeError, which names the difference.
         """
@@ -112,7 +112,7 @@ class RunFolder:
             raise RunError(f"{path}: cannot be read as JSON: {error}") from error
 
     def tokenizer_json(self) -> str:
-        """Reads the vocabulary's file. Raises RunError."""
+        """Reads the vocabulary file. Raises RunError."""
         try:
             return (self.path / "tokenizer.json").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -142,7 +142,7 @@ class RunFolder:
         for name in sorted(trained_on.keys() | corpus.hashes.keys()):
             if trained_on.get(name) != corpus.hashes.get(name):
                 raise ResumeError(
-                    f"{self.path} holds a run on other data: {name} is not the file that it was trained on"
+                    f"{self.path} holds a run on other data: {name} is not the file on which the run was trained"
                 )
 
     def write_quality(self, found: Quality, best_step: int, positions: int) -> None:
@@ -164,7 +164,7 @@ class RunFolder:
         (self.path / "experiment.json").write_text(experiment.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     def _drop_lines_after(self, step: int) -> None:
-        """Drops log lines that a killed run wrote after its last checkpoint; the resumed run writes them again."""
+        """Drops the log lines that a killed run wrote after its last checkpoint. The resumed run writes them again."""
         path = self.path / "log.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         path.write_text("".join(line for line in lines if _step_of(line) <= step), encoding="utf-8")

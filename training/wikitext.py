@@ -1,4 +1,4 @@
-"""WikiText-2, the word-level files: downloaded if there is no copy, and checked by SHA-256.
+"""WikiText-2, the word-level files. They are downloaded if there is no copy, and checked by SHA-256.
 
 Merity et al. 2016, arXiv 1609.07843. Wikipedia text, CC BY-SA.
 """
@@ -24,7 +24,7 @@ FILES = {  # split: (SHA-256 of the file, words with one <eos> per line)
 
 
 def read_wikitext_2(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Returns the stripped lines by split, and the files' SHA-256. Raises DataError."""
+    """Returns the stripped lines by split, and the SHA-256 of each file. Raises DataError."""
     lines, hashes = {}, {}
     for split, (expected, expected_words) in FILES.items():
         path = folder / f"{split}.txt"
@@ -43,7 +43,8 @@ def read_wikitext_2(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]
 
 
 def fetch_wikitext_2(folder: Path = CACHE, source: str = PUBLIC_COPY) -> Path:
-    """Downloads missing files into `folder`; returns it. Does not keep a file with a wrong hash. Raises DataError."""
+    """Downloads missing files into `folder`. Returns the folder. Does not keep a file with a wrong hash. Raises
+    DataError."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, (expected, _) in FILES.items():
         path = folder / f"{split}.txt"
@@ -55,7 +56,7 @@ def fetch_wikitext_2(folder: Path = CACHE, source: str = PUBLIC_COPY) -> Path:
                 raw = answer.read()
         except (OSError, http.client.HTTPException) as error:
             raise DataError(
-                f"{url} could not be downloaded ({error}); name a folder with WikiText-2 with --data"
+                f"{url} could not be downloaded ({error}); use --data FOLDER for a folder that holds WikiText-2"
             ) from error
         found = hashlib.sha256(raw).hexdigest()
         if found != expected:

@@ -9,7 +9,7 @@ from wane.models.manifest import Architecture
 
 
 class GruCell(OneState, nn.GRU):  # type: ignore[misc]
-    """torch's GRU with one layer; the reset gate acts after the matrix."""
+    """torch's GRU with one layer. The reset gate multiplies the product of the recurrent matrix and the state."""
 
 
 def build(architecture: Architecture, layer: int) -> GruCell:

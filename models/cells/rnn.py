@@ -1,4 +1,4 @@
-"""The RNN with tanh or relu in torch, and its common base with the GRU."""
+"""The RNN with tanh or relu in torch, and the base class that it shares with the GRU."""
 
 from __future__ import annotations
 

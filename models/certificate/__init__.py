@@ -1,4 +1,5 @@
-"""The proofs about a model: `certify(architecture, weights, max_window, rounding)`. Imports neither torch nor onnx."""
+"""The proofs about a model: `certify(architecture, weights, max_window, rounding)`. This package imports neither torch
+nor onnx."""
 
 from wane.models.certificate.certify import certify
 

@@ -1,10 +1,11 @@
 """The admissible inputs of a layer, and the ranges of its pre-activations.
 
-The vocabulary is finite, so the first layer's bounds are exact maxima over the tokens. Above it, a layer's input is
+The vocabulary is finite, so the first layer's bounds are exact maxima over the tokens. The input of a higher layer is
 bounded by a box (|x_i| <= b_i) or, after a LayerNorm, by a ball.
 
-All bounds are in float64, rounded outward: the error of a sum of I products is at most about I * 2^-53 times the sum of
-their absolute values, which may be far more than its own value, so every interval is widened by at least that much.
+All bounds are in float64 and rounded outward. The error of a sum of I products is at most about I * 2^-53 times the sum
+of their absolute values. Because terms may cancel, this error may be far larger than the rounding of the sum itself.
+Every interval is therefore widened by at least that much.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ class Reach:
         return Reach(np.nextafter(low, -np.inf), np.nextafter(high, np.inf))
 
     def magnitude(self) -> Vector:
-        """Returns the greatest absolute value."""
+        """Returns the greatest absolute value in each interval."""
         return np.maximum(np.abs(self.low), np.abs(self.high))
 
     def sigmoid_slope(self) -> Vector:
-        """Returns the greatest derivative of the logistic function."""
+        """Returns the greatest derivative of the logistic function on each interval."""
         nearest = self._nearest_to_zero()
         return sigmoid(nearest) * sigmoid(-nearest)
 
     def tanh_slope(self) -> Vector:
-        """Returns the greatest derivative of tanh, without the cancellation of 1 - tanh^2."""
+        """Returns the greatest derivative of tanh on each interval, without the cancellation of 1 - tanh^2."""
         doubled = 2 * self._nearest_to_zero()
         return 4 * sigmoid(doubled) * sigmoid(-doubled)
 
@@ -69,12 +70,13 @@ class Inputs(Protocol):
         """Returns an upper bound of `|weight| |x|`: (R)."""
 
     def seen_by(self, weight: Matrix) -> LinearMap:
-        """Returns `weight` (R, I) as a map of the difference of two inputs; after a LayerNorm, of two normalised n."""
+        """Returns `weight` (R, I) as a map of the difference of two inputs. After a LayerNorm, the map applies to the
+        difference of two normalised vectors n, before gain and shift."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One input for each token, (V, I); in exact arithmetic each is within `error` (I) of its row."""
+    """One input for each token, (V, I). In exact arithmetic, each input differs from its row by at most `error` (I)."""
 
     rows: Matrix
     error: Vector | float = 0.0
@@ -83,15 +85,15 @@ class Rows:
     def normalised(cls, rows: Matrix, gain: Vector, shift: Vector, epsilon: float) -> Rows:
         """Returns the outputs of a LayerNorm over `rows`.
 
-        With u the roundoff of I terms: the error of centring is at most e = u max|x|, and so is that of the standard
-        deviation s, because the root of a mean of squares is a norm; hence the error of n = c / s is
-        (1 + |n|) e / s + |n| u.
+        Let u be the roundoff of I terms. The error of the centred input c is at most e = u max|x|. The error of the
+        standard deviation s is at most e as well, because the root of a mean of squares is a norm. Hence the error of n
+        = c / s is (1 + |n|) e / s + |n| u.
         """
         relative = roundoff(rows.shape[1])
         centring = relative * np.abs(rows).max(axis=1)
         deviation = np.sqrt(rows.var(axis=1) + epsilon)
         least = np.maximum(deviation - 2 * centring, np.sqrt(epsilon) / 2)
-        largest = np.sqrt(rows.shape[1])  # of |n|
+        largest = np.sqrt(rows.shape[1])  # the bound of |n|
         off = 2 * float(np.max((1 + largest) * centring / least + largest * relative))
         result = layer_norm(rows, gain, shift, epsilon)
         return cls(result, np.abs(gain) * off + SPARE * UNIT * np.abs(shift))
@@ -106,11 +108,11 @@ class Rows:
         return Reach(low + bias, high + bias).wider(product_above(np.abs(weight), off) + relative * np.abs(bias))
 
     def parts(self) -> list[slice]:
-        """Returns slices of the rows with a bounded size."""
+        """Splits the rows into slices of bounded size."""
         return [slice(start, start + ROWS_AT_ONCE) for start in range(0, len(self.rows), ROWS_AT_ONCE)]
 
     def each(self, weight: Matrix, bias: Vector, part: slice = EVERY) -> Matrix:
-        """Returns an upper bound of `weight x + bias`, row by row: (V, R)."""
+        """Returns an upper bound of `weight x + bias` for each row: (V, R)."""
         rows, relative = self.rows[part], roundoff(weight.shape[1])
         off = relative * np.abs(rows).max(axis=0) + (1 + relative) * self.error
         margin = product_above(np.abs(weight), off) + relative * np.abs(bias)
@@ -126,7 +128,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """All x with |x_i| <= bound_i; one bound that is not finite leaves all of x unbounded."""
+    """All x with |x_i| <= bound_i. If one bound is not finite, all entries of x are unbounded."""
 
     bound: Vector
 

@@ -1,7 +1,8 @@
-"""One step of a cell in a window: the next state, and a bound of its distance from the run's.
+"""Computes one step of a cell in a window: the next state, and a bound of its distance from the uninterrupted run's
+state.
 
-Values without a tilde are the window's, those with one the run's; d before a value is its distance from the run's.
-`models/certificate/cells/` has the step of each cell.
+A value without a tilde belongs to the window, and a value with a tilde to the run. The prefix d denotes the distance
+between the two. `models/certificate/cells/` has the step of each cell.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ States = tuple[Matrix, ...]
 Deviations = tuple[Deviation, ...]
 
 HARDLY = 1e-9
-"""Inputs that move by less need no sharper bound."""
+"""Inputs whose distance is below this value need no sharper bound."""
 
 Moved = tuple[States, tuple[Matrix, ...], tuple[Vector, ...]]
-"""By state tensor: a cell's next state, the bound of its distance entry by entry, and in the 2-norm."""
+"""For each state tensor, a cell's next state and the bound of its distance from the run's, entry by entry and in the
+2-norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pre:
-    """A block of H pre-activations, (B, H), with the radius of each; `sources`: maps with the balls of their inputs."""
+    """A block of H pre-activations, (B, H), with the radius of each. `sources` holds the linear maps that the block
+    sums, each with the ball of its input."""
 
     value: Matrix
     radius: Matrix
@@ -38,7 +41,7 @@ class Pre:
 
     @classmethod
     def of(cls, linear: Linear, x: Matrix, moved: Deviation) -> Pre:
-        """Returns `linear(x)` for an x that moves within `moved`."""
+        """Returns `linear(x)` with the bound of its change, for an x that changes by at most `moved`."""
         rounding = linear.rounding(x)
         radius = linear.moved(moved) + rounding
         if moved.ball.max(initial=0.0) < HARDLY:
@@ -51,7 +54,7 @@ class Pre:
         return Pre(self.value + other.value, radius, rounding, self.sources + other.sources)
 
     def ball(self, scale: Matrix) -> Vector:
-        """Returns the 2-norm of the block's distance with each unit scaled by at most `scale` (B, H): (B)."""
+        """Returns the 2-norm of the block's distance if each unit is multiplied by at most `scale` (B, H): (B)."""
         apart = [source.scaled_norm(scale) * ball for source, ball in self.sources]
         whole = np.linalg.norm(scale * self.rounding, axis=1) + np.sum(apart, axis=0)
         result: Vector = np.minimum(whole, np.linalg.norm(scale * self.radius, axis=1))
@@ -59,7 +62,8 @@ class Pre:
 
 
 class CellStep:
-    """A cell of one layer. inflow, recurrent: its matrices by gate; reach: bounds of the state tensors, (H)."""
+    """The cell of one layer. inflow, recurrent: its input and recurrent matrices, by gate. reach: the bounds of the
+    state tensors, (H)."""
 
     def __init__(
         self, cell: Cell, gate_cap: float, inflow: list[Linear], recurrent: list[Linear], reach: tuple[Vector, ...]
@@ -73,12 +77,13 @@ class CellStep:
         self._reaches_far = not all(np.isfinite(each).all() for each in reach)
 
     def __call__(self, x: Matrix, moved: Deviation, state: States, error: Deviations) -> tuple[States, Deviations]:
-        """x: the cell's input, which moves within `moved`. No distance exceeds that of a run's state at its reach."""
+        """x: the cell's input, which changes by at most `moved`. Each distance is limited to |state| + reach, because
+        the run's state is within reach."""
         pre = [Pre.of(linear, x, moved) for linear in self.inflow]
         new, boxes, balls = self._moved(self, pre, state, error)
         errors = []
         for value, box, ball, reach in zip(new, boxes, balls, self.reach, strict=True):
-            if self._reaches_far:  # the run may have started from anywhere
+            if self._reaches_far:  # there is no bound of the run's state
                 errors.append(Deviation.within(np.full_like(box, FAR)))
                 continue
             box = box + ULP * (1 + np.abs(value))
@@ -88,7 +93,8 @@ class CellStep:
 
 
 Step = Callable[[CellStep, list[Pre], States, Deviations], Moved]
-"""A cell's step: the input's pre-activations by gate, the state before, and the bound of its error."""
+"""The step of a cell. Its arguments are the input's pre-activations by gate, the previous state, and the bound of that
+state's error."""
 
 
 def mixed(
@@ -97,8 +103,8 @@ def mixed(
     gate_ball: Callable[[Matrix], Vector],
     candidate_ball: Callable[[Matrix], Vector],
 ) -> Moved:
-    """Returns `f s + (1 - f) z` with its bounds. before: s and its deviation; values: f, df, z, dz; gate_ball and
-    candidate_ball: the balls of `scale * (f~ - f)` and `scale * (z~ - z)`.
+    """Returns `f s + (1 - f) z` with its bounds. before: s and its deviation. values: f, df, z, dz. gate_ball and
+    candidate_ball: functions that return the balls of `scale * (f~ - f)` and `scale * (z~ - z)`.
     """
     (s, error), (f, df, z, dz) = before, values
     apart = np.abs(s - z)

@@ -14,7 +14,7 @@ from wane.models.manifest import Architecture, Certificate, Condition, Contracti
 from wane.models.weights import Weights, head_weight
 
 CERTIFIED = 1e-3
-"""The bound of total variation that a certified model reaches."""
+"""The bound of the total variation that a certified model attains."""
 
 
 def certify(
@@ -26,9 +26,10 @@ def certify(
 ) -> Certificate:
     """Computes the certificate of these float32 weights, for windows of up to `max_window` tokens.
 
-    `rounding`, if given, is the measured rounding of the float32 graphs. That of two runs is added to the bound of the
-    total variation. This function computes the effect of one step's error in all sequences, and the worst case. The
-    certificate of a model that is not contractive has no rounding. `layers`: those of these weights, if already built.
+    `rounding`, if given, is the measured rounding of the float32 graphs. The bound of the total variation includes the
+    rounding of two runs. This function also computes the effect of one step's error on all sequences, and the worst
+    case. The certificate of a model that is not contractive has no rounding. `layers` are the layers of these weights,
+    if already built.
     """
     layers = layers or build_layers(architecture, weights)
     bounds = [layer.bound for layer in layers]

@@ -1,12 +1,12 @@
-"""Bounds of the distance between a computed value and another one within a radius, one operation at a time.
+"""Bounds the distance between a computed value and any other value within a radius, one operation at a time.
 
 Everything is batched: B rows, each with its own computed value and its own radius. A `Deviation` bounds the difference
 of two vectors both entry by entry and by its 2-norm, because neither bound implies the other.
 
-The radius includes float64's rounding: the error of each computed value is added to it
-(`models/certificate/admissible.py` has the unit), so that the radius holds between the value as computed here and that
-of exact arithmetic. Radii themselves are sums and products of non-negative numbers with a relative error of some
-1e-13, which one margin at the end, MARGIN, covers.
+The radius includes float64's rounding: the error of each computed value is added to the radius
+(`models/certificate/admissible.py` states the unit). The radius therefore bounds the distance between the computed
+value and the value in exact arithmetic. Radii themselves are sums and products of non-negative numbers, with a relative
+error of about 1e-13. The margin MARGIN, applied once at the end, covers this error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from wane.models.certificate.interval_rounding import Matrix, Vector, roundoff
 from wane.models.reference.functions import sigmoid
 
 LARGE = 50.0
-"""A pre-activation that may move by more than this moves its sigmoid from end to end."""
+"""A pre-activation that may change by more than this value leaves its sigmoid without a useful bound: it may change
+from 0 to 1."""
 
 FAR = 1e100
-"""Represents the absence of a bound; its square is finite."""
+"""Represents the absence of a bound. Its square is finite."""
 
 BEYOND = 1e80
-"""Bounds above this count as no bound, because products of FAR with small matrices are below FAR."""
+"""A bound above this value counts as no bound, because the product of FAR with a small matrix is below FAR."""
 
 TINY = 1e-300
 
@@ -34,12 +35,13 @@ MARGIN = 1e-9
 """Relative margin of radii, far above the rounding of their sums and products of non-negative numbers."""
 
 ULP = 2.0**-50
-"""Relative error of exp, tanh and similar functions with the few operations around them."""
+"""The relative error of exp, tanh and similar functions, including the few operations around them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """|x~ - x| <= box entry by entry, (B, H), and |x~ - x|_2 <= ball, (B); no_box: only the ball is known."""
+    """Bounds of a difference: |x~ - x| <= box entry by entry, (B, H), and |x~ - x|_2 <= ball, (B). no_box: whether the
+    ball is the only bound."""
 
     box: Matrix
     ball: Vector
@@ -47,21 +49,21 @@ class Deviation:
 
     @classmethod
     def within(cls, box: Matrix, ball: Vector | None = None) -> Deviation:
-        """Builds both bounds, each no larger than the other implies."""
+        """Builds a deviation from both bounds. Reduces each bound to what the other one implies."""
         length = np.linalg.norm(box, axis=1)
         ball = length if ball is None else np.minimum(ball, length)
         return cls(np.minimum(box, ball[:, None]), ball)
 
     @classmethod
     def ball_only(cls, ball: Vector, width: int) -> Deviation:
-        """Builds a deviation from a ball alone, which also bounds each entry."""
+        """Builds a deviation from a ball alone. The ball also bounds each entry."""
         return cls(np.broadcast_to(ball[:, None], (len(ball), width)), ball, no_box=True)
 
 
 class Linear:
     """A matrix (R, I) with its bias (R) and the norms that bound its effect on a deviation.
 
-    `off` (R): the error of the bias beyond one rounding.
+    `off` (R): the error of the bias, in addition to one rounding.
     """
 
     def __init__(self, weight: Matrix, bias: Vector | float = 0.0, off: Vector | float = 0.0) -> None:
@@ -78,7 +80,7 @@ class Linear:
 
     @cached_property
     def norm(self) -> float:
-        """The matrix's spectral norm, from above; its relative error is a few units of rounding per dimension."""
+        """The matrix's spectral norm, rounded up. Its relative error is a few units of rounding per dimension."""
         return float(np.linalg.norm(self.weight, 2)) * (1 + roundoff(4 * max(self.weight.shape)))
 
     @cached_property
@@ -88,7 +90,8 @@ class Linear:
 
     @classmethod
     def behind_norm(cls, weight: Matrix, bias: Vector, gain: Vector, shift: Vector) -> Linear:
-        """Builds `weight (gain * n + shift) + bias` as a function of n, whose entries and differences sum to zero."""
+        """Builds `weight (gain * n + shift) + bias` as a function of n. The entries of n, and of its differences, sum
+        to zero."""
         scaled = weight * gain
         off = roundoff(weight.shape[1]) * (np.abs(weight) @ np.abs(shift) + np.linalg.norm(scaled, axis=1))
         once = scaled - scaled.mean(axis=1, keepdims=True)
@@ -105,15 +108,15 @@ class Linear:
         return result
 
     def moved(self, x: Deviation) -> Matrix:
-        """Returns the bound of the product's change, entry by entry: (B, R)."""
+        """Returns the bound of the change of `self(x)`, entry by entry: (B, R)."""
         by_ball: Matrix = x.ball[:, None] * self.rows
         return by_ball if x.no_box else np.minimum(x.box @ self.magnitude.T, by_ball)
 
     def furthest(self, box: Matrix) -> Vector:
-        """Returns the greatest `|weight d|_2` over all |d_i| <= box_i, from above: (B, I) -> (B).
+        """Returns the greatest `|weight d|_2` over all |d_i| <= box_i, rounded up: (B, I) -> (B).
 
-        `|W d|^2 = sum_ij d_i d_j (W' W)_ij`, where each term is at most its magnitude. Nearly orthogonal columns, like
-        those of a wide matrix, hardly add up.
+        `|W d|^2 = sum_ij d_i d_j (W' W)_ij`, where each term is at most its magnitude. The off-diagonal terms are small
+        if the columns are nearly orthogonal, as in a wide matrix.
         """
         result: Vector = np.sqrt(np.einsum("bi,bi->b", box @ self._between_columns, box))
         return result
@@ -125,9 +128,10 @@ class Linear:
         return result
 
     def scaled_norm(self, scale: Matrix) -> Vector:
-        """Returns `|diag(scale) weight|_2` from above, scale >= 0: (B, R) -> (B).
+        """Returns `|diag(scale) weight|_2`, rounded up, for scale >= 0: (B, R) -> (B).
 
-        The smaller of the largest `scale` times the matrix's norm and, as `|A|_2^4 <= |A A'|_F^2`, the Schatten 4-norm.
+        The result is the smaller of two bounds: the largest `scale` times the matrix's norm, and the Schatten 4-norm,
+        as `|A|_2^4 <= |A A'|_F^2`.
         """
         squares = scale**2
         schatten = np.einsum("br,br->b", squares @ self._gram, squares) ** 0.25
@@ -136,10 +140,10 @@ class Linear:
 
 
 def sigmoid_rise(pre: Matrix, radius: Matrix) -> Matrix:
-    """Returns the largest change of the logistic function if its argument moves by at most `radius`.
+    """Returns the largest change of the logistic function if its argument changes by at most `radius`.
 
-    With s = sigma(p) and E = exp(r) - 1: sigma(p + r) - s = s (1 - s) E / (1 + s E), and downward with 1 - s for s.
-    The smaller denominator gives the larger change. The formula avoids cancellation.
+    With s = sigma(p) and E = exp(r) - 1: sigma(p + r) - s = s (1 - s) E / (1 + s E). The downward change is the same
+    with 1 - s in place of s. The smaller denominator gives the larger change. The formula avoids cancellation.
     """
     up, down = sigmoid(pre), sigmoid(-pre)
     growth = np.expm1(np.minimum(radius, LARGE))
@@ -149,7 +153,7 @@ def sigmoid_rise(pre: Matrix, radius: Matrix) -> Matrix:
 
 
 def tanh_rise(pre: Matrix, radius: Matrix) -> Matrix:
-    """Returns the largest change of tanh(p) = 2 sigma(2 p) - 1 if its argument moves by at most `radius`."""
+    """Returns the largest change of tanh(p) = 2 sigma(2 p) - 1 if its argument changes by at most `radius`."""
     return 2 * sigmoid_rise(2 * pre, 2 * radius)
 
 
@@ -166,6 +170,6 @@ def tanh_slope(pre: Matrix, radius: Matrix) -> Matrix:
 
 
 def longest(kept: Matrix, deviation: Deviation) -> Vector:
-    """Returns the greatest `|kept * d|_2` over all d within the deviation, from above, kept >= 0: (B, H) -> (B)."""
+    """Returns the greatest `|kept * d|_2` over all d within the deviation, rounded up, for kept >= 0: (B, H) -> (B)."""
     result: Vector = np.minimum(np.linalg.norm(kept * deviation.box, axis=1), kept.max(axis=1) * deviation.ball)
     return result

@@ -1,4 +1,4 @@
-"""Bounds the change of a feed-forward's output between window and run, in the 2-norm and along a direction."""
+"""Bounds the change of a feed-forward block's output between window and run, in the 2-norm and along a direction."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class FeedForward:
         self.columns = Linear(outer.weight.T)
 
     def __call__(self, x: Matrix, ball: Vector, units: Matrix | None = None) -> Fed:
-        """x: (B, H), which moves by at most `ball` (B), and `inner x` by at most `units` (B, R)."""
+        """x: (B, H), which changes by at most `ball` (B). `inner x` changes by at most `units` (B, R)."""
         return Fed(self, x, ball, units)
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A row's U units that may be active.
+    """The U units of one row that may be active.
 
-    outer, inner: their columns of the outer matrix (H, U) and rows of the inner one (U, H). slope, slack: the lines
-    that approximate relu, and relu's distance from them, (U). off: the bound of the other units, for a function of
-    length 1.
+    outer, inner: their columns of the outer matrix (H, U) and their rows of the inner matrix (U, H). slope, slack: the
+    lines that approximate relu, and the distance of relu from these lines, (U). off: the bound of the effect of all
+    other units, for a function of length 1.
     """
 
     outer: Matrix
@@ -42,10 +42,10 @@ class Live:
 
 
 class Fed:
-    """The output of a feed-forward, `value` (B, H), and the bound of its change, `ball` (B).
+    """The output of a feed-forward block, `value` (B, H), and the bound of its change, `ball` (B).
 
-    A unit that stays inactive has no effect, and one that stays active is linear. In between, with a pre-activation p
-    that moves by at most r > |p|, relu is within (r - |p|) / 2 of a line of slope (r + p) / 2 r.
+    A unit that stays inactive has no effect, and a unit that stays active is linear. A unit may switch if its
+    pre-activation p may change by r > |p|. Its relu is then within (r - |p|) / 2 of a line of slope (r + p) / 2 r.
     """
 
     def __init__(self, layer: FeedForward, x: Matrix, ball: Vector, units: Matrix | None = None) -> None:
@@ -67,7 +67,8 @@ class Fed:
         self._slack = np.maximum(0, (r - np.abs(p)) / 2) + off
 
     def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
-        """Returns linear functions of x for `g . value` (P, H), each of one of `rows` (P), and their errors."""
+        """Returns linear functions of x that approximate `g . value` (P, H), each for one of `rows` (P), and their
+        errors."""
         if len(self._slope) == 1:
             alone = self._alone
             units = g @ alone.outer

@@ -1,9 +1,9 @@
 """A sigmoid gate in two trajectories: joint bounds of its value and its change.
 
-With g = cap sigma(a), g~ = cap sigma(a~) and m the smaller pre-activation, min(g, g~) = cap sigma(m), and by the mean
-value theorem |g - g~| <= cap F(m) |a - a~|, F(m) the greatest slope of the sigmoid between m and the greatest
-pre-activation. A gate that is nearly open hardly moves. The range of m is split into pieces, so that every m lies in
-one of them.
+Let g = cap sigma(a), g~ = cap sigma(a~) and m the smaller pre-activation. Then min(g, g~) = cap sigma(m). By the mean
+value theorem |g - g~| <= cap F(m) |a - a~|, where F(m) is the greatest slope of the sigmoid between m and the greatest
+pre-activation. A gate that is nearly open therefore hardly changes. The range of m is split into pieces, so that every
+m lies in one of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ PIECES = 16
 
 @dataclass(frozen=True, slots=True)
 class GatePieces:
-    """By piece and unit, (C, H): the smaller gate is between `low` and `high`, and moves by at most `slope` |da|."""
+    """The pieces of a gate by piece and unit, (C, H). The smaller gate is between `low` and `high`. The gates differ by
+    at most `slope` |da|."""
 
     low: Matrix
     high: Matrix
@@ -31,9 +32,10 @@ class GatePieces:
     def of(cls, reach: Reach, cap: float = 1.0) -> GatePieces:
         """Returns the pieces of a gate whose pre-activations stay within `reach` (H)."""
         low, high = np.maximum(reach.low, -800.0), np.minimum(reach.high, 800.0)
-        low, high = np.minimum(low, 700.0), np.maximum(high, -700.0)  # saturated either way, and finite
+        low, high = np.minimum(low, 700.0), np.maximum(high, -700.0)  # finite limits at which the sigmoid is saturated
         shares = np.linspace(0, 1, PIECES + 1)[:, None]
-        # equal steps of the gate's value, so that the pieces near the top, which decide, are not coarser
+        # equal steps of the gate's value, so that the pieces near its maximum, which determine the result, are not
+        # coarser
         gates = sigmoid(low) + shares * (sigmoid(high) - sigmoid(low))
         with np.errstate(divide="ignore"):
             inner = np.log(gates) - np.log1p(-gates)

@@ -1,7 +1,8 @@
 """Bounds the length of a vector after k elementwise products with one row of a table.
 
-For row x, `q_x(k) = sum_i r_i^2 f_i(x)^(2k)` is log-convex in k: between two known k it is at most their geometric
-interpolation. All rows are therefore computed in strides, and in between only those that may be the longest there.
+For row x, `q_x(k) = sum_i r_i^2 f_i(x)^(2k)` is log-convex in k. Between two values of k, it is at most the geometric
+interpolation of its values there. All rows are therefore computed only in strides. In between, only the rows that may
+be the longest are computed.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ DOUBLINGS = 4
 STRIDE = 2**DOUBLINGS
 
 ALIKE = 1 + 1e-9
-"""Rows this near to the longest are computed too, so that rounding does not decide."""
+"""Rows whose length is this close to the longest are computed too, so that rounding does not decide."""
 
 
 class GateProducts:
-    """`max_x |r f(x)^k|_2` for k >= 1, from above. table: (V, H), f(x), from above; start: r, (H).
-
-    No product is stated smaller than TINY.
-    """
+    """`max_x |r f(x)^k|_2` for k >= 1, rounded up. table: (V, H), upper bounds of f(x). start: r, (H). The result is
+    never below TINY."""
 
     def __init__(self, table: Matrix, start: Vector) -> None:
         self._table, self._leap = table, table

@@ -12,36 +12,39 @@ UNIT = 2.0**-53
 """float64's unit roundoff."""
 
 SPARE = 16
-"""Roundings added to a sum's own: those of the functions that computed its terms, and second orders."""
+"""The number of roundings that are added to the roundings of a sum. They cover the functions that computed its terms,
+and second-order errors."""
 
 UP = 1 + 1e-11
-"""Factor that rounds up a sum of up to 40,000 non-negative products, or a few elementary functions."""
+"""The factor that rounds up a sum of up to 40,000 non-negative products, or a few elementary functions."""
 
 TINY = 1e-140
-"""Lower limit of stated distances, whose square must not underflow."""
+"""The lower limit of stated distances. Its square does not underflow."""
 
 
 def roundoff(terms: int) -> float:
-    """Returns the error of a float64 sum of products, in any order, per unit of the sum of their absolute values."""
+    """Returns the error of a float64 sum of `terms` products, in any order, relative to the sum of their absolute
+    values."""
     return (terms + SPARE) * UNIT
 
 
 def product_above(magnitude: Matrix, bound: Vector) -> Vector:
-    """Returns `magnitude @ bound` from above, both without negative entries; (R, I) and (I)."""
+    """Returns `magnitude @ bound`, rounded up. magnitude: (R, I), bound: (I), both non-negative."""
     result: Vector = (magnitude @ bound) * (1 + roundoff(len(bound)))
     return result
 
 
 def norm_above(vector: Vector) -> float:
-    """Returns the 2-norm, from above."""
+    """Returns the 2-norm, rounded up."""
     return float(np.sqrt(vector @ vector)) * UP
 
 
 def spectral_norm(matrix: Matrix) -> float:
-    """Returns the largest singular value, from above, by the Gram matrix, whose largest eigenvalue does not cancel.
+    """Returns the largest singular value, rounded up.
 
-    The error of its entries is roundoff times products of rows' lengths, so that of the matrix is roundoff times the
-    squared Frobenius norm, and that of LAPACK's eigenvalue is no larger.
+    It is computed from the Gram matrix, whose largest eigenvalue does not cancel. The error of each entry is the
+    roundoff times the product of two rows' lengths. The error of the Gram matrix is therefore at most the roundoff
+    times the squared Frobenius norm. The error of LAPACK's eigenvalue is no larger.
     """
     if not matrix.size:
         return 0.0

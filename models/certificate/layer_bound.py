@@ -12,12 +12,14 @@ from wane.models.certificate.norm import Norm
 from wane.models.certificate.perturbation import Perturbation
 
 TIE = 1e-9
-"""A later rule is chosen only if its factor is relatively smaller by more, so that rounding does not decide."""
+"""A later rule replaces an earlier one only if its factor is relatively smaller by more than this, so that rounding
+does not decide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """`|phi(s, x) - phi(s~, x)| <= factor |s - s~|` by one rule, in its norm; factor None if it does not apply."""
+    """`|phi(s, x) - phi(s~, x)| <= factor |s - s~|`, proved by one rule, in the rule's norm. factor is None if the rule
+    does not apply."""
 
     rule: str
     norm: Norm
@@ -26,11 +28,11 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class LayerBound:
-    """The best of `proofs`, for every admissible x and all states s, s~ within `reach`.
+    """The bounds of one layer, for every admissible x and all states s, s~ within `reach`. The best of `proofs` counts.
 
-    reach: by state tensor, in the manifest's order, the greatest |value| of each unit from the zero state, (H).
-    input_gain: 2-norm of the state's change in one step per unit change of the input; None over embeddings,
-    which are the same for both trajectories.
+    reach: the greatest |value| of each unit, (H), from the zero state, by state tensor in the manifest's order.
+    input_gain: the 2-norm of the state's change in one step per unit change of the input. None if the inputs are
+    embeddings, which are the same for both trajectories.
     """
 
     proofs: tuple[Proof, ...]
@@ -49,11 +51,11 @@ class LayerBound:
     @property
     def factor(self) -> float:
         factor = self.best.factor
-        assert factor is not None, "this is a bug: every layer has a rule that always applies"
+        assert factor is not None, "no rule applies to the layer: this is a bug"
         return factor
 
     def distance(self, *differences: Matrix) -> Vector:
-        """Returns the best proof's norm of differences of states, (B, H) for each state tensor: (B)."""
+        """Returns the norm, by the best proof, of differences of states: (B, H) for each state tensor -> (B)."""
         return self.best.norm.distance(*differences)
 
 
@@ -61,8 +63,8 @@ class LayerBound:
 class Errors:
     """Bounds of the distance between two trajectories' states of one layer, some steps after the cut.
 
-    perturbations: by state tensor; the first is the layer's output. gauges: bounds in other norms. steps: since the
-    cut. cut_only: no other error has entered since.
+    perturbations: by state tensor. The first one is the layer's output. gauges: bounds in other norms. steps: the
+    number of steps since the cut. cut_only: whether no other error has entered since the cut.
     """
 
     perturbations: tuple[Perturbation, ...]
@@ -81,7 +83,7 @@ class Errors:
         return Errors(perturbations, tuple(gauge * factor for gauge in self.gauges), self.steps, self.cut_only)
 
     def flat(self) -> Vector:
-        """Returns all numbers as one vector."""
+        """Returns all bounds as one vector."""
         parts = [np.append(perturbation.box, perturbation.ball) for perturbation in self.perturbations]
         return np.concatenate([*parts, np.array(self.gauges)])
 
@@ -89,8 +91,8 @@ class Errors:
 class Layer(Protocol):
     """One recurrent layer of a model.
 
-    `step` is monotone: larger input errors give larger output errors. Differences stay in the box of reachable states,
-    and so do the errors. `fed`: the distance of the layer's inputs, None if they are equal.
+    `step` is monotone: larger input errors give larger output errors. Differences and errors stay within the box of
+    reachable states. `fed` is the distance of the layer's inputs, or None if the inputs are equal.
     """
 
     @property
@@ -98,17 +100,17 @@ class Layer(Protocol):
         """The proved bounds of the state map."""
 
     def start(self) -> Errors:
-        """Returns the errors right after the cut, between the zero state and any state reachable from it."""
+        """Returns the errors right after the cut: the distances between the zero state and any reachable state."""
 
     def step(self, errors: Errors, fed: Perturbation | None) -> Errors:
         """Returns the errors one token later."""
 
     def at_least(self, perturbations: tuple[Perturbation, ...]) -> Errors:
-        """Returns errors with these perturbations of the state tensors and the matching gauges."""
+        """Returns errors with these perturbations of the state tensors, and with the gauges that follow from them."""
 
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
         """Returns the error that one floating-point step of the cell adds to each state tensor.
 
-        before_gates: the error of its pre-activations, (G H), in the order of the weights' rows; function: of its
-        functions; unit: of every multiplication and addition, relative to its result.
+        before_gates: the error of its pre-activations, (G H), in the order of the weights' rows. function: the error of
+        its functions. unit: the error of every multiplication and addition, relative to its result.
         """

@@ -1,15 +1,16 @@
-"""Bounds the distance of a LayerNorm's outputs by that of its inputs.
+"""Bounds the distance of a LayerNorm's outputs by the distance of its inputs.
 
-With v the centred input (d) and w = (v, sqrt(d epsilon)), one coordinate lifted in, the normalised vector is
-n = sqrt(d) v / |w|: the foot of sqrt(d) times w's direction, so `|n - n~| <= 2 sqrt(d) sin(theta / 2)`, theta the
-angle between w and w~. Two points r apart
+Let v be the centred input (d), and w = (v, sqrt(d epsilon)), which has one coordinate more. The normalised vector is n
+= sqrt(d) v / |w|, the projection of sqrt(d) times w's direction. So `|n - n~| <= 2 sqrt(d) sin(theta / 2)`, theta the
+angle between w and w~. Two bounds of theta hold for two points at distance r:
 
-- on a plane at distance c = sqrt(d epsilon) from the origin are seen under at most 2 atan(r / (2 c)), the segment being
-  centred: `|n - n~| <= sqrt(d) r / sqrt(r^2 / 4 + c^2)`, which is at most r / sqrt(epsilon), and at most 2 sqrt(d);
-- both of a length of at least m: |w - w~| >= 2 m sin(theta / 2), so `|n - n~| <= sqrt(d) r / m`.
+- Both points lie on a plane at distance c = sqrt(d epsilon) from the origin. The angle is largest, 2 atan(r / (2 c)),
+  if the segment between them is centred: `|n - n~| <= sqrt(d) r / sqrt(r^2 / 4 + c^2)`. This is at most r /
+  sqrt(epsilon) and at most 2 sqrt(d).
+- If both have a length of at least m, then |w - w~| >= 2 m sin(theta / 2), so `|n - n~| <= sqrt(d) r / m`.
 
-`Normalised` is a LayerNorm in a window, with bounds of its output's distance from the run's, in the 2-norm and along a
-direction.
+`Normalised` is a LayerNorm in a window. It bounds the distance of the window's output from the run's, in the 2-norm and
+along a direction.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from wane.models.certificate.interval_rounding import UP, Matrix, Vector, roundo
 
 
 def normalised_apart(distance: float, width: int, epsilon: float, least: float = 0.0) -> float:
-    """Returns |n - n~|_2 from above; distance: |v - v~|_2, least: the least possible |v|_2."""
-    lifted = width * min(epsilon, float(np.float32(epsilon))) / UP  # the graphs have epsilon in float32
+    """Returns a bound of |n - n~|_2, rounded up. distance: |v - v~|_2. least: the least possible |v|_2."""
+    lifted = width * min(epsilon, float(np.float32(epsilon))) / UP  # the graphs use epsilon in float32
     anywhere = distance / np.sqrt(distance**2 / 4 + lifted)
     apart = distance / np.sqrt(least**2 / UP + lifted)
     return float(np.sqrt(width) * min(anywhere, apart, 2.0)) * UP
 
 
 def normalised_furthest(width: int) -> float:
-    """Returns the greatest possible |n - n~|_2, from above."""
+    """Returns the greatest possible |n - n~|_2, rounded up."""
     return float(2 * np.sqrt(width)) * UP
 
 
 class Between:
-    """Two matrices with a LayerNorm in between: `reader n(x + source d)`; the rows of `reader` sum to zero."""
+    """Two matrices with a LayerNorm in between: `reader n(x + source d)`. The rows of `reader` sum to zero."""
 
     def __init__(self, reader: Linear, source: Linear) -> None:
         self.reader = reader
@@ -44,28 +45,28 @@ class Between:
 
 
 class Normalised:
-    """LayerNorms without gain and shift, `n = (x - mean) / sqrt(variance + epsilon)`, of rows x (B, H), and how far
-    in the 2-norm, `ball` (B), each is from that of any x~ with |x~ - x|_2 <= r.
+    """LayerNorms of rows x (B, H) without gain and shift, `n = (x - mean) / sqrt(variance + epsilon)`. `ball` (B)
+    bounds the 2-norm distance of each n from the LayerNorm of any x~ with |x~ - x|_2 <= r.
 
-    Let v be x less its mean. Centring shortens differences, and `n = sqrt(H) v / w`, w = sqrt(|v|^2 + H epsilon), is
-    sqrt(H) times the unit vector along v with sqrt(H epsilon) for one more coordinate. Two such vectors at most r
-    apart, one of them w long, are at most asin(r / w) apart in angle. For larger r: |n - n~| <= r / sqrt(epsilon), as
-    both roots are at least sqrt(H epsilon); and neither n is longer than its own |v| allows.
+    Let v be x less its mean. Centring does not lengthen differences. `n = sqrt(H) v / w`, w = sqrt(|v|^2 + H epsilon),
+    is sqrt(H) times the unit vector along v with sqrt(H epsilon) as an additional coordinate. If two such vectors are
+    at most r apart and one of them has length w, the angle between them is at most asin(r / w). For larger r, |n - n~|
+    <= r / sqrt(epsilon), as both roots are at least sqrt(H epsilon). No n is longer than its |v| allows.
 
-    `remainder` (B): how far n~ - n is at most from `D (x~ - x)`, D the derivative at x. A unit vector's second
-    derivative along a direction of length r is at most (2 / sqrt 3) r^2 / |u|^2, and |u| >= w - r on the way.
-    Along one direction g it can be far less (`turned`).
+    `remainder` (B) bounds the distance of n~ - n from `D (x~ - x)`, D the derivative at x. The second derivative of a
+    unit vector along a direction of length r is at most (2 / sqrt 3) r^2 / |u|^2, and |u| >= w - r on the segment.
+    Along one direction g the remainder can be far smaller (`turned`).
 
-    Rounding: the computed v is at most `uncentred` away from v, and everything is expanded about the computed one,
-    from which x~ is that much further. The terms of D, and of its products, may cancel; their error is at most MARGIN
-    of the terms' magnitudes, and included in the remainder.
+    Rounding: the computed v is at most `uncentred` away from v. All expansions are about the computed v, so x~ is
+    further from it by that distance. The terms of D and of its products may cancel. Their error is at most MARGIN of
+    the terms' magnitudes, and the remainder includes it.
     """
 
     def __init__(self, x: Matrix, epsilon: float, r: Vector) -> None:
         width = x.shape[1]
         relative, root = roundoff(width), np.sqrt(width)
         once = x - x.mean(axis=1, keepdims=True)
-        centred = once - once.mean(axis=1, keepdims=True)  # removes the rounding of a large mean
+        centred = once - once.mean(axis=1, keepdims=True)  # a second centring removes the rounding of a large mean
         length = np.linalg.norm(centred, axis=1)
         whole = np.sqrt(length**2 + width * epsilon)
         self.value: Matrix = root * centred / whole[:, None]
@@ -88,9 +89,11 @@ class Normalised:
         self.remainder: Vector = np.minimum(second, moved + self._factor * r) + self._rounding
 
     def seen_by(self, between: Between, box: Matrix, rest: Vector) -> Matrix:
-        """Bounds the change of `reader n` row by row, (B, R), if x moves by `source d`, |d_i| <= box_i, and by at most
-        `rest` (B) besides, together at most r. The derivative between the two matrices is multiplied out:
-        `sqrt(H) / w (reader source - reader u (u source))`, u = v / w.
+        """Bounds the change of `reader n` row by row, (B, R), if x changes by `source d`, |d_i| <= box_i, plus another
+        vector of length at most `rest` (B), and by at most r in total.
+
+        The derivative between the two matrices is multiplied out: `sqrt(H) / w (reader source - reader u (u source))`,
+        u = v / w.
         """
         read, sent = self._unit @ between.reader.weight.T, self._unit @ between.source.weight
         moved: Matrix = between.reader.rows * (self.remainder + self._factor * rest)[:, None]
@@ -101,14 +104,14 @@ class Normalised:
         return moved
 
     def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
-        """Returns the gradients at x of functions `g . n` (P, H), each of one of `rows` (P), and their errors."""
+        """Returns the gradients at x of functions `g . n` (P, H), each for one of `rows` (P), and their errors."""
         g = g - g.mean(axis=1, keepdims=True)
         unit = self._unit[rows]
         turned = g - unit * np.einsum("ph,ph->p", unit, g)[:, None]
         return turned * self._factor[rows, None], np.linalg.norm(g, axis=1) * self.remainder[rows]
 
     def derivative(self, row: int) -> tuple[Vector, float]:
-        """Returns u (H) and factor: the derivative of n at this row is `factor (I - u u')`, for x without its mean."""
+        """Returns u (H) and the factor in this row's derivative of n, `factor (I - u u')`, for x without its mean."""
         return self._unit[row], float(self._factor[row])
 
     def reached(self, row: int) -> float:
@@ -121,15 +124,13 @@ class Normalised:
         return unit
 
     def turned(self, g: Matrix, rows: NDArray[np.intp], moved: Vector, along: Vector) -> Vector:
-        """Bounds the change of `g . n` (P) if its gradient's part is at most `moved`, |u . (x~ - x)| at most `along`.
+        """Bounds the change of `g . n` (P) if its first-order part is at most `moved` and |u . (x~ - x)| is at most
+        `along`.
 
-        With a = u . (x~ - x) / w, b = |x~ - x|^2 / w^2, T the gradient's part and rho = w~ / w, the change is
-
-            T / rho + sqrt(H) (u . g) ((1 + a) / rho - 1),    rho^2 = 1 + 2 a + b >= (1 + a)^2,
-
-        as a^2 <= b: the second order of a LayerNorm shortens n, and the lead of one token over another, `g . n`, is a
-        small part of n. With q = b / ((1 - |a|)^2 + b), (1 + a) / rho is between sqrt(1 - q) and 1. Returns infinity
-        if |a| may be 1.
+        Let a = u . (x~ - x) / w, b = |x~ - x|^2 / w^2, T the first-order part and rho = w~ / w. The change is T / rho +
+        sqrt(H) (u . g) ((1 + a) / rho - 1), where rho^2 = 1 + 2 a + b >= (1 + a)^2, as a^2 <= b. The second order of a
+        LayerNorm shortens n, and the lead of one token over another, `g . n`, is a small part of n. With q = b / ((1 -
+        |a|)^2 + b), (1 + a) / rho is between sqrt(1 - q) and 1. Returns infinity if |a| may be 1.
         """
         g = g - g.mean(axis=1, keepdims=True)
         lead = np.abs(np.einsum("ph,ph->p", self._unit[rows], g))
@@ -143,7 +144,7 @@ class Normalised:
         moved: Vector,
         along: Vector | float,
     ) -> Vector:
-        """Like `turned`, for functions given by `length` |g| and `lead` |u . g| (P); g without its mean."""
+        """Like `turned`, for functions described by `length` |g| and `lead` |u . g| (P), with g without its mean."""
         share = self._share[rows]
         turning = (along + self._uncentred[rows]) / self._whole[rows] + self._cancelled[rows]
         closer = 1 - np.minimum(turning, share) - 8 * self._relative

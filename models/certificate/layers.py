@@ -1,11 +1,11 @@
 """The recurrent layers of a model, bottom to top, with the proofs of each.
 
-A layer's state map `s' = phi(s, x)` is contractive if `|phi(s, x) - phi(s~, x)| <= factor |s - s~|` with factor < 1,
-in a norm that does not change, for every input x that a token can cause and all states s, s~ that are reached
-from zero. These are theorems about the float32 weights in exact arithmetic, evaluated in float64 and rounded outward:
-pre-activations, whose terms may cancel, by a bound on their rounding (`models/certificate/admissible.py`), and products
-and sums of non-negative numbers by a relative margin (`models/certificate/interval_rounding.py`).
+A layer's state map `s' = phi(s, x)` is contractive if `|phi(s, x) - phi(s~, x)| <= factor |s - s~|` with factor < 1, in
+a fixed norm, for every input x that a token can cause and all states s, s~ that are reached from zero.
 
+These are theorems about the float32 weights in exact arithmetic. They are evaluated in float64 and rounded outward. The
+terms of pre-activations may cancel, so their rounding is bounded explicitly (`models/certificate/admissible.py`).
+Products and sums of non-negative numbers have a relative margin (`models/certificate/interval_rounding.py`).
 `models/certificate/cells/` has the rules of each cell.
 """
 
@@ -26,7 +26,7 @@ BuildLayer = Callable[[CellWeights, Inputs], Layer]
 
 
 def build_layers(architecture: Architecture, weights: Weights) -> list[Layer]:
-    """Builds every layer, bottom to top; the reach of one bounds the inputs of the next."""
+    """Builds every layer, bottom to top. The reach of each layer bounds the inputs of the next one."""
     layers: list[Layer] = []
     build_layer: BuildLayer = load("certificate", architecture.cell).build_layer
     for layer in range(architecture.layers):
@@ -36,7 +36,8 @@ def build_layers(architecture: Architecture, weights: Weights) -> list[Layer]:
 
 
 def inputs_of(architecture: Architecture, weights: Weights, layer: int, below: list[Layer]) -> Inputs:
-    """Returns the admissible inputs of a layer's cell; after a front, all outputs of a LayerNorm."""
+    """Returns the admissible inputs of a layer's cell. Above the convolution blocks, these are all outputs of a
+    LayerNorm."""
     gain, shift = f"layers.{layer}.norm.weight", f"layers.{layer}.norm.bias"
     residual = architecture.block == "residual"
     if layer == 0 and architecture.front is None:

@@ -1,12 +1,12 @@
-"""Bounds the changes of all tokens' logits of one window, relative to their mean.
+"""Bounds the changes of all tokens' logits of one window, relative to the mean of the logits.
 
-`top1.py` pulls the gradient of one lead after another back to the states. For a whole vocabulary it is cheaper to start
-from the states: the derivative of the output layer's input, with respect to the few units whose states are still
-uncertain, is one matrix G, and the rows of the output layer times G are all gradients. Terms beyond the gradient are
-bounded as in `top1.py`: token by token where that is cheap, by lengths where the terms are small.
+`top1.py` propagates the gradient of each lead separately back to the states. For a whole vocabulary it is cheaper to
+start from the states. Let G be the derivative of the output layer's input with respect to the few units whose states
+are still uncertain. The rows of the output layer times G are then the gradients of all tokens. Terms beyond the
+gradient are bounded as in `top1.py`: token by token where that is cheap, and by lengths where the terms are small.
 
 Tokens whose probabilities add nearly nothing to the total variation are bounded by the radius alone. The products for
-the others are computed in float32, which takes half the time; their rounding is added to the bound.
+all other tokens are computed in float32, which takes half the time. Their rounding is added to the bound.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from wane.models.certificate.interval_rounding import Matrix, Vector
 from wane.models.certificate.request import WindowBound
 
 CANCELLED = 1e-12
-"""Relative to squares of lengths; added to their computed difference."""
+"""The error of a computed difference of squared lengths, relative to the squares. It is added to the difference."""
 
 CERTAIN = 0.0005
-"""Share of the units' errors, after a mixing matrix, that is bounded by lengths: those of the most certain units."""
+"""The share of the units' errors, after a mixing matrix, that is bounded by lengths. These are the errors of the most
+certain units."""
 
 MOST_OPEN = 128
-"""Largest number of units whose errors are bounded one by one: those with the largest effect."""
+"""The largest number of units whose errors are bounded one by one. These are the units with the largest effect."""
 
 NEGLIGIBLE = 1e-4
-"""What all tokens that are bounded by the radius alone may add to the total variation, as a share of its bound by the
-radius."""
+"""The largest amount that all tokens bounded by the radius alone may add to the total variation, as a share of the
+total variation's bound by the radius."""
 
 MOST_MOVED = 60.0
-"""A token whose logit may move by more is never bounded by the radius alone."""
+"""A token whose logit may change by more than this is never bounded by the radius alone."""
 
-UNIT = 2.0**-24  # u of float32
-LARGEST = 1e15  # columns with larger entries are not multiplied in float32, whose squares overflow
-TINY = 1e-25  # far above what products lose where float32 underflows
+UNIT = 2.0**-24  # the unit roundoff of float32
+LARGEST = 1e15  # columns with larger entries are not multiplied in float32, where their squares overflow
+TINY = 1e-25  # far above the error of products that underflow in float32
 
 
 class LogitMargins:
     """The margins of one model with LayerNorms.
 
-    rows: (V, H), of the output layer; gain: (H), of the last LayerNorm; mixes: the mixing matrices by layer.
+    rows: (V, H), of the output layer. gain: (H), of the last LayerNorm. mixes: the mixing matrices, by layer.
     """
 
     def __init__(self, rows: Matrix, gain: Vector, mixes: list[Linear]) -> None:
@@ -58,7 +59,7 @@ class LogitMargins:
     def moved(self, bound: WindowBound, row: int, shares: Vector, along: float) -> Vector:
         """Bounds the change of each `(V_a - mean) . hidden`, (V), with the mean of all V_a weighted by `shares` (V).
 
-        along: the bound of the last LayerNorm's input's change along itself (`Normalised.along`).
+        along: the bound of the change of the last LayerNorm's input along itself (`Normalised.along`).
         """
         assert bound.norm is not None, "this is a bug"
         mean = shares @ self._read
@@ -75,8 +76,8 @@ class LogitMargins:
     def _by_direction(
         self, bound: WindowBound, row: int, tokens: NDArray[np.intp], mean: Vector, length: Vector, along: float
     ) -> Vector:
-        """Bounds the change for some of the tokens (P). length: (P), of their `V_a - mean`, as the last LayerNorm reads
-        it."""
+        """Bounds the change for some of the tokens (P). length: (P), the lengths of their `V_a - mean`, as the last
+        LayerNorm reads them."""
         assert bound.norm is not None, "this is a bug"
         unit, factor = bound.norm.derivative(row)
         read = Beside(self._read32[tokens], self._sizes[tokens], mean)
@@ -92,7 +93,7 @@ class LogitMargins:
                 left += read.sums(outer * live.slack) + length * (size * live.off)
                 corner = np.linalg.qr(
                     live.inner.T
-                ).R  # products with its columns are as long as those with the inner rows
+                ).R  # products with these columns are as long as products with the inner rows
                 left += read.lengths((outer * live.slope) @ corner.T) * step.norm.remainder[row]
                 inner_unit, inner_factor = step.norm.derivative(row)
                 centred = live.inner - live.inner.mean(axis=1, keepdims=True)
@@ -110,7 +111,7 @@ class LogitMargins:
             rest[open_] = 0
             left += length * (size * min(float(sent[certain].sum()), float(mix.furthest(rest[None])[0])))
         left += length * (size * float(bound.below[row]))
-        # the error of each product in float64 is far below MARGIN of its factors' lengths; its terms may cancel
+        # The terms of a product may cancel. Its error in float64 is far below MARGIN times its factors' lengths.
         left += MARGIN * (self._sizes[tokens] + float(np.linalg.norm(mean))) * bound.norm.reached(row)
         lead = read.sums(unit[:, None])
         first = left + length * float(bound.norm.remainder[row])
@@ -121,8 +122,9 @@ class LogitMargins:
 class Beside:
     """P rows r_j less their mean m, multiplied in float32. Every result is rounded up.
 
-    rows: float32 (P, H), r; sizes: (P), their 2-norms; mean: (H), m. A product of two vectors of H numbers in float32,
-    after rounding both to float32, is off by at most (H + 4) u / (1 - (H + 4) u) times the product of their 2-norms.
+    rows: float32 (P, H), r. sizes: (P), their 2-norms. mean: (H), m. Take a product of two vectors of H numbers in
+    float32, after both are rounded to float32. Its error is at most (H + 4) u / (1 - (H + 4) u) times the product of
+    their 2-norms.
     """
 
     def __init__(self, rows: NDArray[np.float32], sizes: Vector, mean: Vector) -> None:
@@ -154,7 +156,7 @@ class Beside:
 
 
 def _those_that_matter(shares: Vector, moved: Vector) -> NDArray[np.intp]:
-    """Returns the tokens that must not be bounded by `moved` alone (V), by the radius, because they would add more than
+    """Returns the tokens (V) for which the radius' bound, `moved`, is too large: with it alone they would add more than
     NEGLIGIBLE to the total variation."""
     added = np.where(moved < MOST_MOVED, shares * np.expm1(np.minimum(moved, MOST_MOVED)), np.inf)
     order = np.argsort(added)

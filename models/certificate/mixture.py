@@ -1,19 +1,21 @@
-"""Proves the first token of a network's distribution, or of its mixture with a cache (`models/cache_mixture.py`).
+"""Proves the most probable token of a network's distribution, or of its mixture with a cache
+(`models/cache_mixture.py`).
 
-Let q be the network's distribution at a window's end, and p = w q + c the mixture, where w and c depend on the last
-tokens alone: a run that ends in the same tokens has the same w and c, but another q~ and so p~. Token a is first in p~
-if p~_a > p~_b for every other b. What is known of q~:
+Let q be the network's distribution at a window's end, and p = w q + c the mixture. w and c depend on the last tokens
+alone. A run that ends in the same tokens has the same w and c, but another q~ and therefore another p~. Token a is
+first in p~ if p~_a > p~_b for every other token b. Two facts about q~ are used:
 
-- Relative to their mean under q, the logits move by at most M_t, so `log q~_t - log q_t` is at least
-  `-M_t - log sum_u q_u exp(M_u)`. It is at most `M_t + off`, if `sum_u q_u eta_u` of the moves eta is at least -off:
-  then the sum of exponentials is at least exp(-off) (Jensen).
-- The lead z_a - z_b moves by at most R_ab. Let d be what is left of it, z_a - z_b - R_ab. Then q~_b <= q~_a exp(-d).
+- Relative to their mean under q, the logits move by at most M_t. So `log q~_t - log q_t` is at least `-M_t - log sum_u
+  q_u exp(M_u)`. It is at most `M_t + off` if `sum_u q_u eta_u` of the moves eta is at least -off, because the sum of
+  exponentials is then at least exp(-off) (Jensen).
+- The lead z_a - z_b moves by at most R_ab. Let d = z_a - z_b - R_ab be the remaining lead. Then q~_b <= q~_a exp(-d).
 
-For nearly all b the first is enough: w q~_a + c_a from below exceeds w q~_b + c_b from above. The others need the
-second. If c_a >= c_b, a leads if d > 0, or if w q~_b (1 - exp(d)) < c_a - c_b with q~_b from above. If c_a < c_b, a
-leads if d > 0 and w q~_a (1 - exp(-d)) > c_b - c_a with q~_a from below.
+For nearly all b the first fact is enough: the lower bound of w q~_a + c_a exceeds the upper bound of w q~_b + c_b. All
+other b need the second fact. If c_a >= c_b, a leads if d > 0, or if w q~_b (1 - exp(d)) < c_a - c_b with the upper
+bound of q~_b. If c_a < c_b, a leads if d > 0 and w q~_a (1 - exp(-d)) > c_b - c_a with the lower bound of q~_a. Without
+a cache w is 1 and c is 0.
 
-Without a cache w is 1 and c is 0. All is evaluated in float64; SLACK covers its rounding.
+The evaluation is in float64. SLACK covers its rounding.
 """
 
 from __future__ import annotations
@@ -28,16 +30,18 @@ from numpy.typing import NDArray
 from wane.models.certificate.interval_rounding import Vector
 
 SLACK = 1e-10
-"""Relative, and far above the rounding of probabilities and shares in float64."""
+"""The relative slack. It is far above the rounding of probabilities and shares in float64."""
 
 FIRST, MOST_AT_ONCE = 16, 512
-"""Rivals in the first chunk, and the most in any chunk. An unsettled rival is mostly one of the most probable."""
+"""The number of competing tokens in the first chunk, and the largest number in any chunk. A competing token that needs
+the second test is mostly one of the most probable tokens."""
 
 
 class LogitMoves(NamedTuple):
-    """How far the logits of one window may be from a run's.
+    """The bound of the distance between one window's logits and any run's.
 
-    logits: (V), of the window; shares: (V), the network's distribution q; moved: (V), M; off: see above.
+    logits: (V), of the window. shares: (V), the network's distribution q. moved: (V), M. off: see the module's
+    docstring.
     """
 
     logits: Vector
@@ -51,12 +55,12 @@ def first_is_proved(
 ) -> bool:
     """Returns whether `first` has the largest probability in every run's mixture.
 
-    weight: w; added: (V), c, or None for a network alone. lead_moved: returns R_ab for tokens b (P) of a large enough
-    probability: (P).
+    weight: w. added: (V), c, or None for a network alone. lead_moved: a function that returns R_ab for tokens b (P)
+    whose probability is large enough: (P).
     """
     if not math.isfinite(moves.off):
         return False
-    log_shares = moves.logits - _log_sum_exp(moves.logits)  # a share may be too small for a float64
+    log_shares = moves.logits - _log_sum_exp(moves.logits)  # a share may underflow to 0
     fallen = max(_log_sum_exp(log_shares + moves.moved), 0.0) + moves.moved[first]
     lowest_share = weight * np.exp(log_shares[first] - fallen) * (1 - SLACK)
     highest_shares = weight * np.exp(np.minimum(log_shares + moves.moved + moves.off, 0.0)) * (1 + SLACK)

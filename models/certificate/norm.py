@@ -1,4 +1,4 @@
-"""The norm of a contraction factor."""
+"""The norm in which a contraction factor holds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Order = Literal["2", "inf"]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The greatest, over a layer's state tensors, of the 2- or maximum norm of each divided by its scale.
+    """The maximum, over a layer's state tensors, of the 2-norm or maximum norm of each tensor divided by its scale.
 
-    scales: one for each state tensor in the manifest's order, a number or a weight for each unit (H).
-    transform: (H, H), a matrix that multiplies a single state tensor first; the scales are then 1.
+    scales: one for each state tensor in the manifest's order: a number, or a weight for each unit (H). transform: (H,
+    H), a matrix that multiplies a single state tensor first. The scales are then 1.
     """
 
     order: Order
@@ -26,12 +26,13 @@ class Norm:
 
     @property
     def stated_weights(self) -> tuple[float, ...]:
-        """p and q if two state tensors have a number each, else empty."""
+        """p and q if each of two state tensors has a number as its scale, else empty."""
         numbers = tuple(float(scale) for scale in self.scales if not isinstance(scale, np.ndarray))
         return numbers if len(numbers) > 1 else ()
 
     def __str__(self) -> str:
-        """Returns text: `|s|_2`, `|s / w|_inf`, `|P^(1/2) s|_2`, or with two state tensors `max(|h|_2 / p, ...)`."""
+        """Returns the norm as text: `|s|_2`, `|s / w|_inf`, `|P^(1/2) s|_2`, or with two state tensors `max(|h|_2 / p,
+        ...)`."""
         if self.transform is not None:
             return f"|P^(1/2) s|_{self.order}"
         by_unit = any(isinstance(scale, np.ndarray) for scale in self.scales)
@@ -42,7 +43,7 @@ class Norm:
         return f"max(|h|_{self.order} / p, |c|_{self.order} / q)"
 
     def distance(self, *differences: Matrix) -> Vector:
-        """Returns the norm of differences of states, (B, H) for each state tensor: (B)."""
+        """Returns the norm of differences of states: (B, H) for each state tensor -> (B)."""
         order = 2 if self.order == "2" else np.inf
         if self.transform is not None:
             differences = tuple(difference @ self.transform.T for difference in differences)

@@ -1,4 +1,4 @@
-"""The distance of two trajectories at one place of the network, and its bound after a linear map."""
+"""The distance of two trajectories at one place of the network, and the bound of this distance after a linear map."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ class Perturbation:
 
     @classmethod
     def within(cls, box: Vector, ball: float = np.inf) -> Perturbation:
-        """Builds box and ball, each no larger than the other implies."""
+        """Builds a perturbation from box and ball. Reduces each bound to what the other one implies."""
         box = np.maximum(box, TINY)
         ball = max(min(ball, norm_above(box)), TINY)
         return cls(np.minimum(box, ball), ball)
 
     @classmethod
     def of_ball(cls, ball: float, size: int) -> Perturbation:
-        """Builds all differences of at most this length."""
+        """Builds the perturbation of all differences of at most this length."""
         return cls(np.full(size, ball), ball)
 
     def __add__(self, other: Perturbation) -> Perturbation:
         return Perturbation.within((self.box + other.box) * UP, (self.ball + other.ball) * UP)
 
     def cut(self, other: Perturbation) -> Perturbation:
-        """Returns the intersection."""
+        """Returns the intersection of two perturbations."""
         return Perturbation.within(np.minimum(self.box, other.box), min(self.ball, other.ball))
 
 
 class LinearMap:
-    """`d -> matrix d`, bounded unit by unit by the rows, and as a whole by the spectral norm.
+    """`d -> matrix d`. Its result is bounded unit by unit by the rows, and as a whole by the spectral norm.
 
     off: the error of each row in the 2-norm, (R).
     """
@@ -59,7 +59,7 @@ class LinearMap:
         return LinearMap(self.matrix * scale[:, None], self.off * scale * UP)
 
     def rows_of(self, perturbation: Perturbation) -> Vector:
-        """Returns the bound of each unit."""
+        """Returns the bound of each unit of the result."""
         box: Vector = np.minimum(self.magnitude @ perturbation.box, self.rows * perturbation.ball) * UP
         return box
 

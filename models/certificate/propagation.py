@@ -1,18 +1,18 @@
-"""Bounds the effect of small state errors if a sequence is run in parts whose states do not match exactly.
+"""Bounds the effect of small state errors in a sequence that is computed in parts whose states do not match exactly.
 
-Part i of a run starts from a state that is `rho_i` away, unit by unit, from the end of part i - 1. Its distance from
-the run without joints obeys `e_i <= rho_i + F^n(e_(i-1))`, with n the least number of tokens between two joints and F
-the monotone bound of the errors after one token (`models/certificate/stack.py`). For a single contractive layer that
-is `e_i <= rho_i + factor^n e_(i-1)`, in its norm.
+Part i of a run starts from a state that is `rho_i` away, unit by unit, from the end of part i - 1. Let n be the least
+number of tokens between two joints, and F the monotone bound of the errors after one token
+(`models/certificate/stack.py`). The distance from the run without joints obeys `e_i <= rho_i + F^n(e_(i-1))`. For a
+single contractive layer that is `e_i <= rho_i + factor^n e_(i-1)`, in its norm.
 
-One E with `rho + F^n(E) <= E` bounds every e_i, by induction. Tried is E = rho + rho / ROOM: F is iterated from E
-until no error is above rho / ROOM and none grows; n must be at least that number of tokens. Because no error grows
-from then on, the largest distance until then bounds the distance of `hidden` after any token.
-
-F does not include a front: after as many tokens as it sees, its state is equal in both runs, except for rounding.
+If one E satisfies `rho + F^n(E) <= E`, it bounds every e_i, by induction. The candidate is E = rho + rho / ROOM. F is
+iterated from E until no error is above rho / ROOM and no error grows. n must be at least the number of these
+iterations. Errors do not grow from then on. The largest distance up to that point therefore bounds the distance of
+`hidden` after any token. F does not include the convolution blocks: after as many tokens as their receptive field,
+their state is equal in both runs, except for rounding.
 
 **Rounding.** rho is measured between float32 runs, each of which differs from exact arithmetic. The distance of two
-runs' states by rounding, twice the certificate's `rounding.states`, is added to every joint.
+runs' states by rounding is twice the certificate's `rounding.states`. It is added to every joint.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ROOM = 8
 """E is larger than rho by rho / ROOM."""
 
 MAX_TOKENS = 1024
-"""Largest number of tokens over which F is iterated."""
+"""The largest number of tokens over which F is iterated."""
 
 
 class Propagation:
     """The propagation of state errors in one model whose layers are all contractive.
 
-    reach: tokens after which a run's front has forgotten all earlier tokens.
+    reach: the number of tokens after which a run's convolution blocks have forgotten all earlier tokens.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], rounding: Rounding) -> None:
@@ -61,8 +61,9 @@ class Propagation:
         """Bounds the distance of `hidden`, after any token, from the run without joints, in the 2-norm and exact
         arithmetic.
 
-        joints: by state tensor, except the front's, the largest distance of two parts at any joint, (units). tokens:
-        the least number of tokens between two joints, and before each part's start. None if there are too few.
+        joints: the largest distance of two parts at any joint, (units), by state tensor, without the tensors of the
+        convolution blocks. tokens: the least number of tokens between two joints, and before each part's start. Returns
+        None if there are too few tokens.
         """
         if tokens < self.reach:
             return None

@@ -1,12 +1,12 @@
 """The common base of linear and RNN layers: `h' = rho(W h + U x + b)`, rho the identity, tanh or relu.
 
-`|h' - h~'| <= N |W (h - h~) + U (x - x~)|` unit by unit, N the greatest slope of rho within reach, 1 at most. So the
-difference shrinks by |N W| in the 2-norm and in the maximum norm, both weighted by a number for each unit. A linear
-layer's shrinks in any norm that is weighted by a matrix (`models/certificate/scaling.py`).
+`|h' - h~'| <= N |W (h - h~) + U (x - x~)|` unit by unit, where N <= 1 is the greatest slope of rho within reach. So the
+difference shrinks by |N W| in the 2-norm and in the maximum norm, both weighted by a number for each unit. The
+difference of a linear layer shrinks in any matrix-weighted norm as well (`models/certificate/scaling.py`).
 
-**Reach.** |tanh| <= 1, and smaller still after each repetition with the bounded state. Linear and relu layers:
-|h'| <= |W h + U x + b|, so in each norm that shrinks by r < 1 from zero |h| <= max |U x + b| / (1 - r); without such a
-norm there is no bound.
+**Reach.** For tanh, |h| <= 1. Each repetition with the bounded state gives a smaller bound. For linear and relu layers,
+|h'| <= |W h + U x + b|. In each norm in which W shrinks by r < 1, the states reached from zero therefore satisfy |h| <=
+max |U x + b| / (1 - r). Without such a norm there is no bound.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from wane.models.certificate.scaling import Gauge, balanced
 from wane.models.weights import CellWeights
 
 SETTLING = 12
-"""Rounds of bounding the reach by itself."""
+"""The number of times that the bounded reach is used to compute a smaller one."""
 
 
 class RecurrentLayer:
@@ -59,19 +59,22 @@ class RecurrentLayer:
         return tuple(proofs), tuple(gauge for gauge in tried.values() if gauge and gauge.factor < norm)
 
     def _slope_and_reach(self, driven: Reach, magnitude: Matrix) -> tuple[Vector, Vector | None]:
-        """Returns the greatest slope of rho within reach and the greatest |h|, both (H); no reach if rho is unbounded.
+        """Returns the greatest slope of rho within reach and the greatest |h|, both (H). There is no reach if rho is
+        unbounded.
 
-        driven: of `U x + b`; magnitude: |W|.
+        driven: the range of `U x + b`. magnitude: |W|.
         """
         del driven, magnitude
         return np.ones(self.hidden), None
 
     def _gauges(self, matrix: Matrix) -> dict[str, Gauge | None]:
-        """Returns the weighted 2-norms to try, by rule; None if a rule finds none. matrix: `diag(slope) W`."""
+        """Returns the weighted 2-norms to try, by rule. The value is None if a rule finds no norm. matrix: `diag(slope)
+        W`."""
         return {"diagonal_scaling": balanced(matrix)}
 
     def _settle(self, driven: Perturbation, proofs: tuple[Proof, ...]) -> Vector:
-        """Returns the reach of a layer with an unbounded function, (H); infinite if no norm shrinks."""
+        """Returns the reach of a layer with an unbounded function, (H). The reach is infinite if the difference shrinks
+        in no norm."""
         hidden = self.hidden
         bounds: list[Vector] = [np.full(hidden, np.inf)]
         if self.recurrent.norm < 1:
@@ -113,5 +116,5 @@ class RecurrentLayer:
         return Errors(perturbations, tuple(gauge.of(perturbations[0]) for gauge in self.gauges))
 
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
-        del function, unit  # rho is exact, and no arithmetic follows it
+        del function, unit  # rho is exact, and no arithmetic follows
         return (Perturbation.within(before_gates),)

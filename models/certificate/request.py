@@ -2,16 +2,17 @@
 
 The window starts from the zero state. The run was in any state reachable from zero when the window's first token came.
 From there on both read the same tokens, and the window's gates, slopes and lengths are known. The distance of the two
-is bounded step by step along the actual tokens, layer by layer, each state unit by unit and in the 2-norm
-(`cell_step.py`, `deviation.py`):
+is bounded step by step along the actual tokens, and layer by layer. Each state is bounded unit by unit and in the
+2-norm (`cell_step.py`, `deviation.py`):
 
 - A first layer whose inputs are the tokens alone has known gates. If it is gated, the distance is a product of gates
-  times the truncated state. After a front of convolutions this starts once they see only the window.
-- Above it, a LayerNorm turns by an angle, matrices have norms, and a relu unit that stays inactive passes nothing on.
-- No distance exceeds that of a run's state anywhere within reach. If reach is infinite (linear and relu layers that may
-  grow), states are unbounded; a LayerNorm above may still bound its output.
+  times the truncated state. Above convolution blocks, this holds as soon as their receptive field is within the window.
+- In a higher layer, a LayerNorm turns by an angle, matrices have norms, and a relu unit that stays inactive has no
+  effect.
+- No distance exceeds the distance from any state within the run's reach. If the reach is infinite (linear and relu
+  layers that may grow), states are unbounded. A LayerNorm above may still bound its output.
 
-The statement is about exact runs and the window's end *as computed here*, in float64: the radius includes rounding.
+The statement is about exact runs and the window's end *as computed here*, in float64. The radius includes the rounding.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from wane.models.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One layer at a window's last token; a plain network has only the cell.
+    """One layer at a window's last token. A plain network has only the cell.
 
-    state, error: after the token; off: (B), the rounding of the stream; norm, fed: of the feed-forward.
+    state, error: after the token. off: (B), the rounding of the stream. norm, fed: of the feed-forward block.
     """
 
     state: States
@@ -51,9 +52,9 @@ class Step:
 class WindowBound:
     """The ends of windows, and the bounds of their distance from the runs. B windows, H units.
 
-    hidden: (B, H), the output layer's input; radius: (B), the bound of its 2-norm distance from the run's, infinite if
-    unbounded. off: (B), the part of the radius that is the rounding of hidden itself. stream: (B, H), the first
-    layer's input; below: (B), the bound of its change. steps: by layer. norm: the last LayerNorm.
+    hidden: (B, H), the output layer's input. radius: (B), the bound of its 2-norm distance from the run's, infinite if
+    unbounded. off: (B), the part of the radius that is the rounding of hidden itself. stream: (B, H), the first layer's
+    input. below: (B), the bound of the stream's change. steps: by layer. norm: the last LayerNorm.
     """
 
     hidden: Matrix
@@ -66,10 +67,10 @@ class WindowBound:
 
 
 class RequestBound:
-    """The bounds of one model's windows; computes the parts that do not depend on the request once."""
+    """The bounds of one model's windows. Computes once the parts that do not depend on the request."""
 
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer] | None = None) -> None:
-        """layers: those of these weights, if already built."""
+        """layers: the layers of these weights, if already built."""
         self._architecture = architecture
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
         self._residual = architecture.block == "residual"
@@ -111,12 +112,10 @@ class RequestBound:
     ) -> WindowBound:
         """Returns the bound of windows from the outputs of a gated network's `window` graph at their last token.
 
-        stream: (B, H), to which the first layer's mixing matrix adds; lengths: (B), of the windows; states and errors:
-        by layer, (B, units), of each cell's output. The window's end is computed from these in exact arithmetic, and
-        may differ from the graph's.
-
-        `rounding`: the bound, in the 2-norm, of the rounding of the stream, of each layer's state and of the errors.
-        With it the bound holds for exact runs; at 0 the graph's values are assumed to be exact.
+        stream: (B, H), the first layer's input. lengths: (B), of the windows. states and errors: by layer, (B, units),
+        of each cell's output. The window's end is computed from these in exact arithmetic, and may differ from the
+        graph's. `rounding` is the 2-norm bound of the rounding of the stream, of each layer's state and of the errors.
+        With this bound the result holds for exact runs. If it is 0, the graph's values are assumed to be exact.
         """
         reach = 0 if self._architecture.front is None else self._architecture.front.reach
         x, ball = stream, np.where(lengths > reach, rounding, FAR)
@@ -146,7 +145,7 @@ def _outward(ball: Vector) -> Vector:
 
 
 class Block:
-    """One layer: its cell, and in a residual network its block. weights: named without the layer's prefix."""
+    """One layer: its cell and, in a residual network, its block. weights: named without the layer's prefix."""
 
     def __init__(
         self, architecture: Architecture, index: int, weights: dict[str, Matrix], reach: tuple[Vector, ...]
@@ -175,19 +174,20 @@ class Block:
                 self._between = Between(self.feed_forward.inner, self.mix)
 
     def start(self, batch: int) -> tuple[States, Deviations]:
-        """Returns the zero state of a window, and the bound of its distance from the run's."""
+        """Returns the zero state of a window, and the bound of its distance from the run's state."""
         reach = [np.tile(each, (batch, 1)) for each in self.cell.reach]
         return tuple(np.zeros_like(each) for each in reach), tuple(Deviation.within(each) for each in reach)
 
     def step(self, x: Matrix, ball: Vector, before: tuple[States, Deviations]) -> tuple[States, Deviations]:
-        """Steps the cell by one token. x: (B, H), the input from below, which moves by at most `ball`."""
+        """Steps the cell by one token. x: (B, H), the input from below, which changes by at most `ball`."""
         if not self._residual:
             return self.cell(x, Deviation.ball_only(ball, x.shape[1]), *before)
         norm = Normalised(x, self._epsilon, ball)
         return self.cell(norm.value, Deviation.ball_only(norm.ball, x.shape[1]), *before)
 
     def above(self, x: Matrix, ball: Vector, state: States, error: Deviations) -> tuple[Matrix, Vector, Step]:
-        """Computes the rest of the block for the state after the token. x: its input, which moves by at most `ball`."""
+        """Computes the rest of the block for the state after the token. x: the block's input, which changes by at most
+        `ball`."""
         if not self._residual:
             return state[0], error[0].ball, Step(state, error, np.zeros(len(x)))
         rest, box = ball, error[0].box
@@ -206,7 +206,7 @@ class Block:
 
 
 Seen = tuple[Matrix, Matrix]
-"""The latest inputs of a convolution, (B, K - 1, H), oldest first, and the bound of each one's change, (B, K - 1)."""
+"""The latest inputs of a convolution, (B, K - 1, H), oldest first, and the bound of each input's change, (B, K - 1)."""
 
 
 class FrontBlock:
@@ -226,7 +226,7 @@ class FrontBlock:
         return np.zeros((batch, earlier, hidden)), np.full((batch, earlier), self._anything)
 
     def __call__(self, x: Matrix, ball: Vector, seen: Seen) -> tuple[Matrix, Vector, Seen]:
-        """Steps by one token. x: (B, H), which moves by at most `ball`."""
+        """Steps by one token. x: (B, H), which changes by at most `ball`."""
         norm = Normalised(x, self._epsilon, ball)
         read = norm.value * self._gain + self._shift
         moved = norm.ball * np.abs(self._gain).max()

@@ -1,17 +1,17 @@
-"""Bounds the distance of a floating-point run from exact arithmetic: one step's error, carried through the recurrence.
+"""Bounds the distance of a floating-point run from exact arithmetic by carrying one step's error through the
+recurrence.
 
-Every step of the computed run starts from the run's own state and adds an error. These errors follow the same
-recursion as a cut (`stack.py`): a run's distance from exact arithmetic obeys x' <= F(x) + delta, F monotone, delta
-the error of one step. Any X with F(X) + delta <= X bounds the distance after any number of steps, by induction from
-zero.
+Every step of the computed run starts from the run's own state and adds an error. These errors follow the same recursion
+as a cut (`stack.py`): a run's distance from exact arithmetic obeys x' <= F(x) + delta, F monotone, delta the error of
+one step. Any X with F(X) + delta <= X bounds the distance after any number of steps, by induction from zero.
 
-- `carry`: with the measured delta (`models/export/rounding.py`). The service uses this one.
-- `worst_case`: with an a priori delta. The error of a sum of n products is at most gamma_n = n u / (1 - n u) times the
-  sum of their absolute values, u the unit roundoff, in any order. exp, tanh and the sigmoid are assumed to be within
-  FUNCTION u of their values, and a LayerNorm to subtract the mean from its input before it squares. The result is the
-  distance of two runs, and therefore twice the bound of one.
+- `carry` takes a measured delta (`models/export/rounding.py`). The service uses this function.
+- `worst_case` computes an a priori delta. In any order, the error of a sum of n products is at most gamma_n = n u / (1
+  - n u) times the sum of their absolute values, u the unit roundoff. exp, tanh and the sigmoid are assumed to be within
+  FUNCTION u of their values. A LayerNorm is assumed to subtract the mean from its input before it squares. The result
+  is the distance of two runs, and therefore twice the bound of one run.
 
-To first order in u: slopes and reach are those of exact states.
+The result is to first order in u: slopes and reach are those of exact states.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ DType = Literal["float32", "float64"]
 UNITS: dict[DType, float] = {"float32": 2.0**-24, "float64": 2.0**-53}
 
 FUNCTION = 8
-"""Units roundoff, absolute: the assumed accuracy of the sigmoid and tanh, whose values are at most 1."""
+"""The assumed absolute accuracy of the sigmoid and tanh, in units of roundoff. Their values are at most 1."""
 
 ROUNDS = (16, 48, 96, 192, 384, 768)
-"""Numbers of steps after which twice the current errors are tried as a bound of all later ones."""
+"""The numbers of steps after which twice the current errors are tried as a bound of all later errors."""
 
 ROOM = 2.0
-"""Factor of the current errors that is tried as a bound of all later ones."""
+"""The factor of the current errors that is tried as a bound of all later errors."""
 
 MAX_STEPS = 4096
-"""Largest number of steps over which errors are followed until a bound is found."""
+"""The largest number of steps over which errors are followed until a bound is found."""
 
 SETTLING, SETTLED = 1 << 12, 1e-11
-"""Largest number of steps that reduce a bound, and the relative change at which they end."""
+"""The largest number of steps that reduce a bound, and the relative change at which the reduction stops."""
 
 
 def carry(stack: Stack, step: Mapping[str, StateError]) -> tuple[dict[str, StateError], float]:
     """Bounds the errors of a run of any length and any tokens by the errors of one step.
 
     step: the largest error of one step, by state tensor of the layers. Returns the errors of a whole run, by state
-    tensor and at `hidden`, in the 2-norm. If no bound is found, returns the largest possible distances.
+    tensor, and the error of `hidden`, in the 2-norm. If no bound is found, returns the largest possible distances.
     """
     names = [stack.architecture.layer_states(layer) for layer in range(len(stack.layers))]
     delta = [
@@ -97,10 +97,10 @@ def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Pertur
 
 
 def _settled(step: Callable[[list[Errors]], list[Errors]], bound: list[Errors]) -> list[Errors]:
-    """Returns a smaller bound: with F(X) + delta <= X, F(X) + delta is a bound too.
+    """Returns a smaller bound: if F(X) + delta <= X, then F(X) + delta is a bound too.
 
-    It ends near the least bound, so that it hardly depends on the machine's rounding, or, if the recurrence forgets
-    slowly, after SETTLING steps.
+    The iteration stops near the least bound, so that the result hardly depends on the machine's rounding. If the
+    recurrence forgets slowly, it stops after SETTLING steps.
     """
     before = np.concatenate([each.flat() for each in bound])
     for _ in range(SETTLING):
@@ -113,7 +113,8 @@ def _settled(step: Callable[[list[Errors]], list[Errors]], bound: list[Errors]) 
 
 
 def worst_case(architecture: Architecture, weights: Weights, stack: Stack, dtype: DType) -> float | None:
-    """Bounds the 2-norm distance of two runs' `hidden` by rounding alone; None over a front."""
+    """Bounds the 2-norm distance of two runs' `hidden` by rounding alone. Returns None if the model has convolution
+    blocks."""
     if architecture.front is not None:
         return None
     noise = _Writer(architecture, weights, stack.layers, UNITS[dtype]).noise()
@@ -154,7 +155,7 @@ class _Writer:
         return Noise(states, normalised, blocks, self._layer_norm(stream), 3 * self.unit * widest)
 
     def _before_gates(self, index: int, at_norm: float) -> Vector:
-        """Returns the error of the pre-activations; the first layer's input has only its LayerNorm's rounding."""
+        """Returns the error of the pre-activations. The first layer's input has only the rounding of its LayerNorm."""
         cell = CellWeights.of(self.architecture, index, self.weights)
         into, bias = cell.input
         sizes = inputs_of(self.architecture, self.weights, index, self.layers).magnitude(into) + np.abs(bias)

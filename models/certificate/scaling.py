@@ -1,12 +1,13 @@
-"""Weighted 2-norms in which a matrix shrinks more than in the plain one.
+"""Weighted 2-norms in which a matrix shrinks more than in the plain 2-norm.
 
-A norm |T s|_2 gives the factor |T W T^-1|_2. Diagonal T leave unit by unit what an elementwise function of slope at
-most 1 does, so they serve an RNN as well. For a linear layer any T will do: with
+A norm |T s|_2 gives the factor |T W T^-1|_2. A diagonal T preserves unit-by-unit bounds of an elementwise function of
+slope at most 1, so it is valid for an RNN as well. For a linear layer any T is valid. Let
 
-    P = sum_k (W / a)^k' (W / a)^k,   rho(W) < a < |W|_2,   W' P W = a^2 (P - I) <= a^2 P,
+    P = sum_k (W / a)^k' (W / a)^k,   rho(W) < a < |W|_2,   W' P W = a^2 (P - I) <= a^2 P.
 
-the norm sqrt(s' P s) shrinks by less than a: the discrete Lyapunov equation, solved by doubling. Neither solution is
-trusted: the stated factor is computed from T itself, and the error of T^-1 is added.
+Then the norm sqrt(s' P s) shrinks by less than a. This is the discrete Lyapunov equation. It is solved by doubling.
+
+Neither solution is trusted: the stated factor is computed from T itself, and the error of T^-1 is added.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ DOUBLINGS = 24
 """Sums up to 2^24 powers."""
 
 SHARE = 0.2
-"""Position of the Lyapunov equation's `a` between spectral radius (0) and spectral norm (1); smaller skews the norm."""
+"""The position of the Lyapunov equation's `a` between spectral radius (0) and spectral norm (1). Smaller values skew
+the norm."""
 
 WIDEST = 1e6
-"""Largest condition number of a transform: a larger one loses more on the way back than the factor gains."""
+"""The largest condition number of a transform. With a larger one, the inverse costs more precision than the factor
+gains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
     """A weighted 2-norm with its factor: |s / scales|_2, or |transform s|_2 with an approximate inverse of transform.
 
-    into, back: the norm of a vector of 2-norm 1 is at most `into`, and the 2-norm of one of norm 1 at most `back`.
+    into: the largest norm of a vector of 2-norm 1. back: the largest 2-norm of a vector of norm 1.
     """
 
     factor: float
@@ -44,7 +47,7 @@ class Gauge:
     back: float
 
     def of(self, perturbation: Perturbation) -> float:
-        """Returns the norm of everything within a perturbation, from above."""
+        """Returns the largest norm of all vectors within a perturbation, rounded up."""
         above = self.into * perturbation.ball * UP
         (scale,) = self.norm.scales
         return min(above, norm_above(perturbation.box / scale)) if isinstance(scale, np.ndarray) else above
@@ -79,7 +82,8 @@ def balanced(matrix: Matrix) -> Gauge:
 
 
 def lyapunov(matrix: Matrix) -> Gauge | None:
-    """Returns the norm of the Lyapunov equation; None if the spectral radius is 1 or more, or the norm too skew."""
+    """Returns the norm of the Lyapunov equation. Returns None if the spectral radius is 1 or more, or if the norm is
+    too skew."""
     size, largest = len(matrix), float(np.linalg.norm(matrix, 2))
     radius = float(np.abs(np.linalg.eigvals(matrix)).max())
     if radius >= 1 or largest == 0:
@@ -104,8 +108,8 @@ def lyapunov(matrix: Matrix) -> Gauge | None:
 def verified(matrix: Matrix, transform: Matrix, inverse: Matrix) -> Gauge | None:
     """Returns the factor of W in |T s|_2, S an approximate inverse of T.
 
-    With E = S T - I of norm e < 1, `T W s = T W (I + E)^-1 S (T s)`, so the factor is at most
-    `|T W S|_2 + |T W|_2 |S|_2 e / (1 - e)`; the products' rounding, bounded by Frobenius norms, is added.
+    With E = S T - I of norm e < 1, `T W s = T W (I + E)^-1 S (T s)`. So the factor is at most `|T W S|_2 + |T W|_2
+    |S|_2 e / (1 - e)`. The products' rounding, bounded by Frobenius norms, is added.
     """
     relative = 3 * roundoff(len(matrix))
     sizes = [float(np.linalg.norm(each)) * UP for each in (transform, matrix, inverse)]

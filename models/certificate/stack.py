@@ -1,17 +1,20 @@
-"""The k-step bound of a whole stack: the distance of `hidden`, k tokens after the zero state, from the full run's.
+"""The k-step bound of all layers: the distance of `hidden`, k tokens after the zero state, from the uninterrupted
+run's.
 
-Just before the last k tokens one trajectory is in the zero state, the other in any state reachable from it. From
-there both read the same tokens. Layer by layer and token by token, a layer's error after a token is bounded by its
-error before the token and by the distance of its inputs, which the layers below give. Errors never exceed the reach.
-A front's convolutions see a cut for as long as they reach back: until then their output can be any output of a
-LayerNorm, afterwards it is equal. Between the layers: matrices by their rows and their spectral norm, relu by 1,
-LayerNorm by `layer_norm.py`, and the mean, which LayerNorms ignore, is projected away.
+Just before the last k tokens, one trajectory is in the zero state and the other in any state reachable from it. From
+there both read the same tokens. The bound proceeds layer by layer and token by token. A layer's error after a token is
+bounded by its error before the token and by the distance of its inputs, which the layers below determine. Errors never
+exceed the reach.
 
-**The tail.** All errors of one token are the same monotone function F of those of the previous token (the first gated
-layer's exact maximum only falls, and is intersected). Hence, once no error of the whole stack is larger than one token
-earlier, none ever grows again: x_(j+1) <= x_j gives F(x_(j+1)) <= F(x_j). The curve is continued until then; it holds
-for every longer window, and e_k is the largest value from k on. If errors still grow after `MAX_TOKENS` tokens, the
-rest of the curve is the largest possible distance.
+A cut affects the convolution blocks only within their receptive field. Until then their output may be any output of a
+LayerNorm. Afterwards it is equal in both trajectories. Between the layers, matrices are bounded by their rows and their
+spectral norm, relu by 1, and LayerNorm by `layer_norm.py`. The mean, which LayerNorms ignore, is projected away.
+
+**The tail of the curve.** All errors of one token are the same monotone function F of the errors of the previous token.
+(The first gated layer's exact maximum only falls, and the errors are intersected with it.) As soon as no error of any
+layer is larger than one token earlier, no error grows again: x_(j+1) <= x_j implies F(x_(j+1)) <= F(x_j). The curve is
+computed up to this token. It then holds for every longer window, and e_k is the largest value from k on. If errors
+still grow after `MAX_TOKENS` tokens, the rest of the curve is the largest possible distance.
 """
 
 from __future__ import annotations
@@ -29,15 +32,15 @@ from wane.models.manifest import Architecture
 from wane.models.weights import Weights
 
 MAX_TOKENS = 1024
-"""Largest number of tokens beyond the largest window until a curve must fall permanently."""
+"""The largest number of tokens, in addition to the largest window, after which a curve must no longer grow."""
 
 NEGLIGIBLE = 1e-30
-"""Value at which a curve ends: no smaller bound is stated."""
+"""The smallest value of a curve. The curve's computation stops there."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNoise:
-    """The rounding that a block adds at each step: to the stream, to n, to the wide layer, to the stream again."""
+    """The rounding that a block adds at each step: to the stream, to n, to the wide layer, and again to the stream."""
 
     mixed: Perturbation
     normalised: float
@@ -49,8 +52,8 @@ class BlockNoise:
 class Noise:
     """The rounding added at each step, bottom to top (`models/certificate/rounding.py`).
 
-    states: of each layer; normalised: of each layer's input after its LayerNorm, 2-norm; top, hidden: of the last
-    LayerNorm's n and of its output.
+    states: the rounding of each layer's state. normalised: the 2-norm rounding of each layer's input after its
+    LayerNorm. top, hidden: the rounding of the last LayerNorm's n and of its output.
     """
 
     states: list[tuple[Perturbation, ...]]
@@ -134,16 +137,16 @@ class Stack:
         return 2 * norm_above(self.layers[-1].bound.reach[0])
 
     def _normalised(self, apart: Perturbation, above: int) -> float:
-        """Returns the distance after the LayerNorm over the output of the first `above` layers."""
+        """Returns the distance after the LayerNorm that reads the output of the first `above` layers."""
         least = self.blocks[above - 1].least
         return normalised_apart(apart.ball, self.architecture.hidden, self.architecture.norm_epsilon, least)
 
 
 class _Block:
-    """`x + mix(y)`, then `x + feed_forward(LayerNorm(x))`, of differences; x without its mean.
+    """Maps differences through `x + mix(y)`, then `x + feed_forward(LayerNorm(x))`, for x without its mean.
 
-    least: the least length of x without its mean, over all inputs, after the block: its length before the block less
-    the longest addition of the block. It is often 0.
+    least: the least length of x without its mean, over all inputs, after the block. It is the length before the block
+    minus the largest addition of the block, and often 0.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, layer: int, reach: Vector, least: float) -> None:
@@ -179,7 +182,7 @@ class _Block:
 
 
 def _least_length(rows: Matrix) -> float:
-    """Returns the least 2-norm of a row without its mean, from below."""
+    """Returns the least 2-norm of a row without its mean, rounded down."""
     centred = rows - rows.mean(axis=1, keepdims=True)
     off = roundoff(rows.shape[1]) * float(np.abs(rows).max()) * float(np.sqrt(rows.shape[1]))
     return max(0.0, float(np.linalg.norm(centred, axis=1).min()) / UP - 2 * off)

@@ -1,17 +1,19 @@
-"""Proves that a window's most probable token is the run's, and bounds the distance of their distributions.
+"""Proves that a window's most probable token is the uninterrupted run's, and bounds the distance of their
+distributions.
 
-With output rows V_a, the lead of a over b moves by `(V_a - V_b) . (hidden~ - hidden)`. Three tests, each only for
-the tokens b that the previous test left open:
+With output rows V_a, the lead of a over b moves by `(V_a - V_b) . (hidden~ - hidden)`. There are three tests. Each test
+reads only the tokens b that the previous test did not decide:
 
-1. `(|V_a| + |V_b|) radius`, which settles nearly all;
-2. `|V_a - V_b| radius`;
-3. by direction. After the last token errors do not accumulate, so the lead's gradient is pulled back through the last
-   LayerNorm, the feed-forward blocks and the mixing matrices to each layer's state, at the window's own values. There
-   the state's error is known unit by unit: `sum_i |gradient_i| error_i`. Terms beyond the gradient are bounded on the
-   way: a LayerNorm's second order, and the relu units that may switch (`deviation.py`).
+1. `(|V_a| + |V_b|) radius`, which decides nearly all tokens.
+2. `|V_a - V_b| radius`.
+3. A test along the lead's gradient. After the last token errors do not accumulate. The gradient is therefore propagated
+   back through the last LayerNorm, the feed-forward blocks and the mixing matrices to each layer's state, at the
+   window's own values. There the state's error is known unit by unit: `sum_i |gradient_i| error_i`. Two kinds of terms
+   beyond the gradient are bounded: the second order of a LayerNorm, and the relu units that may switch
+   (`deviation.py`).
 
-The distributions: each logit moves, relative to the logits' mean under the window's distribution, by
-`(V_a - mean) . (hidden~ - hidden)`, which is bounded in the same way for all tokens at once (`logit_margins.py`).
+The distributions: each logit moves, relative to the logits' mean under the window's distribution, by `(V_a - mean) .
+(hidden~ - hidden)`. This is bounded in the same way for all tokens in one computation (`logit_margins.py`).
 `total_variation.py` derives the bound of the total variation.
 
 The statements are about exact logits. The window's logits are computed here, and the test includes their rounding.
@@ -39,7 +41,7 @@ Flags = NDArray[np.bool_]
 
 
 class Top1:
-    """The test for one model. Windows and their bounds come from its `RequestBound`."""
+    """The tests for one model. Windows and their bounds come from the model's `RequestBound`."""
 
     def __init__(self, architecture: Architecture, weights: Weights, request: RequestBound) -> None:
         self._mixes = [layer.mix for layer in request.layers] if architecture.block == "residual" else []
@@ -50,7 +52,7 @@ class Top1:
         self._gain = weights["norm.weight"].astype(np.float64) if self._mixes else np.ones(architecture.hidden)
 
     def proved(self, bound: WindowBound) -> Flags:
-        """Returns for each window whether every run's most probable token is proved to be the window's: (B)."""
+        """Returns for each window whether its most probable token is proved to be every run's: (B)."""
         logits = bound.hidden @ self.rows.T + self._bias
         length = np.linalg.norm(bound.hidden, axis=1)[:, None]
         off = 2 * roundoff(self.rows.shape[1]) * (length * self._norms + np.abs(self._bias))
@@ -74,12 +76,12 @@ class Top1:
         return proved
 
     def variation(self, bound: WindowBound) -> Vector:
-        """Returns the bound of the total variation of each window's distribution and any run's: (B)."""
+        """Returns the bound of the total variation between each window's distribution and any run's: (B)."""
         return np.array([variation(self.moves(bound, row)) for row in range(len(bound.hidden))])
 
     def proved_in_mixture(self, bound: WindowBound, row: int, first: int, weight: float, added: Vector) -> bool:
-        """Returns whether `first` is the most probable token of every run's mixture with a cache, which gives the
-        network the weight `weight` and adds `added` (V)."""
+        """Returns whether `first` is proved to be the most probable token of every run's mixture with a cache. The
+        mixture multiplies the network's distribution by `weight` and adds `added` (V)."""
         moves = self.moves(bound, row)
         length = float(np.linalg.norm(bound.hidden[row]))
         off: Vector = 2 * roundoff(self.rows.shape[1]) * (length * self._norms + np.abs(self._bias))
@@ -94,11 +96,11 @@ class Top1:
 
     @cached_property
     def margins(self) -> LogitMargins:
-        """The logit margins, built on first use because they are as large as the output layer."""
+        """The logit margins. They are built on first use because they are as large as the output layer."""
         return LogitMargins(self.rows, self._gain, self._mixes)
 
     def moves(self, bound: WindowBound, row: int) -> LogitMoves:
-        """Returns how far the logits of one window, as computed here, may be from any run's."""
+        """Returns the bound of the distance between one window's logits, as computed here, and any run's."""
         radius = float(bound.radius[row])
         logits = self.rows @ bound.hidden[row] + self._bias
         shares = np.exp(logits - logits.max())
@@ -112,13 +114,13 @@ class Top1:
             windows = np.array([row])
             along = float(self.stream(bound, bound.norm.along(windows), windows)[0])
             moved = self.margins.moved(bound, row, shares, along)
-        # distance of the sum of shares times moves from 0, by the rounding of the logits, the shares and the mean
+        # the distance of sum(shares * moves) from 0, due to the rounding of the logits, the shares and the mean
         longest, largest = float(self._norms.max()), float(np.abs(self._bias).max())
         logit = roundoff(self.rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)
         return LogitMoves(logits, shares, moved, (2 * logit + roundoff(len(shares))) * longest * radius)
 
     def moved(self, bound: WindowBound, gap: Matrix, rows: NDArray[np.intp]) -> Vector:
-        """Returns the bound of the change of `gap . hidden` (P, H), each of one of the windows (P): (P)."""
+        """Returns the bound of the change of `gap . hidden` (P, H), each for one of the windows (P): (P)."""
         if bound.norm is None:
             error = bound.steps[-1].error[0]
             moved = _support(gap, error.box[rows], error.ball[rows]) * (1 + MARGIN)
@@ -151,7 +153,7 @@ class Top1:
 
 
 def variation(moves: LogitMoves) -> float:
-    """Returns the bound of the total variation of a window's distribution and any run's."""
+    """Returns the bound of the total variation between a window's distribution and any run's."""
     return variation_by_token(moves.shares, moves.moved, moves.off)
 
 

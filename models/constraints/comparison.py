@@ -1,11 +1,10 @@
-"""The parts of the LSTM's and the GRU's comparisons in torch, in a form for shrinking matrices.
+"""The common parts of the comparisons of LSTM and GRU in torch, in a form that allows the matrices to be shrunk.
 
-They are those of `models/certificate/cells/`; `models/constraints/cells/` has one comparison for each of the two cells.
-
-A comparison bounds one step's differences unit by unit: `step(d)` for bounds d by unit, homogeneous and monotone. If
-`step(w) <= r w` for positive w, differences shrink by r in the maximum norm weighted by w. All bounds, including the
-box, shrink with the magnitude of every entry of the recurrent matrix, so rows may be shrunk one by one. The LSTM's and
-the GRU's rules in the 2-norm are here too: they are better for dense matrices.
+The theorems are those of `models/certificate/cells/`. `models/constraints/cells/` has one comparison for each of the
+two cells. A comparison bounds one step's differences unit by unit: `step(d)` for bounds d by unit, homogeneous and
+monotone. If `step(w) <= r w` for positive w, differences shrink by r in the maximum norm weighted by w. All bounds,
+including the box, shrink with the magnitude of every entry of the recurrent matrix. Each row may therefore be shrunk on
+its own. This module also has the rules of LSTM and GRU in the 2-norm, which are better for dense matrices.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ LEAST_WEIGHT = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """The terms added to the pre-activations besides the recurrent matrix: (G H), float64.
+    """The terms that are added to the pre-activations in addition to the recurrent matrix's product: (G H), float64.
 
-    least, greatest: of the input's part, including its bias; bias: the recurrent bias.
+    least, greatest: the range of the input's part, including its bias. bias: the recurrent bias.
     """
 
     least: Tensor
@@ -38,10 +37,10 @@ class Drive:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A sigmoid gate over a range of pre-activations, (H); `low`, `high`, `slope` by case, (C, H).
+    """A sigmoid gate over a range of pre-activations, (H). `low`, `high`, `slope`: by case, (C, H).
 
-    The smaller of two gates is between low and high, and the gates differ by at most slope times the difference of
-    their pre-activations: `models/certificate/gate_pieces.py`.
+    The smaller of two gates is between low and high. The gates differ by at most slope times the difference of their
+    pre-activations (`models/certificate/gate_pieces.py`).
     """
 
     low: Tensor
@@ -96,24 +95,26 @@ class Comparison(Protocol):
     """The greatest |h| of each unit from the zero state, (H)."""
 
     def even(self) -> Tensor:
-        """Returns bounds that leave room in every row for any matrix."""
+        """Returns bounds that leave room in every row, for any recurrent matrix."""
 
     def step(self, bounds: Tensor) -> Tensor:
-        """Returns the bounds one step after these."""
+        """Returns the bounds one step later."""
 
     def two_norm(self) -> float:
         """Returns the factor by the rule in the 2-norm."""
 
     def rows_held(self, bounds: Tensor, target: float) -> Tensor:
-        """Returns the matrix with each row shrunk to the nearest at which `step(bounds) <= target bounds` for the
-        current cases and box. A smaller matrix improves the box, and may change the cases slightly for the worse.
+        """Returns the matrix with each row projected to the nearest row for which `step(bounds) <= target bounds`, with
+        the current cases and box.
+
+        A smaller matrix improves the box. It may make the cases slightly worse.
         """
 
 
 def perron_vector(comparison: Comparison, enough: float = 0.0) -> tuple[float, Tensor]:
-    """Returns the elementwise factor and its bounds, the greatest of them 1. Stops at a factor of `enough`.
+    """Returns the elementwise factor and its bounds. The greatest bound is 1. Stops at a factor of `enough`.
 
-    A shortened iteration of `models/certificate/perron_vector.py`, which finds the same bounds.
+    This is a shortened iteration of `models/certificate/perron_vector.py`. It finds the same bounds.
     """
     bounds = torch.ones_like(comparison.even())
     best, chosen = math.inf, bounds

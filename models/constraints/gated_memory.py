@@ -1,14 +1,16 @@
 """Constrains LSTM and GRU to a contraction: caps the memory gate and shrinks the recurrent matrix.
 
 The set of weights that the certificate accepts is not convex, and no cheap projection to its nearest point is known.
-Weights beyond the limit are changed to feasible ones in two steps, which shrink as little as they can:
+Weights beyond the limit are changed to feasible ones in two steps. Each step shrinks the weights as little as it can:
 
-1. The memory gate (LSTM forget, GRU update) is kept under a cap for every input, by its bias and by the rows of its
-   input matrix, which leaves room for the recurrent matrix. The caps are spread over the units, from a memory of two
-   tokens to as long as the limit allows: a unit that forgets fast leaves more room for the state's influence.
-2. The recurrent matrix is shrunk in three ways, and the result nearest to the original is kept: row by row, by
-   projection onto weighted l1 balls, for the bounds by unit that suit the matrix (Perron's) or that suit any matrix;
-   and as a whole by one factor, which is best if the rule in the 2-norm allows the most.
+1. The memory gate (LSTM forget, GRU update) is kept under a cap for every input. The cap limits its bias and the rows
+   of its input matrix, which leaves room for the recurrent matrix. The caps of the units are spread from a memory of
+   two tokens to the longest memory that the limit allows. A unit that forgets fast leaves more room for the state's
+   influence.
+2. The recurrent matrix is shrunk in three ways, and the result nearest to the original is kept. Two of them project row
+   by row onto weighted l1 balls. One uses bounds by unit that suit this matrix (Perron's), the other uses bounds that
+   suit any matrix. The third way multiplies the whole matrix by one factor, which is best if the rule in the 2-norm
+   allows the most.
 """
 
 from __future__ import annotations
@@ -23,34 +25,35 @@ from wane.models.constraints.comparison import Comparison, Drive, perron_vector
 from wane.models.constraints.layer import Recurrence
 
 ROOM = 1.0
-"""How far the memory gate's bias stays below the cap's pre-activation, so that the input can still open the gate."""
+"""The distance of the memory gate's bias below the cap's pre-activation, so that the input can still open the gate."""
 
 LEAST_MEMORY = 0.5
 """The smallest cap, as a share of the contraction."""
 
 MOST_MEMORY = 0.97
-"""The greatest cap, as a share of the contraction; the rest is room for the recurrent matrix."""
+"""The greatest cap, as a share of the contraction. The rest is room for the recurrent matrix."""
 
 TOUCHED = 2e-5
-"""Relative excess over the target above which a layer is changed, so that float32 rounding changes nothing."""
+"""The relative excess over the target above which a layer is changed. Float32 rounding stays below it."""
 
 ROUNDS = 4
-"""Rounds of shrinking rows: a smaller matrix has a smaller box and other deciding cases of its gates."""
+"""The number of times that the rows are shrunk. After each time, the matrix has a smaller box, and other cases of its
+gates may decide."""
 
 LEAST_HALVINGS = 2.0**-9
-"""The first shrinking that is tried, by 0.14 %: one optimiser step rarely needs more."""
+"""The first exponent that is tried. It shrinks the matrix by 0.14 %. One optimiser step rarely needs more."""
 
 MOST_HALVINGS = 128
-"""Lower limit of the scale: float32's largest values are about 2^128."""
+"""The largest exponent that is tried. Float32's largest values are about 2^128."""
 
 BISECTIONS = 6
 STEPS_BACK = 4
 
 
 def hold(recurrence: Recurrence, target: float, make: Callable[[Drive, Tensor], Comparison]) -> Tensor:
-    """Makes a layer contractive by at most `target`, in place; returns the greatest |h| of each unit, (H) float64.
+    """Makes a layer contractive by at most `target`, in place. Returns the greatest |h| of each unit, (H) float64.
 
-    make: the cell's comparison with a recurrent matrix.
+    make: builds the cell's comparison from a recurrent matrix.
     """
     comparison = make(recurrence.drive(), recurrence.matrix.double())
     if fits(comparison, target * (1 + TOUCHED)):
@@ -68,10 +71,10 @@ def fits(comparison: Comparison, target: float) -> bool:
 
 
 def cap_memory_gate(recurrence: Recurrence, target: float) -> None:
-    """Keeps the memory gate (rows H..2H), as far as input and biases determine it, under its unit's cap.
+    """Keeps the part of the memory gate (rows H..2H) that input and biases determine under the unit's cap.
 
-    Keeps its bias ROOM below the cap, then shrinks the rows of the input matrix that still exceed it. Lowering the
-    bias alone would close the gate for all tokens because of one token that opens it.
+    The gate's bias is kept ROOM below the cap. Then the rows of the input matrix that still exceed the cap are shrunk.
+    Lowering only the bias would close the gate for all tokens because of one token that opens it.
     """
     hidden = recurrence.matrix.shape[1]
     rows = slice(hidden, 2 * hidden)
@@ -88,7 +91,7 @@ def cap_memory_gate(recurrence: Recurrence, target: float) -> None:
 
 
 def nearest(matrix: Tensor, make: Callable[[Tensor], Comparison], target: float) -> Tensor:
-    """Returns the shrunk matrix nearest to `matrix` that fits."""
+    """Returns the feasible matrix that is nearest to `matrix` among the candidates."""
 
     def by_unit(scaled: Tensor) -> bool:
         return perron_vector(make(scaled), target)[0] <= target
@@ -108,13 +111,14 @@ def nearest(matrix: Tensor, make: Callable[[Tensor], Comparison], target: float)
         rows = way_back(shrink(rows, by_unit), matrix, by_unit)
         if (rows - matrix).norm() < (best - matrix).norm():
             best = rows
-    # A common factor is searched for only if it can come as close to the matrix.
+    # The search for a common factor runs only if its result can be closer to the matrix than `best`.
     as_far = float((best - matrix).norm() / matrix.norm())
     return shrink(matrix, by_any_rule) if by_any_rule((1 - as_far) * matrix) else best
 
 
 def way_back(held: Tensor, matrix: Tensor, fitting: Callable[[Tensor], bool]) -> Tensor:
-    """Moves from `held`, which fits, back towards `matrix` as far as it still fits, to a sixteenth of the way."""
+    """Moves from `held`, which is feasible, towards `matrix` as far as the result stays feasible, to a sixteenth of the
+    distance."""
     kept, lost = 0.0, 1.0
     for _ in range(STEPS_BACK):
         middle = (kept + lost) / 2
@@ -123,9 +127,9 @@ def way_back(held: Tensor, matrix: Tensor, fitting: Callable[[Tensor], bool]) ->
 
 
 def shrink(matrix: Tensor, fitting: Callable[[Tensor], bool]) -> Tensor:
-    """Returns the matrix times about the largest scale 2^-t <= 1 that fits, or zeros if no scale fits.
+    """Returns the matrix times approximately the largest feasible scale 2^-t <= 1, or zeros if no scale is feasible.
 
-    Doubles t until it is large enough, then bisects.
+    Doubles t until the result is feasible, then bisects.
     """
     if fitting(matrix):
         return matrix

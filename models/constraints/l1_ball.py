@@ -1,4 +1,4 @@
-"""The projection of rows onto weighted l1 balls, which rules in the maximum norm require of a matrix."""
+"""The projection of rows onto weighted l1 balls. Rules in the maximum norm require it of a matrix."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def project_rows(rows: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
-    """Returns the nearest rows (R, N) with `sum_j weights_ij |x_ij| <= limits_i`; weights: (R, N), >= 0; limits: (R).
+    """Returns the nearest rows (R, N) with `sum_j weights_ij |x_ij| <= limits_i`. weights: (R, N), >= 0. limits: (R).
 
-    Entries shrink by t_i weights_ij, but not past zero (Duchi et al. 2008, there without weights). No entry grows, and
-    entries of zero weight stay. A limit of zero or less makes all entries of positive weight zero.
+    Each entry shrinks by t_i weights_ij, but not past zero (Duchi et al. 2008, there without weights). No entry grows,
+    and entries of zero weight stay. A limit of zero or less makes all entries of positive weight zero.
     """
     size = rows.abs()
     total = (weights * size).sum(1)
-    # entry j is zero from t = |x_ij| / weights_ij on; between two such t the sum is linear in t
+    # Entry j is zero for t >= |x_ij| / weights_ij. Between two such values of t, the sum is linear in t.
     ends, order = torch.where(weights > 0, size / weights, 0.0).sort(1, descending=True)
     ordered = weights.gather(1, order)
     sums, squares = (ordered * size.gather(1, order)).cumsum(1), (ordered**2).cumsum(1)

@@ -13,9 +13,9 @@ from wane.models.constraints.comparison import Drive
 class Recurrence:
     """One layer's weights, and the range of the input's part of each pre-activation.
 
-    matrix: (G H, H); bias: (G H), the recurrent bias; input_matrix: (G H, I), input_bias: (G H). These are the layer's
-    own tensors and are modified in place. least, greatest: float64 (G H), of `input_matrix x + input_bias` over all
-    admissible x.
+    matrix: (G H, H). bias: (G H), the recurrent bias. input_matrix: (G H, I). input_bias: (G H). These are the layer's
+    own tensors and are modified in place. least, greatest: float64 (G H), the range of `input_matrix x + input_bias`
+    over all admissible x.
     """
 
     matrix: Tensor
@@ -26,15 +26,16 @@ class Recurrence:
     greatest: Tensor
 
     def drive(self) -> Drive:
-        """Returns the terms added to the pre-activations besides the recurrent matrix."""
+        """Returns the terms that are added to the pre-activations in addition to the recurrent matrix's product."""
         return Drive(self.least, self.greatest, self.bias.double())
 
 
 @dataclass(frozen=True, slots=True)
 class ConstrainedLayer:
-    """One layer of a network. vocabulary: (V, I), the embeddings, if the layer reads them.
+    """One layer of a network.
 
-    below: (I), the greatest |x_i| of the layer below, if known.
+    vocabulary: (V, I), the embeddings, if the layer reads them. below: (I), the greatest |x_i| of the layer below, if
+    known.
     """
 
     module: nn.Module
@@ -50,9 +51,9 @@ class ConstrainedLayer:
     def recurrence(self) -> Recurrence:
         """Returns the layer's recurrence with the range of its input part over all admissible inputs.
 
-        If the layer reads the vocabulary's rows, through its LayerNorm if any, the range is exact. Otherwise a
-        LayerNorm's output is gain * n + shift, |n| <= sqrt(d) and n of mean zero; without a LayerNorm, the inputs are
-        in the box of the layer below, |x_i| <= below_i.
+        If the layer reads the vocabulary's rows, directly or through a LayerNorm, the range is exact. Otherwise the
+        inputs are the outputs of a LayerNorm, gain * n + shift with |n| <= sqrt(d) and n of mean zero. In a network
+        without LayerNorms, the inputs are in the box of the layer below, |x_i| <= below_i.
         """
         norm = getattr(self.module, "norm", None)
         own, own_bias = self.tensor("weight_ih_l0"), self.tensor("bias_ih_l0")

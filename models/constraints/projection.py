@@ -1,10 +1,8 @@
 """Keeps a network contractive during training.
 
-`project(network, contraction, spectral_limit)` moves the weights, after an optimiser step, to where every layer meets
-its factor. Weights that meet it already are not changed, and no weight grows. `models/constraints/cells/` has the
-constraint of each cell.
-
-Export and load recompute the bounds independently, rounded outward.
+After an optimiser step, `project(network, contraction, spectral_limit)` changes the weights so that every layer attains
+its factor. Weights that already do are not changed, and no weight grows. `models/constraints/cells/` has the constraint
+of each cell. Export and load recompute the bounds independently and round them outward.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from wane.models.networks import Network
 Constrain = Callable[[ConstrainedLayer, float], Tensor | None]
 
 MARGIN = 1e-4
-"""Relative slack below the requested limit, larger than float32 rounding."""
+"""The relative slack below the requested limit. It is larger than float32 rounding."""
 
 
 @torch.no_grad()
 def project(network: Network, contraction: Sequence[float] | None, spectral_limit: float | None = None) -> None:
-    """Makes every layer contractive by at most its entry of `contraction`, in place; None: no constraint.
+    """Makes every layer contractive by at most its entry of `contraction`, in place. None means no constraint.
 
-    `spectral_limit`: the limit of every matrix that `spectral_limit.py` names (residual blocks). It is applied first,
+    `spectral_limit` is the limit of every matrix that `spectral_limit.py` names (residual blocks). It is applied first,
     because `contraction` then only shrinks the rows of such a matrix.
     """
     architecture = network.architecture

@@ -1,7 +1,7 @@
 """Limits spectral norms: the projection onto `|M|_2 <= limit`, and the limited matrices of a residual block.
 
-A residual block multiplies an error from below by factors made of the spectral norms of its matrices, each with the
-gain of the preceding LayerNorm folded in. Smaller norms give tighter proofs for a request.
+A residual block multiplies the error of its input by factors that depend on the spectral norms of its matrices. The
+gain of the preceding LayerNorm is part of the matrix. Smaller norms give tighter proofs for a request.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from wane.models.cell_registry import CELLS, Cell
 from wane.models.networks import Network
 
 TOUCHED = 1e-6
-"""Relative excess over the limit above which a matrix is changed, so that float32 rounding changes nothing."""
+"""The relative excess over the limit above which a matrix is changed. Float32 rounding stays below it."""
 
 
 @torch.no_grad()
 def clip_singular_values(matrix: Tensor, limit: float, gain: Tensor | None = None) -> None:
-    """Reduces `|matrix diag(gain)|_2` to at most `limit`, in place; gain: (columns), default: ones.
+    """Reduces `|matrix diag(gain)|_2` to at most `limit`, in place. gain: (columns), ones by default.
 
     The product becomes the nearest one (Frobenius norm) within the limit: its singular values are clipped from above.
-    With U the left singular vectors whose values s exceed the limit, `matrix -= U diag(1 - limit / s) U' matrix`.
-    Nothing is divided by the gain, so a small gain inflates no weight.
+    With U the left singular vectors whose values s exceed the limit, `matrix -= U diag(1 - limit / s) U' matrix`. There
+    is no division by the gain, so a small gain does not inflate a weight.
     """
-    # float64's Gram matrix gives a value s to about 1e-16 (largest / s)^2: badly scaled matrices are clipped twice
+    # The Gram matrix in float64 determines a singular value s to about 1e-16 (largest / s)^2. Badly scaled matrices are
+    # therefore clipped twice.
     while True:
         folded = matrix.double() if gain is None else matrix.double() * gain.double()
         left, values = _singular_above(folded, limit * (1 + TOUCHED))
@@ -36,7 +37,8 @@ def clip_singular_values(matrix: Tensor, limit: float, gain: Tensor | None = Non
 
 
 def _singular_above(matrix: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Returns the left singular vectors (rows, N) and singular values (N) above `limit`, by the smaller Gram matrix."""
+    """Returns the left singular vectors (rows, N) and the singular values (N) above `limit`, from the smaller Gram
+    matrix."""
     wide = matrix.shape[0] <= matrix.shape[1]
     squares, vectors = torch.linalg.eigh(matrix @ matrix.T if wide else matrix.T @ matrix)
     above = squares > limit**2
@@ -48,8 +50,8 @@ def _singular_above(matrix: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 def limit_spectral_norms(network: Network, limit: float) -> None:
     """Reduces the spectral norms of a residual network's matrices to at most `limit`, in place.
 
-    These are, in each block: the cell's input matrix of each gate and `feed_forward_in`, both with the gain of their
-    LayerNorm folded in, `mix` and `feed_forward_out`.
+    In each block, these are the cell's input matrix of each gate, `feed_forward_in`, `mix` and `feed_forward_out`. The
+    first two include the gain of their LayerNorm.
     """
     for layer in network.layers:
         for matrix, gain in limited_matrices(layer, network.architecture.cell):

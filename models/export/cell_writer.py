@@ -1,12 +1,13 @@
-"""The common base of the cells as ONNX nodes: a step in two halves.
+"""The common base of the cells as ONNX nodes. It splits a step into two halves.
 
-`drive` computes the part that depends on the layer's input alone, for many rows at once; `step` computes the rest,
-token by token. In the first layer `drive` is a function of the token and folds into a table of V rows when the graph
-is loaded. Whole sequences loop over `step`, so that they round like streaming does. ONNX has operators for LSTM, GRU
-and RNN, but they multiply by the input's weights at every token. On one CPU core the loop takes, for 64 windows of 64
-tokens, 0.55 of the operator's time for an LSTM of 256 and 0.23 for an RNN of 384; for a single window it takes 1.2
-times the operator's time for the LSTM and 0.56 for the RNN. The gated loop costs a microsecond per token, less than
-solving chunks by doubling (`benchmarks/recurrence.py`).
+`drive` computes the part that depends on the layer's input alone, for many rows in one product. `step` computes the
+rest, token by token. In the first layer `drive` is a function of the token, and folds into a table of V rows when the
+graph is loaded. Whole sequences loop over `step`, so that they round exactly like streaming.
+
+ONNX has operators for LSTM, GRU and RNN, but they multiply by the input's weights at every token. For 64 windows of 64
+tokens on one CPU core, the loop takes 0.55 of the operator's time for an LSTM of 256 and 0.23 for an RNN of 384. For a
+single window it takes 1.2 times the operator's time for the LSTM and 0.56 for the RNN. The gated loop takes a
+microsecond per token, less than solving chunks by doubling (`benchmarks/recurrence.py`).
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class CellWriter(ABC):
         self._prefix = f"layers.{layer}.cell."
 
     def drive(self, x: str) -> list[str]:
-        """Computes the input's contribution. x: (N, I). Returns values of N rows for `step`."""
+        """Computes the input's contribution to a step. x: (N, I). Returns values of N rows for `step`."""
         graph = self._graph
         bias = graph.node("Add", self._rows("bias_ih_l0"), self._rows("bias_hh_l0"))
         return [linear(graph, x, self._rows("weight_ih_l0", self.inputs), bias)]
 
     @abstractmethod
     def step(self, graph: GraphWriter, state: list[str], driven: list[str]) -> list[str]:
-        """Returns the state after one token. state: (B, H) each; driven: from `drive`, B rows."""
+        """Returns the state after one token. state: (B, H) each. driven: the results of `drive`, B rows."""
 
     def _recalled(self, graph: GraphWriter, h: str, driven: str) -> str:
         """Returns the pre-activations `W h + driven`. h: (B, H), driven: (B, gates * H)."""
@@ -68,7 +69,7 @@ class CellWriter(ABC):
 
 
 class InputGatedWriter(CellWriter):
-    """A cell `s' = f(x) s + (1 - f(x)) z(x)`, whose windows `models/export/radius.py` can bound."""
+    """A cell `s' = f(x) s + (1 - f(x)) z(x)`. `models/export/radius.py` can bound its windows."""
 
     @abstractmethod
     def gates_of(self, x: str) -> tuple[str, str]:
@@ -76,7 +77,7 @@ class InputGatedWriter(CellWriter):
 
     @abstractmethod
     def enter(self, gate: str, candidate: str) -> list[str]:
-        """Returns the inputs of `step` made of them."""
+        """Returns the inputs of `step` that a gate and a candidate determine."""
 
 
 def build_cell(graph: GraphWriter, architecture: Architecture, layer: int) -> CellWriter:

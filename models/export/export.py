@@ -69,13 +69,14 @@ def export_bundle(
 ) -> Manifest:
     """Writes the bundle `directory` after checking that its graphs, the oracle and `torch_network` agree.
 
-    `weights` are float32, by the names of `models/weights.py`; `sample_tokens` is real text for the parity check.
-    `precision`: the number format of the products; int8 graphs are faster, slightly different and not certified.
-    `cache`: the cache language model that the server mixes with the network. `unknown`: what the server does with a
-    word or an event that the vocabulary lacks.
-    `replace`: whether to replace a bundle of the same or a higher version. Raises BundleExistsError if such a bundle
-    may not be replaced, and ExportError if the arguments do not fit together or if the graphs, the oracle and
-    `torch_network` differ. On an error nothing is written.
+    `weights` maps the names of `models/weights.py` to float32 tensors. `sample_tokens` is real text for the parity
+    check. `precision` is the number format of the products. int8 graphs are faster, slightly different and not
+    certified. `cache` is the cache language model that the server mixes with the network. `unknown` is what the server
+    does with a word or an event that the vocabulary lacks. `replace` allows the replacement of a bundle of the same or
+    a higher version.
+
+    Raises BundleExistsError if an existing bundle may not be replaced. Raises ExportError if the arguments do not fit
+    together, or if the graphs, the oracle and `torch_network` differ. On an error nothing is written.
     """
     tokenizer_json = with_decoder(vocabulary_kind, tokenizer_json)
     vocabulary = Vocabulary(vocabulary_kind, tokenizer_json)
@@ -211,10 +212,10 @@ def _files(
 def _request_bound(
     architecture: Architecture, weights: Weights, tokens: list[int], max_window: int
 ) -> RequestBound | None:
-    """Returns the bound for the window graph's radius, or None if a radius would not be worth its cost.
+    """Returns the bound for the window graph's radius, or None if a radius is not worth its cost.
 
-    That is so for cells without a radius, and if the radius of a window of `max_window` tokens is hardly smaller than
-    that of the last token alone.
+    Cells without a radius have no bound. The radius is not worth its cost if the radius of a window of `max_window`
+    tokens is hardly smaller than that of the last token alone.
     """
     if not CELLS[architecture.cell].input_gated:
         return None
@@ -224,7 +225,7 @@ def _request_bound(
 
 @contextmanager
 def opened_step(step: bytes, weights_data: bytes) -> Iterator[Run]:
-    """Opens the `step` graph in a temporary directory, before the bundle exists."""
+    """Opens the `step` graph in a temporary directory. The bundle does not exist yet."""
     with tempfile.TemporaryDirectory() as directory:
         graph = Path(directory) / "step.onnx"
         graph.write_bytes(step)

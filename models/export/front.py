@@ -1,4 +1,4 @@
-"""The blocks below the first cell as ONNX nodes, and their parts: LayerNorm and feed-forward."""
+"""The convolution blocks below the first cell as ONNX nodes, and their parts, LayerNorm and feed-forward."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from wane.models.manifest import Architecture
 
 
 def layer_norm(graph: GraphWriter, name: str, x: str, architecture: Architecture) -> str:
-    """x: (N, H) -> (N, H)."""
+    """Adds a LayerNorm. x: (N, H) -> (N, H)."""
     return layer_norm_by(graph, name, x, architecture)[0]
 
 
 def layer_norm_by(graph: GraphWriter, name: str, x: str, architecture: Architecture, outputs: int = 1) -> list[str]:
-    """x: (N, H) -> (N, H); with 3 outputs also the mean and 1 / sqrt(variance + epsilon), (N, 1)."""
+    """Adds a LayerNorm. x: (N, H) -> (N, H). With 3 outputs, returns the mean and 1 / sqrt(variance + epsilon), (N, 1),
+    as well."""
     scale, shift = (graph.weight(f"{name}.{part}", architecture.hidden) for part in ("weight", "bias"))
     operator, epsilon = "LayerNormalization", architecture.norm_epsilon
     return graph.nodes(operator, x, scale, shift, outputs=outputs, axis=-1, epsilon=epsilon)
@@ -40,7 +41,8 @@ class FrontWriter:
         self._kernel = 1 if architecture.front is None else architecture.front.kernel_size
 
     def step(self, x: str, state: list[str]) -> tuple[str, list[str]]:
-        """x: (B, H); state: the whole network's. Returns (B, H) and the front's next state."""
+        """Adds one step of the blocks. x: (B, H). state: of the whole network. Returns (B, H) and the blocks' next
+        state."""
         graph, after = self._graph, []
         for block, before in zip(range(self._blocks), state, strict=False):
             fresh = graph.node("Unsqueeze", self._normalise(block, x), graph.integers(1))
@@ -51,9 +53,10 @@ class FrontWriter:
         return x, after
 
     def sequence(self, x: str, by_time: str, lengths: str, state: list[str]) -> tuple[str, list[str]]:
-        """x: (T * B, H), time-major; by_time: the tokens (T, B); lengths: (B); state: the whole network's.
+        """Adds the blocks over whole sequences. x: (T * B, H), time-major. by_time: the tokens, (T, B). lengths: (B).
+        state: of the whole network.
 
-        Returns (T * B, H) and the front's state after each row's length.
+        Returns (T * B, H) and the blocks' state after each row's length.
         """
         if self._blocks == 0:
             return x, []
@@ -80,7 +83,8 @@ class FrontWriter:
         return x, after
 
     def _kept_rows(self, lengths: str, batch: str) -> str:
-        """Returns the rows of `seen` for the next state: (length + i) * B + b for i < K - 1, by b and then by i."""
+        """Returns the rows of `seen` that form the next state: (length + i) * B + b for i < K - 1, ordered by b and
+        then by i."""
         graph = self._graph
         columns = graph.node("Range", graph.integer(0), batch, graph.integer(1))
         offsets = graph.integers(*range(self._kernel - 1))

@@ -1,8 +1,8 @@
 """A writer of ONNX graphs whose weights stay in the safetensors file.
 
-A weight enters a graph as external data: a name, a shape, and an extent of bytes in the weights file. Values computed
-from weights alone (reordered gates, per-token tables) are ordinary nodes, which onnxruntime folds into constants when
-it loads the graph, so that nothing is stored twice.
+A weight enters a graph as external data: a name, a shape, and an extent of bytes in the weights file. Values that are
+computed from weights alone (reordered gates, per-token tables) are ordinary nodes. onnxruntime folds them into
+constants when it loads the graph, so that no value is stored twice.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from onnx import TensorProto, helper, numpy_helper
 from wane.models.manifest import Precision
 
 OPSET = 20
-IR_VERSION = 10  # readable by onnxruntime 1.20, the oldest supported
+IR_VERSION = 10  # the oldest supported onnxruntime (1.20) can read this version
 
 Dimension = int | str
 
 
 class GraphWriter:
-    """One graph under construction. Values are identified by name; methods that add a value return its name."""
+    """One graph under construction. Values are identified by name. Methods that add a value return its name."""
 
     def __init__(
         self,
@@ -48,20 +48,20 @@ class GraphWriter:
         self._output_of: dict[str, str] = {}
 
     def nodes(self, operator: str, *inputs: str, outputs: int = 1, omit: int = 0, **attributes: object) -> list[str]:
-        """Adds a node; returns the names of its outputs except the first `omit`, which are not computed."""
+        """Adds a node. Returns the names of its outputs except the first `omit`, which are not computed."""
         base = f"{self._prefix}{operator.lower()}.{len(self._nodes)}"
         names = [f"{base}.{index}" if index >= omit else "" for index in range(outputs)]
         self._nodes.append(helper.make_node(operator, list(inputs), names, name=base, **attributes))
         return names[omit:]
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
-        """Adds a node with one output; returns its name."""
+        """Adds a node with one output. Returns the output's name."""
         return self.nodes(operator, *inputs, **attributes)[0]
 
     def weight(self, name: str, *shape: int) -> str:
-        """Adds a tensor of the weights file with `shape`, which may split its axes."""
+        """Adds a tensor of the weights file with the shape `shape`, which may split the tensor's axes."""
         offset, length = self._extents[name]
-        assert length == 4 * math.prod(shape), f"{name}: {length} bytes do not fill {shape}; this is a bug"
+        assert length == 4 * math.prod(shape), f"{name}: {length} bytes do not fill {shape}: this is a bug"
         key = f"{name}:{'x'.join(map(str, shape))}"
         if key not in self._initialisers:
             tensor = TensorProto(name=key, data_type=TensorProto.FLOAT, dims=shape)
@@ -99,12 +99,12 @@ class GraphWriter:
         return name
 
     def input(self, name: str, element: int, shape: Sequence[Dimension]) -> str:
-        """Declares an input; `element` is a TensorProto type."""
+        """Declares an input. `element` is a TensorProto type."""
         self._inputs.append(helper.make_tensor_value_info(name, element, shape))
         return name
 
     def output(self, name: str, value: str, shape: Sequence[Dimension], element: int = TensorProto.FLOAT) -> None:
-        """Declares `value` as the output `name`, which renames the value: declare outputs last."""
+        """Declares `value` as the output `name`. This renames the value, so outputs must be declared last."""
         self._rename(value, name)
         self._outputs.append(helper.make_tensor_value_info(name, element, shape))
 
@@ -128,8 +128,8 @@ class GraphWriter:
     ) -> list[str]:
         """Adds a loop over the first axis of `slices`, which all have the same length T.
 
-        `step(body, states, slices)` writes one step into `body`, may also use this graph's values, and returns the
-        next states, then any other values. `scan` returns all of them for every step, stacked: (T, ...).
+        `step(body, states, slices)` writes one step into `body` and may also use this graph's values. It returns the
+        next states, followed by any other values. `scan` returns all of these values for every step, stacked: (T, ...).
         """
         prefix = f"{self._prefix}scan.{len(self._nodes)}."
         body = GraphWriter("body", self._weights_file, self._extents, prefix, self.precision)

@@ -14,15 +14,17 @@ from wane.models.export.radius import RadiusWriter
 from wane.models.manifest import Architecture
 
 TABLE_ELEMENTS = 1 << 22
-"""The largest per-token table folded at load, in floats (16 MiB). Larger projections are computed per request."""
+"""The largest per-token table that is folded at load, in floats (16 MiB). Larger projections are computed per
+request."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRun:
-    """The results of a run over sequences: hidden after every token (T * B, H), after the last (B, H), the state.
+    """The results of a run over sequences: hidden after every token (T * B, H), hidden after the last token (B, H), and
+    the state.
 
-    With a request bound also, after the last token: radius (B), the first layer's stream (B, H), and each layer's
-    state error (B, units).
+    With a request bound, the results after the last token also include the radius (B), the first layer's stream (B, H),
+    and each layer's state error (B, units).
     """
 
     every: str
@@ -34,7 +36,7 @@ class SequenceRun:
 
 
 class NetworkWriter:
-    """The network in one graph. Rows are flat, (N, H): N = B for a step, N = T * B, time-major, for sequences."""
+    """The network in one graph. Rows are flat, (N, H). N = B for a step. N = T * B, time-major, for sequences."""
 
     def __init__(self, graph: GraphWriter, architecture: Architecture) -> None:
         self._graph = graph
@@ -45,7 +47,7 @@ class NetworkWriter:
         self._cells = [build_cell(graph, architecture, layer) for layer in range(architecture.layers)]
 
     def step(self, tokens: str, state: list[str]) -> tuple[str, list[str]]:
-        """tokens: (B). Returns hidden (B, H) and the next state."""
+        """Adds one step. tokens: (B). Returns hidden (B, H) and the next state."""
         x = self._graph.node("Gather", self._embedding(), tokens)
         x, after = self._front.step(x, state)
         for layer, cell in enumerate(self._cells):
@@ -62,10 +64,11 @@ class NetworkWriter:
         every: bool,
         request: RequestBound | None = None,
     ) -> SequenceRun:
-        """tokens: (B, T); lengths: (B); state: None for zeros.
+        """Adds a run over sequences. tokens: (B, T). lengths: (B). state: None for zeros.
 
-        Unless `every`, only the rows of the last hidden are computed above the last cell, and the result's `every` is
-        "". `request`: adds a radius to an input-gated run from the zero state without `every`.
+        Unless `every` is true, the part above the last cell is computed only for the rows of the last hidden, and the
+        result's `every` is "". `request` adds a radius to a run of an input-gated network that starts from the zero
+        state without `every`.
         """
         graph = self._graph
         by_time = graph.node("Transpose", tokens, perm=[1, 0])
@@ -137,7 +140,8 @@ class NetworkWriter:
         return self._normalise(f"layers.{layer}.norm", x) if self._residual else x
 
     def _drive(self, layer: int, tokens: str, x: str) -> list[str]:
-        """Returns the cell's drive, row by row. A first layer without a front looks it up in a table of V rows."""
+        """Returns the cell's drive, row by row. A first layer that reads the embeddings directly looks it up in a table
+        of V rows."""
         cell = self._cells[layer]
         if (
             layer == 0
@@ -149,7 +153,8 @@ class NetworkWriter:
         return cell.drive(self._input(layer, x))
 
     def _above_cell(self, layer: int, x: str, y: str, r: str, radius: RadiusWriter | None) -> tuple[str, str]:
-        """Adds the rest of a block. x: its input, y: its cell's output, both (N, H); r: the error of x after `mix`."""
+        """Adds the rest of a block. x: the block's input. y: its cell's output, both (N, H). r: the error of x after
+        `mix`."""
         if not self._residual:
             return y, r
         graph, hidden, width = self._graph, self._architecture.hidden, self._architecture.feed_forward
@@ -167,7 +172,7 @@ class NetworkWriter:
         return layer_norm(self._graph, name, x, self._architecture)
 
     def _normalise_off(self, name: str, x: str, r: str, radius: RadiusWriter | None) -> tuple[str, str]:
-        """Adds a LayerNorm; returns its output and the output's error if the error of x is r."""
+        """Adds a LayerNorm. Returns its output, and the error of the output if the error of x is r."""
         if radius is None:
             return self._normalise(name, x), ""
         if not self._residual:
@@ -180,7 +185,7 @@ class NetworkWriter:
         return state[first : first + self._states]
 
     def _by_time(self, rows: str, shape: str) -> str:
-        """(T * B, width) -> (T, B, width)."""
+        """Reshapes (T * B, width) to (T, B, width)."""
         graph = self._graph
         return graph.node("Reshape", rows, graph.node("Concat", shape, graph.integers(-1), axis=0))
 

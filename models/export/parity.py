@@ -18,17 +18,18 @@ from wane.models.parity import TOLERANCE, ParityError, Tensors, check_graphs, lo
 from wane.models.reference import Reference
 
 REAL_ROWS = 4
-"""Rows that the caller's tokens are split into; the last is half as long."""
+"""The number of rows into which the caller's tokens are split. The last row is half as long."""
 
 RANDOM_TIME = 32
 
 
 class ExportError(Exception):
-    """The network, the oracle and the graphs differ; the message names which, where and by how much."""
+    """Raised if the network, the oracle and the graphs differ. The message names which of them differ, where, and by
+    how much."""
 
 
 def check_bundle(bundle: Bundle, sample_tokens: list[int], network: Network | None) -> float:
-    """Compares the bundle's graphs and the torch network, if any, with the oracle.
+    """Compares the bundle's graphs, and the torch network if any, with the oracle.
 
     Uses random tokens and `sample_tokens`. Returns the largest difference. Raises ExportError.
     """
@@ -55,7 +56,8 @@ def check_bundle(bundle: Bundle, sample_tokens: list[int], network: Network | No
 
 
 def check_network(reference: Reference, network: Network, tokens: NDArray[np.int64]) -> float:
-    """Compares torch's log-probabilities with the oracle's at every position of tokens (B, T), whole and streamed."""
+    """Compares torch's log-probabilities with the oracle's at every position of tokens (B, T), in one pass and token by
+    token."""
     mode = network.training
     network.eval()
     with torch.no_grad():
@@ -88,13 +90,13 @@ class OnnxGraphs:
 
     @classmethod
     def at(cls, paths: Mapping[Role, Path]) -> OnnxGraphs:
-        """Opens graphs outside a bundle."""
+        """Opens graphs that are not part of a bundle."""
         graphs = cls.__new__(cls)
         graphs._sessions = {role: _session(path) for role, path in paths.items()}
         return graphs
 
     def run(self, role: Role, feeds: Tensors) -> Tensors:
-        """Runs a graph; returns all outputs by name."""
+        """Runs a graph. Returns all outputs by name."""
         session = self._sessions[role]
         names = [output.name for output in session.get_outputs()]
         return cast(Tensors, dict(zip(names, session.run(names, feeds), strict=True)))

@@ -1,19 +1,21 @@
 """The radius of a window as ONNX nodes: the cheapest form of the bound of `models/certificate/request.py`.
 
-For input-gated cells only. In a run over T tokens of B windows, r bounds the error of the stream x in the 2-norm,
-(N, 1) with N = T * B, and e bounds the error of a state, unit by unit:
+Only input-gated cells have a radius. In a run over T tokens of B windows, r is the 2-norm bound of the error of the
+stream x, (N, 1) with N = T * B. e bounds the error of a state, unit by unit:
 
-- First layer: `e' = f e`, from `|s| + reach` at the cut. After a front, e starts at the first token at which the
-  convolutions see only tokens of the window; before that r is FAR. Without other layers it is a product over time.
+- First layer: `e' = f e`, starting from `|s| + reach` at the cut. Above convolution blocks, e starts at the first token
+  whose receptive field is within the window. Before that token r is FAR. If there are no other layers, e is a product
+  over time.
 - A LayerNorm: with q = r / sqrt(variance + epsilon), `rho = min(q + q^3 / H, r / sqrt(epsilon), 2 sqrt(H))`. The first
-  is above the angle's bound for every r: `sec(asin(t) / 2) <= 1 + t^2` for t <= 1, and at t = 1 it is 2 already.
-- Further layers: `e' = min((f + df) e + df (|s - z| + dz) + (1 - f) dz, |s| + reach)`, where by the greatest slopes
-  `df = cap / 4 |W_f| rho` and `dz = |W_z| rho`, |.| the rows' lengths.
-- Mixing and feed-forward: by the products of their spectral norms.
+  term is above the angle's bound for every r: `sec(asin(t) / 2) <= 1 + t^2` for t <= 1, and at t = 1 the right side is
+  already 2.
+- Further layers: `e' = min((f + df) e + df (|s - z| + dz) + (1 - f) dz, |s| + reach)`. With the greatest slopes, `df =
+  cap / 4 |W_f| rho` and `dz = |W_z| rho`, where |.| denotes the rows' lengths.
+- Mixing and feed-forward: r is multiplied by the products of their spectral norms.
 
-The bound includes the rounding of its own float32 arithmetic: constants are rounded up by UP; gates below SMALLEST
-are replaced by SMALLEST, so that the others have a relative error of 2^-17, and errors grow by GROWTH with every
-token; FLOOR is the oracle's own bound of float64 rounding. The radius does not include the rounding of the run itself.
+The bound includes the rounding of its own float32 arithmetic. Constants are rounded up by UP. Gates below SMALLEST are
+replaced by SMALLEST, so that all larger gates have a relative error of 2^-17. Errors grow by GROWTH with every token.
+FLOOR is the oracle's own bound of float64 rounding. The radius does not include the rounding of the run itself.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from wane.models.manifest import Architecture
 
 GROWTH = 1 + 2.0**-16
 SMALLEST = 2.0**-6
-"""Lower limit of a gate: runtimes' sigmoids have an absolute error of 2^-23."""
+"""The lower limit of a gate. The sigmoids of runtimes have an absolute error of 2^-23."""
 
 FLOOR = 2.0**-20
 FAR = 1e9
@@ -42,7 +44,7 @@ class RadiusWriter:
     def __init__(
         self, graph: GraphWriter, architecture: Architecture, request: RequestBound, shape: str, lengths: str
     ) -> None:
-        """shape: int64 (2), T and B; lengths: int64 (B)."""
+        """shape: int64 (2), T and B. lengths: int64 (B)."""
         assert CELLS[architecture.cell].input_gated, "this is a bug"
         self._graph = graph
         self._architecture = architecture
@@ -54,7 +56,7 @@ class RadiusWriter:
         self._growth = graph.node("Pow", graph.number(GROWTH), graph.node("Cast", time, to=TensorProto.FLOAT))
         self._times = graph.node("Range", graph.integer(0), time, graph.integer(1))
         self._early = ""
-        """(T, 1, 1): 1 where the front sees tokens before the window."""
+        """Returns (T, 1, 1): 1 where the convolutions' receptive field includes tokens before the window."""
         if self._reach:
             early = graph.node("Less", self._times, graph.integer(self._reach))
             self._early = graph.node("Unsqueeze", self._number(early), graph.integers(1, 2))
@@ -77,7 +79,7 @@ class RadiusWriter:
         return error, length
 
     def first(self, f: str, states: str, last: str) -> tuple[str, str]:
-        """Bounds the first of several layers. f, states: (T, B, units); last: the rows of the last tokens, (B).
+        """Bounds the first of several layers. f, states: (T, B, units). last: the rows of the last tokens, (B).
 
         Returns each unit's error after the last token, (B, units), and the state's after every token, (N, 1).
         """
@@ -94,7 +96,8 @@ class RadiusWriter:
     def further(
         self, layer: int, gates: tuple[str, str], before: str, states: str, rho: str, last: str
     ) -> tuple[str, str]:
-        """Bounds a layer above. gates, f and z, and states: (T, B, units); before: (B, units); rho: (N, 1)."""
+        """Bounds a layer above the first. gates, f and z, and states: (T, B, units). before: (B, units). rho: (N,
+        1)."""
         graph, cell, (f, z) = self._graph, self._request.layers[layer].cell, gates
         gate, candidate = (linear.rows for linear in cell.inflow)
         rho = graph.node("Reshape", rho, graph.node("Concat", self._shape, graph.integers(1), axis=0))
@@ -118,7 +121,7 @@ class RadiusWriter:
         return self._grown(self._at(errors, last)), self._length(errors, "")
 
     def normalised(self, r: str, inverse: str) -> str:
-        """Bounds a LayerNorm's error, before its gain. r, inverse, 1 / sqrt(variance + epsilon): (N, 1)."""
+        """Bounds a LayerNorm's error, before its gain. r and inverse, which is 1 / sqrt(variance + epsilon): (N, 1)."""
         graph, hidden = self._graph, self._architecture.hidden
         q = graph.node("Mul", r, inverse)
         squared = graph.node("Mul", graph.node("Mul", q, q), graph.number(UP / hidden))
@@ -127,19 +130,21 @@ class RadiusWriter:
         return graph.node("Min", bent, graph.node("Mul", r, steepest), graph.number(2 * UP * np.sqrt(hidden)))
 
     def mixed(self, layer: int, r: str, error: str) -> str:
-        """Bounds the stream after the mixing matrix. r: before it, "" for exact; error: of the state; all (N, 1)."""
+        """Bounds the stream after the mixing matrix. r: the bound before the matrix, "" for exact. error: of the state.
+        All are (N, 1)."""
         turned = self._graph.node("Mul", error, self._graph.number(UP * self._request.layers[layer].mix.norm))
         return self._graph.node("Add", r, turned) if r else turned
 
     def fed_forward(self, layer: int, r: str, rho: str) -> str:
-        """Bounds the stream after the feed-forward. r, rho: before and after its LayerNorm, (N, 1)."""
+        """Bounds the stream after the feed-forward block. r, rho: the bounds before and after its LayerNorm, (N, 1)."""
         part = self._request.layers[layer].feed_forward
         assert part is not None, "this is a bug"
         gain = self._graph.number(UP * part.inner.norm * part.outer.norm)
         return self._graph.node("Add", r, self._graph.node("Mul", rho, gain))
 
     def radius(self, rho: str) -> str:
-        """Returns the windows' radius, (B). rho: (B, 1), of the last LayerNorm, or of a plain network's last state."""
+        """Returns the windows' radius, (B). rho: (B, 1), the bound of the last LayerNorm, or of a plain network's last
+        state."""
         graph = self._graph
         outward = graph.node("Mul", rho, graph.number(UP * self._request.largest_gain))
         return graph.node("Squeeze", graph.node("Add", outward, graph.number(FLOOR)), graph.integers(1))
@@ -156,7 +161,8 @@ class RadiusWriter:
         return graph.node("Add", graph.node("Abs", graph.node("Gather", states, latest)), reach)
 
     def _ended(self, error: str) -> str:
-        """Returns the first layer's error after the last token; adds `reach` if the front sees beyond the window."""
+        """Returns the first layer's error after the last token. Adds `reach` if the receptive field exceeds the
+        window."""
         error = self._grown(error)
         if not self._reach:
             return error
@@ -164,7 +170,7 @@ class RadiusWriter:
         return graph.node("Add", error, graph.node("Mul", self._column(self._short(0)), reach))
 
     def _short(self, more: int) -> str:
-        """(B): 1 for windows with fewer tokens than the front's reach plus `more`."""
+        """Returns (B): 1 for windows with fewer tokens than the convolutions' reach plus `more`."""
         return self._number(self._graph.node("Less", self._lengths, self._graph.integer(self._reach + more)))
 
     def _length(self, errors: str, early: str) -> str:

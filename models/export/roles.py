@@ -8,15 +8,14 @@
     head     hidden[B,H]                             -> logits[B,V], top
 
 Rows are padded on the right with any token: 1 <= length <= T, and tokens beyond the length have no effect. The next
-state is named `next.` + the name of the state. `hiddens` is `hidden` after every token, and zero beyond a row's
-length; bundles of schema 3 lack it. `radius` bounds, in exact arithmetic, the 2-norm distance of `hidden`
-from that of any run that ends in these tokens. `stream`, the input to which the first layer's mixing matrix adds, and
-`error`, the bound of each state unit's distance from the run's, are for the sharper test of
-`models/certificate/top1.py`.
+state is named `next.` + the name of the state. `hiddens` is `hidden` after every token, and zero beyond the length of
+a row. Graphs of schema 3 have no `hiddens`. `radius` bounds, in exact arithmetic, the 2-norm distance of `hidden`
+from that of any run that ends in these tokens. The sharper test of `models/certificate/top1.py` reads `stream`, the
+first block's input, and `error`, the bound of each state unit's distance from the run's.
 
-`top` is `top_logits[B,K]`, the largest in falling order, `top_ids[B,K]` (int64), their ids, the smaller id first
-among ties, and `log_sum_exp[B]`, over all logits. They give the most likely tokens and their log-probabilities without
-a pass over the vocabulary outside the graph. K is TOP, or V if that is smaller.
+`top` stands for three outputs. `top_logits[B,K]` are the largest logits in descending order. `top_ids[B,K]` (int64) are
+their ids, where ties are ordered by ascending id. `log_sum_exp[B]` is over all logits. They determine the most likely
+tokens and their log-probabilities without a pass over the vocabulary outside the graph. K is TOP, or V if V is smaller.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from wane.models.export.network import NetworkWriter
 from wane.models.manifest import Architecture, Precision, Role
 
 ROWS_AT_ONCE = 256
-"""Rows of log-probabilities that `scan` computes at once: 2 MiB of them at a vocabulary of 2,048."""
+"""The number of rows of log-probabilities that `scan` computes per piece. A piece needs 2 MiB for a vocabulary of
+2,048."""
 
 
 def build_graphs(
@@ -43,9 +43,10 @@ def build_graphs(
     request: RequestBound | None = None,
     precision: Precision = "float32",
 ) -> dict[Role, bytes]:
-    """Returns every graph of a bundle as the bytes of an ONNX file. `extents`: of each tensor in `weights_file`.
+    """Returns every graph of a bundle as the bytes of an ONNX file.
 
-    `request`: the bound of the same weights; without it no graph has a radius. `precision`: of the products.
+    `extents`: the extent of each tensor in `weights_file`. `request`: the bound of the same weights. Without it no
+    graph has a radius. `precision`: the number format of the products.
     """
     return {role: build_graph(role, architecture, weights_file, extents, request, precision) for role in ROLES}
 
@@ -104,7 +105,7 @@ def _answer(graph: GraphWriter, logits: str, vocabulary: int) -> None:
     count = min(TOP, vocabulary)
     top, ids = graph.nodes("TopK", logits, graph.integers(count), outputs=2, axis=1)
     largest = graph.node("Slice", top, graph.integers(0), graph.integers(1), graph.integers(1))
-    # written out, because ReduceLogSumExp takes ten times as long on the CPU
+    # not ReduceLogSumExp, which takes ten times as long on the CPU
     terms = graph.node("Exp", graph.node("Sub", logits, largest))
     total = graph.node("Log", graph.node("ReduceSum", terms, graph.integers(1)))
     total = graph.node("Squeeze", graph.node("Add", largest, total), graph.integers(1))
@@ -133,7 +134,7 @@ def _logprobs(graph: GraphWriter, network: NetworkWriter, hidden: str, targets: 
     flat = graph.node("Reshape", flat, graph.node("Concat", pieces, size, axis=0))
 
     def piece(body: GraphWriter, _: list[str], slices: list[str]) -> list[str]:
-        # LogSoftmax and a gather are twenty times as fast on the CPU as ReduceLogSumExp
+        # on the CPU, LogSoftmax and a gather are twenty times as fast as ReduceLogSumExp
         logprobs = body.node("LogSoftmax", network.head(body, slices[0]), axis=-1)
         return [body.node("GatherElements", logprobs, body.node("Unsqueeze", slices[1], one), axis=1)]
 

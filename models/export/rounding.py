@@ -1,20 +1,28 @@
-"""Measures, at export, the distance of float32 graphs from exact arithmetic: one step's error, and a whole run's.
+"""Measures, at export, the distance of float32 graphs from exact arithmetic: the error of one step, and the error of a
+whole run.
 
-One step: the `step` graph against the float64 oracle, both from the graph's last state. The front's state is the exact
-run's in both, because a front's reach is finite and its error is therefore part of the step's.
+**One step.** The output of the `step` graph is compared with that of the float64 oracle. Both start from the graph's
+last state, but both use the exact run's state of the convolution blocks. The blocks' receptive field is finite, so
+their error is part of the step's error.
 
-The measurement depends on the choice of steps. Random tokens never reach the worst case: a float32 recurrence stops up
-to about u |s| / (1 - f) short of its fixed point, on the side that it came from, and only a repeated token takes it
-there. A step also rounds more if the state is large, which cycles that resonate with the recurrence may cause. The
-sequences are therefore: tokens repeated for 4 / (1 - factor) steps, up to 4,096, after two different pasts; cycles of
-two and three tokens; sequences whose every token is chosen to make the state as large as possible; random tokens and
-the caller's. Every token of the vocabulary is stepped from two states. The repeated tokens are those that forget least
-(with the largest gates), those that round most, and random ones.
+The measurement depends on the choice of steps. Random tokens never reach the worst case. A float32 recurrence stops up
+to about u |s| / (1 - f) short of its fixed point, on the side from which it came, and only a repeated token takes it
+there. A step also rounds more if the state is large, and cycles that resonate with the recurrence may cause large
+states. The sequences are therefore:
 
-Theorems bound the error of a run of any length by one step's error: for all token sequences at once
-(`models/certificate/rounding.py`), or, if that bound is too large for a certificate, along the measured sequences
-(`models/certificate/request.py`). The latter also searches the states and tokens at which an error grows most on its
-way to `hidden`: it keeps the rows with the worst bound at every step, and steps all rows with many tokens.
+- Tokens repeated for 4 / (1 - factor) steps, up to 4,096, after two different pasts.
+- Cycles of two and three tokens.
+- Sequences whose every token is chosen to make the state as large as possible.
+- Random tokens and the caller's tokens.
+
+Every token of the vocabulary is stepped from two states. The repeated tokens are those that forget least (with the
+largest gates), those that round most, and random ones.
+
+**A whole run.** Theorems bound the error of a run of any length by one step's error. One theorem holds for all token
+sequences (`models/certificate/rounding.py`). If its bound is too large for a certificate, the error is carried along
+the measured sequences instead (`models/certificate/request.py`). In that case the measurement also searches for the
+states and tokens at which an error grows most on its way to `hidden`: it keeps the rows with the worst bound at every
+step, and steps all rows with many tokens.
 """
 
 from __future__ import annotations
@@ -42,50 +50,52 @@ from wane.models.weights import Weights
 Tokens = NDArray[np.int64]
 
 SAFETY_OF_STEP = 1.25
-"""Safety factor of the largest measured error of one step."""
+"""The safety factor of the largest measured error of one step."""
 
 SAFETY_OF_SEQUENCE = 2.0
-"""Safety factor if errors are accumulated along the measured sequences only."""
+"""The safety factor if errors are accumulated along the measured sequences only."""
 
 ROW_STEPS = 1 << 16
-"""Approximate number of measured steps, which determines the number of rows."""
+"""The approximate number of measured steps. It determines the number of rows."""
 
 ROWS = (48, 768)
-"""The fewest and the most rows."""
+"""The smallest and the largest number of rows."""
 
 LONGEST_HOLD, LONGEST_PAST = 4096, 128
 
 GREEDY, CHOICES = 16, 32
-"""Number of rows whose tokens are chosen to make the state large, and of tokens to choose from."""
+"""The number of rows whose tokens are chosen to make the state large, and the number of candidate tokens."""
 
 SHARES = {"held": 8, "cycles of two": 2, "cycles of three": 2, "random": 2, "given": 2}
-"""Rows of each kind per sixteen."""
+"""The number of rows of each kind, out of sixteen."""
 
 AT_ONCE, LOGITS_AT_ONCE = 4096, 1 << 26
-"""Largest number of tokens of the vocabulary stepped at once, and of their logits."""
+"""The largest number of vocabulary tokens in one batch of steps, and the largest number of their logits."""
 
 WITH_LOGITS = 16
-"""Rows of each step whose logits are measured."""
+"""The number of rows of each step whose logits are measured."""
 
 TURNED = 24
-"""Number of steps, those with the worst bounds at `hidden`, at which `hidden` is differentiated by the state."""
+"""The number of steps at which the derivative of `hidden` by the state is computed. These are the steps with the worst
+bounds at `hidden`."""
 
 TRIED = 24
-"""Tokens tried as the next one of every row."""
+"""The number of tokens that are tried as the next token of every row."""
 
 SMALL = 1e-6
-"""The step of a difference quotient in float64."""
+"""The step size of a difference quotient in float64."""
 
 FAR = 1 << 30
-"""A window's length, in tokens, beyond the reach of every front."""
+"""The length of a window, in tokens, beyond the receptive field of the convolution blocks."""
 
 
 def measure_rounding(
     architecture: Architecture, weights: Weights, layers: list[Layer], run: Run, diameter: float, given: list[int]
 ) -> Rounding | None:
-    """Measures the rounding of a model's graphs. None if a layer is not contractive, because nothing bounds it then.
+    """Measures the rounding of a model's graphs. Returns None if a layer is not contractive, because then no theorem
+    bounds the rounding.
 
-    `run` runs a graph; diameter: D of the output matrix; given: real tokens.
+    `run` runs a graph. diameter: D of the output matrix. given: real tokens.
     """
     factor = max(layer.bound.factor for layer in layers)
     if not factor < 1:
@@ -138,7 +148,7 @@ class _Measuring:
         return everywhere if along is None or variation <= CERTIFIED / 2 else self._carried_along(along)
 
     def _carried_everywhere(self) -> Rounding:
-        """Carries one step's error by the theorem for all sequences."""
+        """Carries one step's error by the theorem that holds for all sequences."""
         rounding = self._rounding("all", SAFETY_OF_STEP)
         states, carried = carry(Stack(self._architecture, self._weights, self._layers), rounding.step)
         return rounding.model_copy(update={"states": states, "carried": carried + rounding.output})
@@ -157,7 +167,7 @@ class _Measuring:
         """Returns the rounding of one step, as measured so far."""
         seen = self._seen
         step = {name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in seen.step.items()}
-        of_output = SAFETY_OF_SEQUENCE if self._residual else safety  # no theorem gives a LayerNorm's worst state
+        of_output = SAFETY_OF_SEQUENCE if self._residual else safety  # no theorem states the worst state of a LayerNorm
         output = of_output * (seen.output + seen.logits / self._diameter)
         return Rounding(
             sequences=sequences, steps=seen.steps, safety=safety, step=step, output=output, states={}, carried=0.0
@@ -176,7 +186,7 @@ class _Measuring:
             along.look(after, errors)
 
     def _sequences(self, given: list[int], rows: int, past: int, hold: int) -> Tokens:
-        """Returns tokens (rows, past + hold)."""
+        """Returns the tokens of all rows: (rows, past + hold)."""
         size, random = self._architecture.vocabulary_size, self._random
         count = {kind: rows * share // 16 for kind, share in SHARES.items()}
         held = self._worth_holding(count["held"] // 2, past)
@@ -196,8 +206,10 @@ class _Measuring:
         return np.concatenate([tokens, random.integers(size, size=(max(spare, 0), past + hold))])[:rows]
 
     def _greedy(self, steps: int) -> Tokens:
-        """Returns tokens (GREEDY, steps), each chosen to make the state largest: all of it, one of its tensors, random
-        units, or one of the units with the largest reach. Tries the best tokens of the previous step and random ones.
+        """Returns tokens (GREEDY, steps). Each token is chosen to make a part of the state as large as possible.
+
+        The part is the whole state, one of its tensors, random units, or one of the units with the largest reach. The
+        candidates are the best tokens of the previous step and random tokens.
         """
         size, random = self._architecture.vocabulary_size, self._random
         state, chosen = self._reference.zero_state(GREEDY), []
@@ -237,8 +249,9 @@ class _Measuring:
     def _worth_holding(self, count: int, past: int) -> Tokens:
         """Returns up to `count` tokens: a third that forget least, a third whose step rounds most, and random ones.
 
-        Steps every token from the ends of a random past and of a repeated token, and measures these steps. A token
-        forgets little if it leaves the two states far apart, which for cells with gates means large gates.
+        Steps every token from two states, the end of a random past and the end of a repeated token, and measures these
+        steps. A token forgets little if it leaves the two states far apart. For cells with gates, such a token has
+        large gates.
         """
         size = self._architecture.vocabulary_size
         pasts = self._random.integers(size, size=(2, past))
@@ -270,8 +283,10 @@ class _Measuring:
     def _measure(
         self, tokens: Tokens, state: Tensors, front: State
     ) -> tuple[dict[str, Matrix], _After, Tensors, State]:
-        """Measures one step of every row. state: the graph's, float32; front: the exact run's state, of which only the
-        front's tensors are read. Returns each unit's error by state tensor, the exact step, and both next states.
+        """Measures one step of every row.
+
+        state: the graph's, float32. front: the exact run's state, of which only the tensors of the convolution blocks
+        are read. Returns each unit's error by state tensor, the exact step, and both next states.
         """
         before = {name: value.astype(np.float64) for name, value in state.items()} | {
             name: value for name, value in front.items() if name not in self._flat
@@ -285,7 +300,7 @@ class _Measuring:
             box, ball = seen.step.get(name, (0.0, 0.0))
             length = float(np.linalg.norm(errors[name], axis=1).max())
             seen.step[name] = max(box, float(errors[name].max())), max(ball, length)
-        if self._residual:  # in a plain network hidden is the last state, which is measured above
+        if self._residual:  # in a plain network hidden is the last state, which the lines above measure
             off = np.linalg.norm(outputs["hidden"].astype(np.float64) - hidden, axis=1)
             seen.output = max(seen.output, float(off.max()))
         own = outputs["hidden"][:WITH_LOGITS].astype(np.float64)
@@ -320,8 +335,10 @@ class _Along:
     def step(
         self, after: _After, made: dict[str, Matrix], before: list[tuple[Deviation, ...]] | None
     ) -> list[tuple[Deviation, ...]]:
-        """Returns the errors of every row's states after a step, by layer and tensor. before: the errors before it
-        (None: no error); made: by state tensor, the errors that the step itself adds.
+        """Returns the errors of every row's states after a step, by layer and tensor.
+
+        before: the errors before the step. None means no error. made: the errors that the step itself adds, by state
+        tensor.
         """
         errors = []
         for names, layer in zip(self._names, self.look(after, before), strict=True):
@@ -335,7 +352,7 @@ class _Along:
         return errors
 
     def look(self, after: _After, before: list[tuple[Deviation, ...]] | None) -> list[tuple[Deviation, ...]]:
-        """Returns the errors after a step that adds none. Keeps the rows with the worst bounds at `hidden`."""
+        """Returns the errors after a step that adds no error. Keeps the rows with the worst bounds at `hidden`."""
         x, ball, moved = after.stream, np.zeros(len(after.stream)), []
         outputs = [after.state[names[0]] for names in self._names]
         for index, (layer, names) in enumerate(zip(self._request.layers, self._names, strict=True)):
@@ -355,10 +372,11 @@ class _Along:
         return moved
 
     def at_hidden(self) -> float:
-        """Returns the largest effect of the states' errors on `hidden`, in the 2-norm, at the rows bounded worst.
+        """Returns the largest effect of the states' errors on `hidden`, in the 2-norm, at the rows with the worst
+        bounds.
 
-        To first order: J is the derivative of `hidden` by the cells' outputs, and for all |e_i| <= E_i
-        |J e|^2 <= sum_ij E_i |J' J|_ij E_j.
+        The result is to first order. J is the derivative of `hidden` by the cells' outputs. For all |e_i| <= E_i, |J
+        e|^2 <= sum_ij E_i |J' J|_ij E_j.
         """
         largest = 0.0
         for radius, stream, rows, boxes in self._worst:

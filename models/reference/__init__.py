@@ -1,4 +1,5 @@
-"""The numpy oracle of every network: `Reference(architecture, weights)`. Imports neither torch nor onnx."""
+"""The numpy oracle of every network: `Reference(architecture, weights)`. This package imports neither torch nor
+onnx."""
 
 from wane.models.reference.functions import Array
 from wane.models.reference.network import Reference, State

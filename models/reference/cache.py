@@ -1,4 +1,5 @@
-"""The oracle of the cache mixture: counts by brute force, written from the definition in `models/cache_mixture.py`."""
+"""The oracle of the cache mixture. It counts by brute force and is written from the definition in
+`models/cache_mixture.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from wane.models.manifest import CacheModel
 
 
 def mixture(cache: CacheModel, network: NDArray[np.float64], history: Sequence[int]) -> NDArray[np.float64]:
-    """Returns the mixture's distribution (V) for the network's distribution (V) and the tokens before it, without the
+    """Returns the mixture's distribution (V) from the network's distribution (V) and the preceding tokens, without the
     start token."""
     known = list(history)[-cache.length :]
     after_last = [known[i + 1] for i in range(len(known) - 1) if known[i] == known[-1]]
@@ -28,7 +29,7 @@ def mixture(cache: CacheModel, network: NDArray[np.float64], history: Sequence[i
 
 
 def _bin(count: int) -> int:
-    """0, 1, 2, 3 to 4, 5 to 8, 9 and more occurrences."""
+    """Returns the bin of a number of occurrences. The bins are 0, 1, 2, 3 to 4, 5 to 8, and 9 and more."""
     for index, least in enumerate((9, 5, 3, 2, 1)):
         if count >= least:
             return 5 - index

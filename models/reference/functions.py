@@ -16,7 +16,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
-    """weight * (x - mean) / sqrt(variance + epsilon) + bias, over the last axis."""
+    """Returns weight * (x - mean) / sqrt(variance + epsilon) + bias, over the last axis."""
     centred = x - x.mean(axis=-1, keepdims=True)
     variance = (centred**2).mean(axis=-1, keepdims=True)
     result: Array = centred / np.sqrt(variance + epsilon) * weight + bias
@@ -24,5 +24,5 @@ def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
 
 
 def affine(x: Array, weight: Array, bias: Array) -> Array:
-    """x: (..., I), weight: (R, I), bias: (R) -> (..., R)."""
+    """Returns the linear map of x: (..., I), weight: (R, I), bias: (R) -> (..., R)."""
     return x @ weight.T + bias

@@ -1,6 +1,7 @@
 """The oracle: the network in numpy, one step at a time, written from the equations alone.
 
-Rows are a batch: x (B, H). The cells' equations are in `models/reference/cells/`; those of a front's block are
+Rows are a batch: x (B, H). The cells' equations are in `models/reference/cells/`; the equations of a convolution block
+are
 
     n = LayerNorm(x),  c = sum_j K_j * n_(j tokens back),  x' = x + W_2 max(0, W_1 c + b_1) + b_2
 """
@@ -18,10 +19,10 @@ from wane.models.reference.functions import Array, affine, layer_norm
 from wane.models.weights import CellWeights, Weights, head_weight
 
 State = dict[str, Array]
-"""State tensors by the manifest's names, each (B, *shape)."""
+"""The state tensors by the manifest's names, each (B, *shape)."""
 
 Step = Callable[[CellWeights, Array, tuple[Array, ...]], tuple[Array, ...]]
-"""A cell's step: its weights, the input (B, I) and the state, (B, H) each -> the next state."""
+"""The step function of a cell: its weights, the input (B, I) and the state, (B, H) each -> the next state."""
 
 
 class Reference:
@@ -45,12 +46,13 @@ class Reference:
         return {tensor.name: np.zeros((batch, *tensor.shape)) for tensor in self.architecture.state_tensors()}
 
     def step(self, tokens: NDArray[np.int64], state: Mapping[str, NDArray[np.floating]]) -> tuple[Array, Array, State]:
-        """tokens: (B). Returns logits (B, V), hidden (B, H) and the next state."""
+        """Runs one step. tokens: (B). Returns logits (B, V), hidden (B, H) and the next state."""
         hidden, after = self.advance(tokens, state)
         return self.logits(hidden), hidden, after
 
     def advance(self, tokens: NDArray[np.int64], state: Mapping[str, NDArray[np.floating]]) -> tuple[Array, State]:
-        """Steps without logits. tokens: (B). Returns hidden (B, H), the output layer's input, and the next state."""
+        """Runs one step without logits. tokens: (B). Returns the output layer's input, hidden (B, H), and the next
+        state."""
         architecture = self.architecture
         x, after = self.stream(tokens, state)
         for layer in range(architecture.layers):
@@ -63,9 +65,10 @@ class Reference:
         return self._top(x), after
 
     def stream(self, tokens: NDArray[np.int64], state: Mapping[str, NDArray[np.floating]]) -> tuple[Array, State]:
-        """Returns the first layer's input, (B, H), and the front's next state: embeddings, or the front's output.
+        """Returns the first layer's input, (B, H), and the next state of the convolution blocks. The input is the
+        embedding, or the output of the blocks.
 
-        tokens: (B). Reads only the front's tensors of `state`.
+        tokens: (B). Reads only the blocks' tensors of `state`.
         """
         x: Array = self._weights["embedding.weight"][tokens]
         after: State = {}
@@ -85,7 +88,7 @@ class Reference:
         return hidden @ self.head.T + self._weights["head.bias"]
 
     def _above_cell(self, layer: int, x: Array, y: Array) -> Array:
-        """Returns the next layer's input. x: the layer's input, y: its cell's output."""
+        """Returns the next layer's input. x: the layer's input. y: its cell's output."""
         if not self._residual:
             return y
         prefix = f"layers.{layer}."
@@ -104,7 +107,7 @@ class Reference:
         return cast
 
     def _front(self, prefix: str, x: Array, before: Array) -> tuple[Array, Array]:
-        """Runs a convolution block. x: (B, H), before: (B, kernel - 1, H), the earlier inputs, oldest first."""
+        """Runs a convolution block. x: (B, H). before: (B, kernel - 1, H), the earlier inputs, oldest first."""
         inputs = np.concatenate([before, self._normalise(prefix + "norm", x)[:, None]], axis=1)
         y = (inputs * self._weights[prefix + "convolution.weight"]).sum(axis=1)
         y = np.maximum(self._affine(prefix + "feed_forward_in", y), 0)

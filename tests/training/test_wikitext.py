@@ -74,5 +74,5 @@ def test_a_downloaded_file_with_a_wrong_hash_is_not_kept(tmp_path: Path, serve) 
 
 
 def test_a_failed_download_suggests_the_data_option(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"could not be downloaded .* with --data"):
+    with pytest.raises(DataError, match=r"could not be downloaded .* use --data FOLDER"):
         fetch_wikitext_2(tmp_path, "http://127.0.0.1:9")

@@ -1,4 +1,4 @@
-"""The audit of any model: what is proved and what is measured about its memory, and the recommended window k."""
+"""Audits any model: what is proved and what is measured about its memory, and the recommended window k."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from wane.training.plots import plot_audit
 from wane.training.run import SAMPLE_TOKENS, writing
 
 LEAST_WINDOW = 8
-"""The shortest window that a text must have positions for."""
+"""A text must have enough tokens for windows of this length."""
 
 
 def audit(options: AuditOptions, console: Console) -> AuditReport:
-    """Audits a model; prints the report, writes it as JSON and as a plot; exports on request. Raises TrainingError."""
+    """Audits a model. Prints the report, and writes it as JSON and as a plot. Exports a bundle on request. Raises
+    TrainingError."""
     name = options.name or _name(options.file)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.export is not None and options.file.is_dir():
         raise RunError(
-            f"{options.file}: --export needs a checkpoint; a bundle can be served as it is, and `wane export` exports "
-            "a run"
+            f"{options.file}: --export needs a checkpoint. A bundle needs no export, and `wane export` exports a run"
         )
     if options.export is not None:
         with writing(options.export / name):
@@ -102,7 +102,7 @@ def audit(options: AuditOptions, console: Console) -> AuditReport:
 
 
 def _name(file: Path) -> str:
-    """Returns a name for the audited model, of characters that a bundle's name may contain."""
+    """Returns a name for the audited model. Its characters are allowed in a bundle's name."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", file.resolve().stem if file.is_file() else file.resolve().name)
     return plain.lstrip("._-")[:64] or "model"
 
@@ -134,7 +134,7 @@ def _text(subject: Subject, found: Forgetting | None, windows: Sequence[int]) ->
 
 
 def _write(report: AuditReport, folder: Path) -> list[Path]:
-    """Writes the report and, if it has measurements, its plot; deletes an earlier plot. Returns the written files."""
+    """Writes the report and, if it has measurements, its plot. Deletes an earlier plot. Returns the written files."""
     json, plot = folder / "audit.json", folder / "audit.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,8 @@ def _export(
     network: Network,
     console: Console,
 ) -> None:
-    """Writes the bundle `target` with the recommended k as its window, or the largest if none. Raises RunError."""
+    """Writes the bundle `target`. Its window is the recommended k, or the largest window if no k is recommended. Raises
+    RunError."""
     recommended = report.recommended.p99
     window = min(recommended or options.max_window, options.max_window)
     with writing(target):
@@ -194,7 +195,7 @@ def _print_bundle(
 
 
 def _provenance(options: AuditOptions, report: AuditReport) -> Provenance:
-    """Returns the provenance of an import: training figures are 0, and `config` describes the imported file."""
+    """Returns the provenance of an imported model: training figures are 0, and `config` describes the imported file."""
     origin = describe_origin(options.command, torch.device("cpu"))
     imported = report.model.model_dump(mode="json", include={"file", "sha256", "tensors", "notes"})
     return Provenance(

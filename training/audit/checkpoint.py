@@ -1,7 +1,8 @@
 """Reads a foreign checkpoint, written by `torch.save` or safetensors, as named tensors, without running its code.
 
-A file may hold the tensors themselves or dictionaries of them, as training scripts write: `{"state_dict": ...}`,
-`{"model": ..., "optimizer": ...}`, `{"encoder": ..., "rnn": ..., "decoder": ...}`. Names are joined with dots.
+A file may hold the tensors themselves, or dictionaries of them, as training scripts write: `{"state_dict": ...}`,
+`{"model": ..., "optimizer": ...}`, `{"encoder": ..., "rnn": ..., "decoder": ...}`. The keys of nested dictionaries are
+joined with dots.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of a file. `inside`: the dotted key that holds them, "" for the whole file."""
+    """The tensors of a file. `inside`: the dotted key of the dictionary that holds them, "" for the whole file."""
 
     path: Path
     sha256: str
@@ -36,7 +37,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path, inside: str | None = None) -> Checkpoint:
-    """Reads a file. `inside`: the key of the tensors if the file holds several models.
+    """Reads a file. `inside`: the key of the tensors, for a file that holds several models.
 
     Raises ForeignError if the file cannot be read, holds code, or does not hold exactly one recurrent model.
     """
@@ -65,7 +66,7 @@ def _safetensors(path: Path, data: bytes) -> object:
 
 
 def _torch(path: Path) -> object:
-    """Loads with weights_only, which refuses any pickle of more than tensors and plain containers."""
+    """Loads with weights_only, which rejects a pickle that holds anything other than tensors and plain containers."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged archive can raise nearly any exception
@@ -76,7 +77,7 @@ def _torch(path: Path) -> object:
             ) from error
         if "TorchScript" in str(error):
             raise ForeignError(
-                f"{path}: a TorchScript archive, which is a program; save its tensors alone: "
+                f"{path}: a TorchScript archive, which is a program. Save only its tensors: "
                 "torch.save(torch.jit.load(...).state_dict(), ...)"
             ) from error
         reason = re.search(r"WeightsUnpickler error: (.+)", str(error))
@@ -85,7 +86,7 @@ def _torch(path: Path) -> object:
 
 
 def _flat(tree: Mapping[object, object], prefix: str = "") -> Tensors:
-    """Returns every tensor of a tree of dictionaries by its dotted name; skips other values."""
+    """Returns every tensor of a tree of dictionaries by its dotted name. Skips all other values."""
     found: Tensors = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -1,4 +1,4 @@
-"""Finds the embedding and the head of a checkpoint, below and above its recurrent layers."""
+"""Finds the embedding and the head of a checkpoint: the matrices below and above its recurrent layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ LARGEST_ONE_HOT = 4096
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingAndHead:
-    """Names of tensors. No embedding: inputs are one-hot. No head: tied to the embedding. No bias: zeros."""
+    """The names of the tensors. Without an embedding, inputs are one-hot. Without a head, the head is tied to the
+    embedding. Without a bias, the bias is zero."""
 
     embedding: str | None
     head: str | None
@@ -53,7 +54,8 @@ def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndH
 
 
 def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[int], bool]) -> str | None:
-    """Returns the matrix with a usual name, preferring one whose shape fits, or else the only matrix that fits."""
+    """Returns the matrix with a usual name, preferably one whose shape fits. Otherwise returns the only matrix that
+    fits."""
     matrices = [name for name in sorted(tensors.unassigned) if len(tensors.shape(name)) == 2]
     fitting = [name for name in matrices if fits(tensors.shape(name)[1])]
     called = [name for name in matrices if kind(name) is usual]
@@ -71,7 +73,8 @@ def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[
 
 
 def _without_embedding(tensors: TensorMap, head: str | None, inputs: int, top: int) -> tuple[str | None, str | None]:
-    """Returns embedding and head for a file without an embedding: tied and saved as the head, or one-hot inputs."""
+    """Returns embedding and head for a file without an embedding matrix. Either the two are tied and saved as the head,
+    or the inputs are one-hot."""
     if head is None:
         raise tensors.error(f"no embedding [V, {inputs}] and no head [V, {top}]; name them with --map")
     vocabulary = tensors.matrix(head)[0]
@@ -90,7 +93,8 @@ def _without_embedding(tensors: TensorMap, head: str | None, inputs: int, top: i
 
 
 def _bias(tensors: TensorMap, matrix: str, vocabulary: int) -> str | None:
-    """Returns the bias that belongs to the output matrix by its name, or the only vector with a head's name."""
+    """Returns the bias that belongs to the output matrix by its name, or else the only vector with a usual name of a
+    head."""
     name: str | None = re.sub(r"weight$", "bias", matrix)
     if name not in tensors.unassigned:
         vectors = [name for name in tensors.unassigned if tensors.shape(name) == (vocabulary,) and kind(name) is HEADS]

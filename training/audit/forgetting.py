@@ -1,11 +1,10 @@
-"""Measures how fast a model forgets: compares windows of the last k tokens with the never-interrupted run.
+"""Measures how fast a model forgets: compares windows of the last k tokens with the uninterrupted run.
 
-Two trajectories of the same weights read the same last k tokens, one from the state after the whole past, one from
-zero. They are compared by the 2-norm distance of `hidden`, the output layer's input; by the total variation and top-1
-of the predicted distributions; and by the perplexity of the next tokens. Gradient norms measure how much the
-probability of the next token depends on the input i steps earlier.
-
-These are float32 measurements at sampled positions of one text, not bounds.
+Two trajectories of the same weights read the same last k tokens. One starts from the state after the whole past, the
+other from the zero state. Three comparisons are made: the 2-norm distance of `hidden`, the output layer's input; the
+total variation and top-1 of the predicted distributions; and the perplexity of the next tokens. Gradient norms measure
+how much the probability of the next token depends on the input i steps earlier. These are float32 measurements at
+sampled positions of one text, not bounds.
 """
 
 from __future__ import annotations
@@ -30,15 +29,16 @@ GRADIENT_ROWS = 32
 GRADIENT_POSITIONS = 256
 """The largest number of positions for which gradients are computed."""
 LARGEST_LOSS = 700.0
-"""Nats per token. The exponential of any difference of two losses up to this limit is a float64 above 0."""
+"""The largest mean loss, in nats per token. The exponential of any difference of two losses up to this limit is a
+float64 above 0."""
 
 
 class Unmeasurable(FloatingPointError):
-    """A run of the model overflows; the message names the run and the token."""
+    """Raised if a run of the model overflows. The message names the run and the token."""
 
 
 class Quantiles(Frozen):
-    """A quantity over all positions."""
+    """The statistics of a quantity over all positions."""
 
     median: float = Field(ge=0)
     p99: float = Field(ge=0)
@@ -46,9 +46,10 @@ class Quantiles(Frozen):
 
 
 class AtWindow(Frozen):
-    """Compares the window of k tokens with the never-interrupted run, at the same positions.
+    """The comparison of windows of k tokens with the uninterrupted run, at the same positions.
 
-    `distance`: 2-norm, of the output layer's input. `perplexity_ratio`: the window's divided by the recurrent one.
+    `distance`: the 2-norm distance of the output layer's input. `perplexity_ratio`: the window's perplexity divided by
+    the recurrent perplexity.
     """
 
     k: Positive
@@ -60,7 +61,7 @@ class AtWindow(Frozen):
 
 
 class AtLag(Frozen):
-    """|d p_{t+i} / d x_t|: p is the probability of the token after t+i, x_t the embedding of token t."""
+    """The norms |d p_{t+i} / d x_t|: p is the probability of the token after t+i, x_t the embedding of token t."""
 
     i: int = Field(ge=0)
     gradient: Quantiles
@@ -83,17 +84,16 @@ def window_grid(longest: int) -> list[int]:
 
 
 def token_steps(tokens: int, windows: Sequence[int], count: int) -> int:
-    """Estimates the token steps of a measurement, the total of its progress bar. A backward step counts as two."""
+    """Estimates the number of token steps of a measurement, for the total of its progress bar. A backward step counts
+    as two."""
     return tokens - 1 + count * sum(windows) + 3 * min(count, GRADIENT_POSITIONS) * max(windows)
 
 
 def measure(
     network: Network, corpus: Corpus, split: str, windows: Sequence[int], count: int, advance: Advance | None = None
 ) -> Forgetting:
-    """Measures at `count` positions, evenly spread over those after at least twice the largest window.
-
-    Raises Unmeasurable.
-    """
+    """Measures at `count` positions. They are spread evenly over all positions after at least twice the largest window.
+    Raises Unmeasurable."""
     network.eval()
     stream = corpus.streams[split]
     longest = max(windows)
@@ -125,7 +125,8 @@ def measure(
 
 
 def smallest_window(windows: Sequence[AtWindow], tolerance: float, quantile: str) -> int | None:
-    """Returns the smallest evaluated k from which on the `p99` or `max` of the total variation is within tolerance."""
+    """Returns the smallest evaluated k such that the `p99` or `max` of the total variation is within tolerance for it
+    and all larger evaluated k."""
     within = None
     for at in sorted(windows, key=lambda at: at.k, reverse=True):
         if not getattr(at.total_variation, quantile) <= tolerance:
@@ -137,7 +138,8 @@ def smallest_window(windows: Sequence[AtWindow], tolerance: float, quantile: str
 def _recurrent(
     network: Network, stream: NDArray[np.int64], positions: NDArray[np.int64], starts: set[int], advance: Advance | None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Runs without interruption. Returns hidden at `positions`, all losses, and the states before each of `starts`."""
+    """Runs over the stream without interruption. Returns hidden at `positions`, all losses, and the states before each
+    of `starts`."""
     hidden, losses, states = [], [], []
     for piece in recurrent_pieces(network, stream, sorted(starts), advance):
         tokens = np.arange(piece.start, piece.start + len(piece.hidden))
@@ -152,7 +154,8 @@ def _recurrent(
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """One k at every position: float32 (positions,) except `distance` (float64) and `top1` (bool)."""
+    """The measurements of one k at every position: float32 (positions,) except `distance` (float64) and `top1`
+    (bool)."""
 
     distance: Tensor
     total_variation: Tensor
@@ -204,7 +207,8 @@ def _gradients(
     states: list[Tensor],
     advance: Advance | None,
 ) -> Tensor:
-    """Returns the norms (length, starts) of the last prediction's gradient in each input, starting from `states`."""
+    """Returns the norms (length, starts) of the last prediction's gradient with respect to each input, starting from
+    `states`."""
     embedding = network.embedding.weight.detach()
     norms = []
     for first in range(0, len(starts), GRADIENT_ROWS):
@@ -230,7 +234,7 @@ def _gradients(
 def _losses(
     recurrent: Tensor, positions: NDArray[np.int64], windows: dict[int, _Pairs], words: int | None
 ) -> SplitLosses:
-    """Returns the mean losses, without words if the perplexity per word would overflow a float64."""
+    """Returns the mean losses. Omits the losses per word if the perplexity per word would overflow a float64."""
     found = SplitLosses(
         tokens=len(recurrent),
         words=words,
@@ -248,7 +252,8 @@ def _losses(
 
 
 def _check(what: str, ends: NDArray[np.int64], *found: Tensor) -> None:
-    """Raises Unmeasurable unless all of `found` (ends, ...) is finite. `ends`: indices of the last tokens read."""
+    """Raises Unmeasurable unless all values of `found` (ends, ...) are finite. `ends`: the indices of the last tokens
+    read."""
     finite = torch.stack([each.reshape(len(ends), -1).isfinite().all(-1) for each in found]).all(0).cpu().numpy()
     if not finite.all():
         raise Unmeasurable(f"{what} overflows float32 at token {ends[~finite][0] + 1}")

@@ -14,7 +14,8 @@ from wane.training.audit.tensor_names import PART, PARTS
 TORCH_CELLS: dict[int, Cell] = {
     info.gates: cell for cell, info in reversed(CELLS.items()) if "audit" not in info.missing
 }
-"""The cells that `torch.nn` has too, by the row blocks of the recurrent matrix; of the RNNs, the first (tanh)."""
+"""The cells that `torch.nn` has too, by the number of row blocks of the recurrent matrix. For RNNs this is the first
+one, tanh."""
 
 Names = dict[str, str]
 """One layer's tensors, by part."""
@@ -22,7 +23,8 @@ Names = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Layers, bottom to top. `sizes`: units of each; `inputs`: input features of the first."""
+    """The recurrent layers, bottom to top. `sizes`: the number of units of each. `inputs`: the number of input features
+    of the first."""
 
     cell: Cell
     names: list[Names]
@@ -37,9 +39,11 @@ def find_layers(tensors: TensorMap, nonlinearity: str | None) -> Layers:
         if (match := PART.match(name)) is None:
             continue
         if match["reverse"]:
-            raise tensors.error(f"{name}: the layer is bidirectional; a model that reads the future cannot predict it")
+            raise tensors.error(
+                f"{name}: the layer is bidirectional. A model that reads the next tokens cannot predict them"
+            )
         if match["part"] == "weight_hr":
-            raise tensors.error(f"{name}: the LSTM projects its output (proj_size); Wane's cells have no such matrix")
+            raise tensors.error(f"{name}: the LSTM projects its output (proj_size). Wane's cells have no such matrix")
         found.setdefault((match["prefix"], int(match["layer"] or 0)), {})[match["part"]] = name
     names = _mapped(tensors, found) or _ordered(tensors, found)
     if not names:
@@ -116,7 +120,9 @@ def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -
         cells.append(TORCH_CELLS[rows // hidden])
         sizes.append(hidden)
     if len(set(cells)) > 1:
-        raise tensors.error(f"layers of different cells ({', '.join(cells)}); Wane needs one cell in all layers")
+        raise tensors.error(
+            f"layers of different cells ({', '.join(cells)}), but Wane needs the same cell in all layers"
+        )
     return Layers(_cell(tensors, cells[0], nonlinearity), names, sizes, tensors.matrix(names[0]["weight_ih"])[1])
 
 
@@ -135,13 +141,13 @@ def _cell(tensors: TensorMap, cell: Cell, nonlinearity: str | None) -> Cell:
 def layer_weights(tensors: TensorMap, layers: Layers) -> dict[str, Array]:
     """Returns the layers' weights by Wane's names, padded to the width of the widest layer.
 
-    Padding units have only zero weights: they start at 0, stay at 0 in every cell (tanh(0) = 0) and pass on 0, so no
-    output changes.
+    Padding units have only zero weights. They start at 0, stay at 0 in every cell (tanh(0) = 0) and contribute 0 to
+    other units. No output changes.
     """
     hidden, gates = max(layers.sizes), CELLS[layers.cell].gates
     if len(set(layers.sizes)) > 1:
         tensors.notes.append(
-            f"layers of {', '.join(map(str, layers.sizes))} units: the narrower are padded to {hidden} with units "
+            f"layers of {', '.join(map(str, layers.sizes))} units: narrower layers are padded to {hidden} with units "
             "that stay at zero, which changes no output"
         )
     weights: dict[str, Array] = {}

@@ -1,8 +1,9 @@
 """Imports a foreign language model: torch.nn.RNN, GRU or LSTM between an embedding and a head.
 
-The recurrent tensors are recognised by torch's names, the cell by its row count (H, 3H, 4H), the embedding and the
-head by the usual names or, if only one matrix fits, by their shapes. `notes` lists every assumption and conversion.
-An unassigned tensor is an error, because the imported model would compute something else without it.
+The recurrent tensors are recognised by torch's names, and the cell by its row count (H, 3H, 4H). The embedding and the
+head are recognised by their usual names or, if only one matrix fits, by their shapes. `notes` lists every assumption
+and conversion. An unassigned tensor is an error, because the imported model would compute a different function without
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from wane.training.audit.tensor_map import Array, TensorMap
 
 @dataclass(frozen=True, slots=True)
 class ForeignModel:
-    """Architecture and weights, named as in `models/weights.py`. `tensors`: each weight's name in the file."""
+    """The architecture and the weights, named as in `models/weights.py`. `tensors`: each weight's name in the file."""
 
     architecture: Architecture
     weights: dict[str, Array]
@@ -38,8 +39,9 @@ def import_model(
 ) -> ForeignModel:
     """Imports the model of a checkpoint.
 
-    `mapping`: from `tensor_names.parse_mapping`. `ignore`: patterns of tensors that do not belong to the model.
-    `nonlinearity` of an RNN: "tanh" or "relu". Raises ForeignError, which names the tensor and what was expected.
+    `mapping`: the result of `tensor_names.parse_mapping`. `ignore`: patterns of tensors that do not belong to the
+    model. `nonlinearity`: "tanh" or "relu", for an RNN. Raises ForeignError, which names the tensor and the expected
+    shape or name.
     """
     tensors = TensorMap(checkpoint, mapping or {}, ignore)
     layers = find_layers(tensors, nonlinearity)
@@ -47,7 +49,7 @@ def import_model(
     if tensors.unassigned:
         left = tensors.describe(sorted(tensors.unassigned))
         raise tensors.error(
-            f"tensors outside embedding, recurrent layers and head: {left}. If they do not "
+            f"tensors that are not part of the embedding, recurrent layers or head: {left}. If they do not "
             "change what the model computes (an optimiser's, another head's), skip them with "
             "--ignore PATTERN; if they do, Wane cannot express this model"
         )

@@ -1,6 +1,6 @@
-"""The report of an audit: `audit.json`, and its tables.
+"""The report of an audit: `audit.json`, and the printed tables.
 
-The schema is stable: renaming a field or changing its meaning raises `schema_version`.
+The schema is stable. If a field is renamed or its meaning changes, `schema_version` must be increased.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wane.training.audit.forgetting import AtLag, AtWindow, Quantiles
 
 
 class AuditedModel(Frozen):
-    """The audited model. `tensors`: each weight's name in the file. `notes`: assumptions and conversions."""
+    """The audited model. `tensors`: each weight's name in the file. `notes`: the assumptions and conversions."""
 
     source: Literal["checkpoint", "bundle", "run"]
     file: str
@@ -33,8 +33,8 @@ class AuditedText(Frozen):
     """The sample of text.
 
     `unknown`: the number of `<unk>` tokens. `positions`: the number of positions at which windows were compared with
-    the whole past, each after at least `behind` tokens. `gradient_positions`: the number of positions with gradients.
-    Both numbers of positions are 0 if nothing could be measured.
+    the whole past. Each has at least `behind` tokens before it. `gradient_positions`: the number of positions with
+    gradients. `positions` and `gradient_positions` are 0 if no measurement was possible.
     """
 
     split: str
@@ -48,10 +48,10 @@ class AuditedText(Frozen):
 
 
 class Margin(Frozen):
-    """A sufficient condition for a layer to forget, which holds if `factor` < 1.
+    """A sufficient condition for a layer to forget. It holds if `factor` < 1.
 
-    `margin`: 1 - factor, negative if the condition fails. Both are null if the rule does not apply. `best`: whether
-    the certificate uses this condition for the layer.
+    `margin`: 1 - factor, negative if the condition fails. `factor` and `margin` are null if the rule does not apply.
+    `best`: whether the certificate uses this condition for the layer.
     """
 
     layer: int
@@ -63,11 +63,11 @@ class Margin(Frozen):
 
 
 class Recommended(Frozen):
-    """Windows for a tolerance of total variation, each null if no evaluated window is long enough.
+    """The recommended windows for a tolerance of total variation. Each is null if no evaluated window is long enough.
 
-    `p99`, `max`: the smallest evaluated k from which on 99 % or all of the positions are within it (measured).
-    `certified`: the smallest k from which on every token of every text is within it (proved).
-    `perplexity`: the smallest evaluated k from which on the perplexity is within 0.5 % of recurrent (measured).
+    Each field is the smallest evaluated k that satisfies a condition for it and for all larger evaluated k. `p99`,
+    `max`: 99 % of the positions, or all positions, are within the tolerance (measured). `certified`: every token of
+    every text is within the tolerance (proved). `perplexity`: the perplexity is within 0.5 % of recurrent (measured).
     """
 
     tolerance: float = Field(gt=0)
@@ -80,10 +80,10 @@ class Recommended(Frozen):
 class AuditReport(Frozen):
     """The content of `audit.json`.
 
-    `perplexity`: recurrent, over all of the text. Distances: 2-norm of the output layer's input. The certificate holds
-    for the float32 weights in exact arithmetic; a bundle's certificate adds its rounding term. Measurements are of
-    float32 runs, which at large k differ only by rounding. `unmeasured`: why a model whose runs overflow has no
-    measurements (no perplexity, window or gradient).
+    `perplexity`: recurrent, over all of the text. Distances are 2-norms of the output layer's input. The certificate
+    holds for the float32 weights in exact arithmetic. A bundle's certificate adds its rounding term. Measurements are
+    of float32 runs. At large k they differ only by rounding. `unmeasured`: the reason why a model whose runs overflow
+    has no measurements (no perplexity, window or gradient).
     """
 
     schema_version: Literal[1] = 1
@@ -185,7 +185,7 @@ def _margins(report: AuditReport) -> Table:
 
 
 def _forgetting(report: AuditReport) -> Table:
-    title = "the last k tokens compared with all: distance, total variation"
+    title = "the last k tokens compared with all tokens: distance, total variation"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     headings = ["k", "dist.\nmedian", "\np99", "\nmax", "var.\nmedian", "\np99", "\nmax"]
     headings += ["top-1\nmatch", "perpl.\nratio"]
@@ -210,14 +210,15 @@ def _short(value: float) -> str:
 
 
 def _rounding(report: AuditReport) -> str:
-    """Returns how the proved column treats float32's rounding."""
+    """Returns a sentence that says how the proved column treats float32's rounding."""
     if report.certificate.rounding is None:
         return "in exact arithmetic; the exported bundle adds a term for float32's rounding"
     return "in exact arithmetic, plus the measured float32 rounding"
 
 
 def _gradient(report: AuditReport) -> str:
-    """Returns a sentence: from which i on the gradient's median stays below a hundredth of its value at i = 0."""
+    """Returns a sentence that names the i above which the gradient's median stays below a hundredth of its value at i =
+    0."""
     first = report.gradients[0].gradient.median
     said = "gradient |dp_t+i / dx_t| of the prediction in an input i tokens before it: median"
     if first == 0:

@@ -56,7 +56,7 @@ class AuditOptions:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model under audit and its text. `split`: the stream of `corpus` to read."""
+    """A model under audit and its text. `split`: the name of the stream in `corpus` to read."""
 
     source: Literal["checkpoint", "bundle", "run"]
     architecture: Architecture
@@ -117,7 +117,7 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
 
 
 def truncate_text(subject: Subject, tokens: int) -> NDArray[np.int64]:
-    """Truncates the subject's stream to `tokens` tokens and returns it; drops the word count, which is then unknown."""
+    """Truncates the subject's stream to `tokens` tokens and returns it. Drops the word count, which is then unknown."""
     corpus, split = subject.corpus, subject.split
     if len(corpus.streams[split]) > tokens + 1:
         corpus.streams[split] = corpus.streams[split][: tokens + 1]

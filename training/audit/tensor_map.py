@@ -16,7 +16,8 @@ Array = NDArray[np.float32]
 
 
 class TensorMap:
-    """`unassigned`: names of the tensors without a role yet. `names`: the file's name of each of Wane's tensors."""
+    """Assigns tensors by name. `unassigned`: the names of the tensors that have no role yet. `names`: the file's name
+    of each of Wane's tensors."""
 
     def __init__(self, checkpoint: Checkpoint, mapping: dict[str, str], ignore: Sequence[str]) -> None:
         self._path = checkpoint.path
@@ -46,7 +47,8 @@ class TensorMap:
             raise self.error(f"{name} has shape {list(self.shape(name))}, expected {list(shape)}")
 
     def mapped(self, ours: str) -> str | None:
-        """Assigns and returns the tensor that --map names for `ours`, or returns None. Raises ForeignError."""
+        """Assigns and returns the tensor that --map names for `ours`. Returns None if --map does not name one. Raises
+        ForeignError."""
         theirs = self.mapping.get(ours)
         if theirs is None:
             return None

@@ -1,7 +1,8 @@
 """Converts a foreign vocabulary, a Hugging Face tokenizer.json or a list of names, to one that Wane serves.
 
-Wane has three kinds (`models/vocabulary.py`), and in each `<eos>` begins a sequence and encodes a line break. The
-token with this role in training is found by its usual names, or named with --eos, and renamed; its id stays.
+Wane has three kinds of vocabulary (`models/vocabulary.py`). In each of them `<eos>` begins a sequence and encodes a
+line break. The token with this role in training is found by its usual names, or named with --eos. It is renamed and
+keeps its id.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from wane.models.vocabulary import EOS, UNK, Vocabulary
 from wane.training.errors import ForeignError
 
 LINE_BREAK = "\u010a"
-"""A line feed in byte-level BPE."""
+"""The character of a line feed in byte-level BPE."""
 
 EOS_NAMES = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<EOS>", "[EOS]", "<|eos|>", "<end>", "[SEP]")
 UNKNOWN_NAMES = (UNK, "<UNK>", "[UNK]", "<|unk|>", "<oov>", "<OOV>")
 SPECIAL_NAMES = ("<pad>", "<PAD>", "[PAD]", "<s>", "<bos>", "<BOS>", "<sos>", "<SOS>", "[CLS]", "[MASK]", "[SEP]")
-"""Names of tokens that do not occur in text."""
+"""Names that do not occur in text."""
 
 DataKind = Literal["text", "events"]
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignVocabulary:
-    """A vocabulary that Wane serves. `notes`: assumptions and changes."""
+    """A vocabulary that Wane serves. `notes`: the assumptions and changes."""
 
     vocabulary: Vocabulary
     tokenizer_json: str
@@ -41,7 +42,7 @@ class ForeignVocabulary:
 def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
     """Reads a tokenizer.json: byte-level BPE, or one token per word or event (WordLevel).
 
-    `eos`: the token that begins a sequence. Raises ForeignError if the kind is another or the token is missing.
+    `eos`: the token that begins a sequence. Raises ForeignError if the tokenizer has another kind or lacks the token.
     """
     record = _json(path, _text(path))
     model = record.get("model") if isinstance(record, dict) else None
@@ -59,7 +60,7 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
     else:
         raise ForeignError(f"{path}: {_not_served(f'{kind}, not byte-level' if kind == 'BPE' else str(kind))}")
     if own == "bpe" and data == "events":
-        raise ForeignError(f"{path}: a BPE splits text; each event needs one token: give --vocabulary NAMES")
+        raise ForeignError(f"{path}: a BPE splits text, but each event needs one token: use --vocabulary NAMES")
     renamed = _renaming(path, names, end, model.get("unk_token"))
     for old, new in renamed.items():
         model["vocab"] = {new if name == old else name: index for name, index in model["vocab"].items()}
@@ -67,7 +68,7 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
             token["content"] = new if token["content"] == old else token["content"]
         if model.get("unk_token") == old:
             model["unk_token"] = new
-        if "merges" in model:  # lines are encoded without their breaks, so merges with a break never apply
+        if "merges" in model:  # lines are encoded without line breaks, so merges that contain a line break never apply
             merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
             model["merges"] = [pair for pair in merges if old not in pair and "".join(pair) != old]
     record |= {"truncation": None, "padding": None, "post_processor": None}
@@ -77,7 +78,7 @@ def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabu
 def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
     """Reads a list of names in id order: JSON (a list, or an object from name to id), or one name per line.
 
-    For text the names are words, or characters if every name is one character. Raises ForeignError.
+    For text, the names are words, or characters if every name is one character. Raises ForeignError.
     """
     names = _names(path)
     ordinary = [name for name in names if name not in (*EOS_NAMES, *UNKNOWN_NAMES, *SPECIAL_NAMES, eos)]
@@ -99,7 +100,7 @@ def read_names(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary
 
 
 def _characters(table: dict[str, int]) -> str:
-    """Returns a tokenizer with one token per character, spelled in byte-level BPE."""
+    """Returns a tokenizer with one token per character. Its tokens are spelled as in byte-level BPE."""
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     spelling = {name if len(name) > 1 else spelled.pre_tokenize_str(name)[0][0]: index for name, index in table.items()}
     tokenizer = Tokenizer(models.WordLevel(spelling, unk_token=UNK))
@@ -119,7 +120,7 @@ def _end(path: Path, names: dict[str, int], eos: str | None, usual: tuple[str, .
         if name in names:
             return name, [] if name == EOS else [f"{name!r} is assumed to begin a sequence and to encode a line break"]
     raise ForeignError(
-        f"{path}: none of the {len(names)} tokens has a usual name of one that begins a sequence "
+        f"{path}: none of the {len(names)} tokens has a usual name of a token that begins a sequence "
         f"({', '.join(map(repr, usual))}); name it with --eos TOKEN"
     )
 
@@ -129,7 +130,7 @@ def _renaming(path: Path, names: dict[str, int], end: str, unknown: str | None) 
     renamed = {}
     if end != EOS:
         if EOS in names:
-            raise ForeignError(f"{path}: {end!r} should begin a sequence, but another token is called {EOS}")
+            raise ForeignError(f"{path}: {end!r} should begin a sequence, but another token has the name {EOS}")
         renamed[end] = EOS
     unknown = unknown or next((name for name in UNKNOWN_NAMES if name in names), None)
     if unknown in names and unknown not in (UNK, end) and UNK not in names:
@@ -138,7 +139,7 @@ def _renaming(path: Path, names: dict[str, int], end: str, unknown: str | None) 
 
 
 def _notes(renamed: dict[str, str]) -> list[str]:
-    return [f"the token {old!r} is renamed {new}" for old, new in renamed.items()]
+    return [f"the token {old!r} is renamed to {new}" for old, new in renamed.items()]
 
 
 def _not_served(kind: str) -> str:
@@ -153,7 +154,7 @@ def _made(path: Path, kind: VocabularyKind, tokenizer_json: str, notes: list[str
         vocabulary = Vocabulary(kind, tokenizer_json)
     except KeyError as error:
         raise ForeignError(f"{path}: a token holds {error}, which byte-level BPE never writes") from error
-    except Exception as error:  # tokenizers raises bare Exception
+    except Exception as error:  # tokenizers raises a bare Exception
         raise ForeignError(f"{path}: {error}") from error
     if '"BPE"' not in tokenizer_json and all(vocabulary.token(index) != UNK for index in range(vocabulary.size)):
         notes.append(f"there is no token for unknown items ({UNK}): they are refused")
@@ -169,7 +170,9 @@ def _names(path: Path) -> list[str]:
         if isinstance(names, dict):
             ids = list(names.values())
             if not all(type(index) is int for index in ids) or sorted(ids) != list(range(len(ids))):
-                raise ForeignError(f"{path}: the ids of {len(ids)} names are not 0 to {len(ids) - 1}, each once")
+                raise ForeignError(
+                    f"{path}: the ids of {len(ids)} names must be 0 to {len(ids) - 1}, each exactly once"
+                )
             names = sorted(names, key=names.__getitem__)
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ForeignError(f"{path}: expected a list of names, or an object from name to id")

@@ -1,26 +1,28 @@
 """The gated cell: `s' = f(x) * s + (1 - f(x)) * z(x)`.
 
-**The box.** s' lies between s and z, so from zero each unit stays between the least and the greatest of 0 and z.
+**The box.** s' lies between s and z. Starting from zero, each unit therefore stays between the least and the greatest
+of 0 and z.
 
-**One input.** Every unit's difference shrinks by f: the factor is the largest f over units and inputs, in the maximum
-norm, and never more than the cap.
+**One input.** The difference of each unit is multiplied by f. In the maximum norm the factor is the largest f over
+units and inputs, which is never larger than the cap.
 
-**Two inputs**, because the layer below has an error too:
+**Two inputs.** The inputs of the two trajectories differ if the layer below has an error:
 
     s' - s~' = f (s - s~) + (1 - f) (z - z~) + (f - f~) (s~ - z~) = f~ (s - s~) + (1 - f~) (z - z~) + (f - f~) (s - z)
 
-so f may be taken as the smaller of the two; its pre-activation m then has `|f - f~| <= F(m) |W_f dx|`, F(m) the
-greatest slope from m on: where f is large, F is small (`gate_pieces.py`). |s - z| is at most the box.
+By symmetry, f may be taken as the smaller of the two gates. Let m be its pre-activation and F(m) the greatest slope of
+the sigmoid at or above m. Then `|f - f~| <= F(m) |W_f dx|`. Where f is large, F is small (`gate_pieces.py`). |s - z| is
+at most the size of the box.
 
-**First layer**: one sequence of tokens for all units. By Hoelder's inequality the error k tokens after the cut,
+**First layer.** All units read the same sequence of tokens. By Hoelder's inequality, the error k tokens after the cut,
 
     sum_i r_i^2 prod_t f_i(x_t)^2 <= prod_t (sum_i r_i^2 f_i(x_t)^(2k))^(1/k) <= max_x sum_i r_i^2 f_i(x)^(2k),
 
-is largest for one repeated token: the maximum over the vocabulary is exact, given the box r (`gate_products.py`).
+is largest for one repeated token. For a given box r, the maximum over the vocabulary is exact (`gate_products.py`).
 
-**One window** (`moved`), the window's values known and the run's, with a tilde, at most d away:
-`s~' - s' = f~ (s~ - s) + (f~ - f) (s - z) + (1 - f~) (z~ - z)`, and as this is linear in f~,
-`ds' <= f ds + (1 - f) dz + df (|s - z| + |ds - dz|)`.
+**One window** (`moved`). The window's values are known. The run's values, with a tilde, differ from them by at most d.
+The error `s~' - s' = f~ (s~ - s) + (f~ - f) (s - z) + (1 - f~) (z~ - z)` is linear in f~. Hence `ds' <= f ds + (1 - f)
+dz + df (|s - z| + |ds - dz|)`.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ from wane.models.reference.functions import sigmoid
 from wane.models.weights import CellWeights
 
 JOINT_TABLE = 4_000_000
-"""Largest table of gates of all tokens and units, (V, H), that is followed exactly: 32 MB."""
+"""The largest table (V, H) of the gates of all tokens and units for which the exact maximum is computed: 32 MB."""
 
 
 class GatedLayer:
-    """weight: (2H, I), bias: (2H), gates first; cap: the factor of the gates."""
+    """weight: (2H, I) and bias: (2H), with the gates' rows first. cap: the factor of the gates."""
 
     def __init__(self, weight: Matrix, bias: Vector, inputs: Inputs, cap: float) -> None:
         self.hidden = len(bias) // 2

@@ -1,33 +1,35 @@
-"""The GRU's contraction, by comparison. The reset gate acts after the matrix, as in torch:
+"""The GRU's contraction, proved by comparison. As in torch, the reset gate multiplies the product of matrix and state:
 
     r = sigma(U_r x + W_r h + d_r),  z = sigma(U_z x + W_z h + d_z),  q = W_n h + d_n
     n = tanh(U_n x + b_n + r * q),   h' = (1 - z) * n + z * h
 
-**The box.** h' is a convex combination of n and h, so from the zero state |h| <= n^, the greatest |n|, unit by unit;
-|n| < 1 to begin with, and then: a box for h bounds r and q, hence n, hence h; this only ever shrinks the box.
+**The box.** h' is a convex combination of n and h. From the zero state, |h| is therefore at most n^, the greatest |n|,
+unit by unit. The iteration begins with |n| < 1. A box for h bounds r and q, these bound n, and n bounds h. Each
+repetition only shrinks the box.
 
 **Two states** h, h~ in the box, inputs x and x~:
 
     h' - h~' = z (h - h~) + (1 - z) (n - n~) + (z - z~) (h~ - n~) = z~ (h - h~) + (1 - z~) (n - n~) + (z - z~) (h - n)
 
-(check: the terms in z h~ and z n~ cancel), so z may be taken as the smaller of its two values; with m its
-pre-activation, `|z - z~| <= Z(m) y_z`, Z(m) the sigmoid's greatest slope from m on (`gate_pieces.py`),
-y_z <= |W_z dh| + |U_z dx| unit by unit, likewise y_r, y_n. With R, N the greatest slopes within reach, q^ the greatest
-|q|, r^ the greatest r, and |h - n| <= h^ + n^:
+By symmetry, z may be taken as the smaller of its two values. Let m be its pre-activation and Z(m) the sigmoid's
+greatest slope at or above m. Then `|z - z~| <= Z(m) y_z` (`gate_pieces.py`), where y_z <= |W_z dh| + |U_z dx| unit by
+unit. y_r and y_n are defined likewise. With R, N the greatest slopes within reach, q^ the greatest |q|, r^ the greatest
+r, and |h - n| <= h^ + n^:
 
     |n - n~| <= N (|U_n dx| + r^ |W_n dh| + q^ R y_r),   as r q - r~ q~ = r (q - q~) + q~ (r - r~)
 
-**elementwise comparison**: `|dh'| <= max over m of z(m) |dh| + (1 - z(m)) |dn| + (h^ + n^) Z(m) y_z` unit by unit,
-which shrinks a maximum norm that is weighted by unit (`models/certificate/perron_vector.py`).
+**Elementwise comparison**: `|dh'| <= max over m of z(m) |dh| + (1 - z(m)) |dn| + (h^ + n^) Z(m) y_z` unit by unit. This
+map shrinks a maximum norm that is weighted by unit (`models/certificate/perron_vector.py`).
 
-**2-norm**: z <= max z^ on the first term and 1 - z <= max(1 - z_) on the second, each at its own worst,
+**2-norm**: z is at most max z^ in the first term, and 1 - z is at most max(1 - z_) in the second. Each term takes its
+own worst case:
 
     factor = max z^ + |(1 - z_) N r^ W_n| + |(1 - z_) N q^ R W_r| + |Z (h^ + n^) W_z|
 
 Related: Bonassi, Farina, Scattolini, "On the stability properties of gated recurrent units neural networks" (2021).
 
-**One window** (`moved`): like the gated cell's, with z for f and n for z; n moves with `r * q`, which moves by
-`r~ dq + |q| dr`.
+**One window** (`moved`): like the gated cell's, with z in place of f and n in place of z. n depends on `r * q`, which
+changes by `r~ dq + |q| dr`.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ class GruLayer:
         return (r.scaled(self.enter * self.slope_r), z.scaled(self.switch), n.scaled(self.enter * slope_n))
 
     def _comparison(self, bounds: Vector) -> Vector:
-        """Maps unit by unit bounds of dh to those one step later, for equal inputs; homogeneous."""
+        """Maps unit-by-unit bounds of dh to their bounds one step later, for equal inputs. The map is homogeneous."""
         r, z, n = (each.magnitude @ bounds for each in self.maps)
         return self._combined(bounds, (self.slope_n[0] * n + self.slope_r * r) * UP, z)
 
@@ -125,7 +127,8 @@ class GruLayer:
 def _box(
     weight_ih: Matrix, weight_hh: Matrix, bias_ih: Vector, bias_hh: Vector, inputs: Inputs
 ) -> tuple[Reach, Reach, Reach, Reach, Vector]:
-    """Returns the ranges, from the zero state, of the pre-activations of r, z and n, of q, and the greatest |h|."""
+    """Returns the ranges of the pre-activations of r, z and n, the range of q, and the greatest |h|, for all states
+    reached from the zero state."""
     hidden = weight_hh.shape[1]
     gates = slice(0, 2 * hidden)
     added = bias_ih.copy()
@@ -147,7 +150,7 @@ def _box(
 
 
 def _candidate(driven: Reach, r: Reach, q: Reach) -> Reach:
-    """Returns the range of `driven + r * q`: r is positive, so the product is extreme at the corners."""
+    """Returns the range of `driven + r * q`. r is positive, so the extremes of the product are at the corners."""
     opens = sigmoid(r.low), sigmoid(r.high)
     low = np.minimum(opens[0] * q.low, opens[1] * q.low)
     high = np.maximum(opens[0] * q.high, opens[1] * q.high)

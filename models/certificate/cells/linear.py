@@ -1,6 +1,6 @@
 """The linear cell: `h' = W h + U x + b`.
 
-Its difference is `W (h - h~)`, which shrinks in any norm weighted by a matrix in which W shrinks (`scaling.py`).
+Its difference is `W (h - h~)`. It shrinks in any matrix-weighted norm in which W shrinks (`scaling.py`).
 
 **One window** (`moved`): `dh' <= |W| dh + |U| dx`, or in the 2-norm `|W|_2 |dh|_2`.
 """

@@ -1,38 +1,40 @@
-"""The LSTM's contraction, by comparison with non-negative matrices.
+"""The LSTM's contraction, proved by comparison with non-negative matrices.
 
-**The box.** A unit's h is less than 1, which bounds its gates: f <= f^, i <= i^, o <= o^, |g| <= g^;
-hence |c| <= c^ = i^ g^ / (1 - f^) and |h| <= h^ = o^ tanh(c^). Each repetition only shrinks the box. Every
-iterate bounds all states that are reached from zero, for all admissible inputs.
+**The box.** |h| is less than 1, which bounds the gates: f <= f^, i <= i^, o <= o^, |g| <= g^. Hence |c| <= c^ = i^ g^ /
+(1 - f^) and |h| <= h^ = o^ tanh(c^). Each repetition only shrinks the box. Every iterate bounds all states that are
+reached from zero, for all admissible inputs.
 
-**Two states** (c, h) and (c~, h~) in the box, inputs x and x~. Write `df = f - f~` and so on; then
+**Two states** (c, h) and (c~, h~) in the box, inputs x and x~. Let `df = f - f~`, and likewise for the other gates.
+Then
 
     dc' = f dc + c~ df + g di + i~ dg = f~ dc + c df + ...     dh' = o dt + t~ do = o~ dt + t do,   t = tanh(c')
 
-so f and o may each be taken as the smaller of its two values; with m its pre-activation, `|df| <= F(m) |y_f|`, F(m) the
-sigmoid's greatest slope from m on (`gate_pieces.py`) and `|y_f| <= |W_f dh| + |U_f dx|` unit by unit,
-likewise y_i, y_g, y_o; |di| <= I |y_i|, |dg| <= G |y_g| with the greatest slopes within reach. So unit by unit
+By symmetry, f and o may each be taken as the smaller of its two values. Let m be its pre-activation and F(m) the
+sigmoid's greatest slope at or above m. Then `|df| <= F(m) |y_f|` (`gate_pieces.py`) and `|y_f| <= |W_f dh| + |U_f dx|`
+unit by unit. y_i, y_g and y_o are defined likewise. With the greatest slopes I and G within reach, |di| <= I |y_i| and
+|dg| <= G |y_g|. Unit by unit, therefore,
 
     |dc'| <= max over m of  f(m) |dc| + c^ F(m) y_f  +  g^ I y_i + i^ G y_g
     |dh'| <= max over m of  o(m) |dt| + t^ O(m) y_o,    |dt| <= min(|dc'|, 2 tanh(|dc'| / 2)),   t^ = tanh(c^)
 
-**elementwise comparison**: this map of (|dh|, |dc|), with |dt| <= |dc'|, shrinks a maximum norm that is weighted by
-unit (`models/certificate/perron_vector.py`). It is at least as small as the 2 x 2 comparison in the maximum norm.
+**Elementwise comparison**: with |dt| <= |dc'|, this map of (|dh|, |dc|) shrinks a maximum norm that is weighted by unit
+(`models/certificate/perron_vector.py`). Its factor is at most that of the 2 x 2 comparison in the maximum norm.
 
 **2 x 2 comparison**, in the 2-norm or the maximum norm:
 
     |dc'| <= max(f^) |dc| + a |dh|,                  a = |c^ F W_f| + |g^ I W_i| + |i^ G W_g|
     |dh'| <= max(o^ f^) |dc| + (a_o + b) |dh|,       b = |t^ O W_o|, a_o: as a, rows scaled by o^
 
-(products of vectors and matrices scale rows). With p > 0 the Perron vector of this matrix and r its spectral radius,
-max(|dc| / p_1, |dh| / p_2) shrinks by r at each step.
+A vector times a matrix scales the matrix's rows. Let p > 0 be the Perron vector of this 2 x 2 matrix and r its spectral
+radius. Then max(|dc| / p_1, |dh| / p_2) shrinks by r at each step.
 
-**Miller and Hardt** ("Stable recurrent models", 2019): in the maximum norm, with f the largest forget gate, if
-|W_i|, |W_o| < 1 - f, |W_g| <= (1 - f) / 4, |W_f| < (1 - f)^2, then |dc'| <= f |dc| + b |dh| with
-b = |W_f| / (4 (1 - f)) + |W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|: max(|dc|, |dh|) shrinks by
-f + b + |W_o| / 4. For comparison: the rules above are never worse, except for `POSITIVE`.
+**Miller and Hardt** ("Stable recurrent models", 2019), in the maximum norm, with f the largest forget gate. If |W_i|,
+|W_o| < 1 - f, |W_g| <= (1 - f) / 4 and |W_f| < (1 - f)^2, then |dc'| <= f |dc| + b |dh| with b = |W_f| / (4 (1 - f)) +
+|W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|. Hence max(|dc|, |dh|) shrinks by f + b + |W_o| / 4. This
+rule serves as a baseline: the rules above are never worse, except for the effect of `POSITIVE`.
 
-If a forget gate may come within `SATURATED` of 1 (`LstmBox`), c has no useful bound, and no rule, including Miller and
-Hardt's, is stated with a factor below 1.
+If a forget gate may come within `SATURATED` of 1 (`LstmBox`), c has no useful bound. No rule, including that of Miller
+and Hardt, then states a factor below 1.
 
 Related: Bonassi, Terzi, Farina, Scattolini, "LSTM neural networks: input to state stability" (2020).
 
@@ -61,21 +63,19 @@ from wane.models.weights import CellWeights
 RULES: dict[Order, str] = {"2": "lstm_comparison_2", "inf": "lstm_comparison_inf"}
 
 POSITIVE = 1e-9
-"""Added to the comparison matrix, so that its Perron vector is positive and weighs a norm."""
+"""Added to the entries of the comparison matrix. Its Perron vector is then positive and defines a norm."""
 
 ITERATIONS = 100
 SETTLED = 1e-13
 
 SATURATED = 1e-9
-"""A forget gate that may come this close to 1 leaves c without a useful bound: the factor is then >= 1."""
+"""A forget gate that may come this close to 1 gives c no useful bound. The stated factor is then at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class LstmBox:
-    """The bounds of every unit from the zero state.
-
-    reach: the pre-activations of i, f, g, o; c, h: the greatest |c| and |h|, (H) each.
-    """
+    """The bounds of every unit, starting from the zero state. reach: the pre-activations of i, f, g, o. c, h: the
+    greatest |c| and |h|, (H) each."""
 
     reach: tuple[Reach, Reach, Reach, Reach]
     c: Vector
@@ -84,7 +84,7 @@ class LstmBox:
 
     @classmethod
     def settle(cls, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> LstmBox:
-        """Iterates the bounds from |h| < 1 inward to their fixed point."""
+        """Shrinks the bounds iteratively from |h| < 1 to their fixed point."""
         hidden = weight_hh.shape[1]
         driven, magnitude = inputs.reach(weight_ih, bias), np.abs(weight_hh)
         h = np.ones(hidden)
@@ -104,7 +104,7 @@ class LstmBox:
     def _token_by_token(self, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Rows) -> LstmBox:
         """Returns a smaller box for c, from the gates and the candidate at the same token.
 
-        `|c'| <= f(x) |c| + i(x) |g(x)|`, so |c| <= the greatest of `i |g| / (1 - f)` over x.
+        `|c'| <= f(x) |c| + i(x) |g(x)|`, so |c| is at most the greatest `i |g| / (1 - f)` over x.
         """
         recalled = product_above(np.abs(weight_hh), self.h)
         mirrored = np.split(-weight_ih, 4)[2], np.split(recalled - bias, 4)[2]
@@ -118,7 +118,7 @@ class LstmBox:
 
 
 class LstmLayer:
-    """weight_ih: (4H, I), weight_hh: (4H, H), bias: (4H), the sum of both biases; gates in the order i, f, g, o."""
+    """weight_ih: (4H, I), weight_hh: (4H, H), bias: (4H), the sum of both biases. Gates are in the order i, f, g, o."""
 
     def __init__(self, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> None:
         self.hidden = hidden = weight_hh.shape[1]
@@ -128,7 +128,7 @@ class LstmLayer:
         self.open_i, self.open_f, self.open_o = (np.minimum(sigmoid(gate.high) * UP, 1) for gate in (i, f, o))
         self.shown = np.tanh(box.c) * UP
         slopes = (np.tanh(g.magnitude()) * i.sigmoid_slope(), box.c * f.sigmoid_slope(), self.open_i * g.tanh_slope())
-        self.cell_slopes = tuple(slope * UP for slope in slopes)  # of y_i, y_f, y_g in dc'
+        self.cell_slopes = tuple(slope * UP for slope in slopes)  # the factors of y_i, y_f, y_g in dc'
         self.output_slope = self.shown * o.sigmoid_slope() * UP
         self.maps = tuple(LinearMap(block) for block in np.split(weight_hh, 4))
         self.into = None if isinstance(inputs, Rows) else tuple(map(inputs.seen_by, np.split(weight_ih, 4)))
@@ -154,7 +154,7 @@ class LstmLayer:
         self.caps = Perturbation.within(2 * box.h), Perturbation.within(2 * self.bound.reach[1])
 
     def _scaled(self, maps: tuple[LinearMap, ...]) -> tuple[tuple[LinearMap, ...], LinearMap]:
-        """Returns the maps from i, f and g to dc', and from o to dh', with scaled rows."""
+        """Returns the maps from i, f and g to dc', and the map from o to dh', with scaled rows."""
         cell = tuple(each.scaled(slope) for each, slope in zip(maps[:3], self.cell_slopes, strict=True))
         return cell, maps[3].scaled(self.output_slope)
 
@@ -165,7 +165,8 @@ class LstmLayer:
         return float(np.hypot(moved, float(self.open_o.max()) * moved + self.into_output.norm)) * UP
 
     def _comparison(self, bounds: Vector) -> Vector:
-        """Maps unit by unit bounds of (dh, dc) to those one step later, for equal inputs; homogeneous."""
+        """Maps unit-by-unit bounds of (dh, dc) to their bounds one step later, for equal inputs. The map is
+        homogeneous."""
         h, c = bounds[: self.hidden], bounds[self.hidden :]
         y = tuple(each.magnitude @ h for each in self.maps)
         cell = self._cell(c, y)
@@ -224,7 +225,8 @@ class LstmLayer:
 
 
 def _miller_hardt(weights: list[Matrix], forget_driven: Vector) -> Proof:
-    """Miller and Hardt's rule, |h_i| <= 1; weights: |W_i|, |W_f|, |W_g|, |W_o|; forget_driven: greatest input to f."""
+    """The rule of Miller and Hardt, for |h_i| <= 1. weights: |W_i|, |W_f|, |W_g|, |W_o|. forget_driven: the greatest
+    input to f."""
     hidden = len(weights[0])
     i, f, g, o = (float(weight.sum(axis=1).max()) * UP for weight in weights)
     forget = float(sigmoid(forget_driven[:hidden] + weights[1].sum(axis=1)).max()) * UP

@@ -1,10 +1,10 @@
 """The RNN: `h' = rho(W h + U x + b)`, rho = tanh (`rnn_tanh`) or max(0, .) (`rnn_relu`).
 
 Its difference shrinks by `|N W|`, N the greatest slope of rho within reach (`models/certificate/recurrent.py`). |tanh|
-is at most 1, and smaller still after each repetition with the bounded state.
+is at most 1. Each repetition with the bounded state gives a smaller bound.
 
-**One window** (`moved`): `dh' <= |slope| (|W| dh + |U| dx)`, or in the 2-norm `|diag(slope) W|_2 |dh|_2`, slopes at
-their greatest within reach.
+**One window** (`moved`): `dh' <= |slope| (|W| dh + |U| dx)`, or in the 2-norm `|diag(slope) W|_2 |dh|_2`, with the
+greatest slopes within reach.
 """
 
 from __future__ import annotations

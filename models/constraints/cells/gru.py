@@ -12,12 +12,12 @@ from wane.models.constraints.layer import ConstrainedLayer
 
 
 class GruComparison:
-    """Gates in the order r, z, n; bounds are of h, (H)."""
+    """The GRU's comparison. Gates are in the order r, z, n. Bounds are of h, (H)."""
 
     def __init__(self, drive: Drive, matrix: Tensor) -> None:
         self.matrix, self.magnitude = matrix, matrix.abs()
         h = torch.ones_like(matrix[0])
-        gates, recalled = drive.bias[: 2 * len(h)], drive.bias[2 * len(h) :]  # the latter inside the reset gate
+        gates, recalled = drive.bias[: 2 * len(h)], drive.bias[2 * len(h) :]  # recalled: inside the reset gate
         outside = torch.cat([gates, torch.zeros_like(recalled)])
         least, greatest = (drive.least + outside).chunk(3), (drive.greatest + outside).chunk(3)
         for _ in range(SETTLING):
@@ -43,7 +43,8 @@ class GruComparison:
         return torch.ones_like(self.h)
 
     def _cases(self, bounds: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns h's bounds by z's cases, with z at the least and the greatest of each: (2, C, H); and these z."""
+        """Returns h's bounds for each case of z, with z at its least and at its greatest value: (2, C, H). Returns
+        these z as well."""
         y = (self.magnitude @ bounds).chunk(3)
         n = self.by_n * y[2] + self.by_r * y[0]
         keep = torch.stack([self.z.low, self.z.high])
@@ -69,5 +70,5 @@ class GruComparison:
 
 
 def constrain(layer: ConstrainedLayer, target: float) -> Tensor:
-    """Makes a layer contractive by at most `target`, in place; returns the greatest |h| of each unit, (H) float64."""
+    """Makes a layer contractive by at most `target`, in place. Returns the greatest |h| of each unit, (H) float64."""
     return hold(layer.recurrence(), target, GruComparison)

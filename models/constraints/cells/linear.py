@@ -1,4 +1,4 @@
-"""The constraint of the linear cell: the RNN's, which bounds the recurrent matrix alone."""
+"""The constraint of the linear cell. It is the same as the RNN's, which bounds only the recurrent matrix."""
 
 from wane.models.constraints.cells.rnn import constrain
 

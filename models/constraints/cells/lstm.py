@@ -13,14 +13,14 @@ from wane.models.constraints.l1_ball import project_rows
 from wane.models.constraints.layer import ConstrainedLayer
 
 HEARD = 1.2
-"""Ratio of the bound of an LSTM's h to that of its c, which leaves room for the output gate's recurrent rows."""
+"""The ratio of the bound of an LSTM's h to the bound of its c. It leaves room for the output gate's recurrent rows."""
 
 OPEN = 1e-9
 """A forget gate that may come this close to 1 leaves the cell without a useful bound."""
 
 
 class LstmComparison:
-    """Gates in the order i, f, g, o; bounds are of h, then of c, (2 H)."""
+    """The LSTM's comparison. Gates are in the order i, f, g, o. Bounds are of h, then of c, (2 H)."""
 
     def __init__(self, drive: Drive, matrix: Tensor) -> None:
         self.matrix, self.magnitude = matrix, matrix.abs()
@@ -47,7 +47,8 @@ class LstmComparison:
         return torch.cat([HEARD * ones, ones])
 
     def _cases(self, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the kept c with f's change by f's cases, o's change of h by o's cases, i's and g's change of c."""
+        """Returns three bounds: the kept c plus f's change, for each case of f; o's change of h, for each case of o;
+        and the change of c by i and g."""
         v, w = bounds.chunk(2)
         y = (self.magnitude @ v).chunk(4)
         kept = self.forget.high * w + self.forget.slope * (self.c * y[1])
@@ -88,5 +89,5 @@ class LstmComparison:
 
 
 def constrain(layer: ConstrainedLayer, target: float) -> Tensor:
-    """Makes a layer contractive by at most `target`, in place; returns the greatest |h| of each unit, (H) float64."""
+    """Makes a layer contractive by at most `target`, in place. Returns the greatest |h| of each unit, (H) float64."""
     return hold(layer.recurrence(), target, LstmComparison)

@@ -1,7 +1,7 @@
 """The constraint of the RNN: the Euclidean projection onto `|W|_2 <= contraction`.
 
-Singular values are clipped from above. A projection, and not a parametrisation, gives the projected gradient descent
-of the theory and keeps torch's fused kernel for the recurrence.
+The projection clips singular values from above. Unlike a parametrisation, it gives the projected gradient descent of
+the theory and keeps torch's fused kernel for the recurrence.
 """
 
 from __future__ import annotations

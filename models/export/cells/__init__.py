@@ -1,5 +1,5 @@
-"""The cells as ONNX nodes: one file per cell, found by `models/cell_registry.py`.
+"""The cells as ONNX nodes. Each cell has one file, which `models/cell_registry.py` imports.
 
-Each file defines `build(graph, architecture, layer)`, which returns the `CellWriter` (`models/export/cell_writer.py`)
-of one layer, for an input-gated cell an `InputGatedWriter`. The equations are those of `models/reference/cells/`.
+Each file defines `build(graph, architecture, layer)`. It returns the `CellWriter` (`models/export/cell_writer.py`) of
+one layer. For an input-gated cell, this is an `InputGatedWriter`. The equations are those of `models/reference/cells/`.
 """

@@ -9,7 +9,7 @@ from wane.models.manifest import Architecture
 
 
 class GatedWriter(InputGatedWriter):
-    """`s' = f s + (1 - f) z`; `drive` returns f and (1 - f) z."""
+    """`s' = f s + (1 - f) z`. `drive` returns f and (1 - f) z."""
 
     def drive(self, x: str) -> list[str]:
         return self.enter(*self.gates_of(x))

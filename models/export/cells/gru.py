@@ -9,7 +9,7 @@ from wane.models.manifest import Architecture
 
 
 class GruWriter(CellWriter):
-    """`h' = n + z (h - n)`; `drive` returns the gates r and z apart from the candidate n."""
+    """`h' = n + z (h - n)`. `drive` returns two values: the gates r and z, and the candidate n."""
 
     def drive(self, x: str) -> list[str]:
         graph = self._graph

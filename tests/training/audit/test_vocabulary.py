@@ -36,7 +36,7 @@ def test_a_byte_level_bpe_keeps_its_ids_and_its_end_token_becomes_eos(tmp_path: 
     assert ours.encode(TEXT[2]) == theirs.encode(TEXT[2]).ids
     assert ours.decode(ours.encode("\n".join(TEXT))) == "\n".join(TEXT)
     assert ours.encode("the\ncat") == [*theirs.encode("the").ids, 1, *theirs.encode("cat").ids]
-    assert any("is renamed <eos>" in note for note in read.notes) is (special != "<eos>")
+    assert any("is renamed to <eos>" in note for note in read.notes) is (special != "<eos>")
 
 
 def test_an_end_token_of_any_name_can_be_given(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_byte_level_bpe_with_an_undecodable_token_is_refused(tmp_path: Path) -
 
 def test_a_bpe_is_refused_for_events(tmp_path: Path) -> None:
     byte_level(tmp_path / "tokenizer.json", ["</s>"])
-    with pytest.raises(ForeignError, match="each event needs one token: give --vocabulary"):
+    with pytest.raises(ForeignError, match="each event needs one token: use --vocabulary"):
         read_tokenizer(tmp_path / "tokenizer.json", "events", None)
 
 
@@ -185,10 +185,10 @@ def test_without_an_unk_token_unknown_items_are_refused(tmp_path: Path) -> None:
     [
         ('["a", "a", "</s>"]', "the name 'a' occurs more than once"),
         ('["a", 3]', "expected a list of names"),
-        ('{"a": 0, "b": 2}', "the ids of 2 names are not 0 to 1, each once"),
-        ('{"a": 0, "b": "1"}', "the ids of 2 names are not 0 to 1"),
+        ('{"a": 0, "b": 2}', "the ids of 2 names must be 0 to 1, each exactly once"),
+        ('{"a": 0, "b": "1"}', "the ids of 2 names must be 0 to 1"),
         ('["two words", "one", "</s>"]', "'two words' is not one word"),
-        ('["open", "shut"]', "none of the 2 tokens has a usual name of one that begins a sequence"),
+        ('["open", "shut"]', "none of the 2 tokens has a usual name of a token that begins a sequence"),
         ('["a\\n", "<eos>", "</s>"', "not JSON"),
     ],
 )
@@ -200,7 +200,7 @@ def test_an_invalid_list_of_names_is_refused(tmp_path: Path, content: str, messa
 
 def test_two_tokens_cannot_both_be_eos(tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text('["<eos>", "stop", "go"]')
-    with pytest.raises(ForeignError, match="'stop' should begin a sequence, but another token is called <eos>"):
+    with pytest.raises(ForeignError, match="'stop' should begin a sequence, but another token has the name <eos>"):
         read_names(tmp_path / "names.json", "events", "stop")
 
 
