@@ -1,4 +1,4 @@
-"""The entrances of steps to an engine, with one interface: see `Entrance`."""
+"""The entrances through which an engine receives steps. All have the interface `Entrance`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT_S = Settings().request_timeout_ms / 1000
 
 
 class Call(Protocol):
-    """A sent step."""
+    """A step that the client has sent."""
 
     async def outcome(self) -> Document:
         """Returns the answer's document, or the problem document."""
@@ -38,16 +38,17 @@ class Call(Protocol):
 
 
 class Entrance:
-    """One entrance. `models` has the served engine."""
+    """An entrance. `models` is the registry with the served engine."""
 
     has_task = False
-    """Whether each step has its own `asyncio.Task`."""
+    """Whether the server makes an `asyncio.Task` for each step."""
 
     def __init__(self, models: OneEngine) -> None:
         self.models = models
 
     async def send(self, session: str, **step: Any) -> Call:
-        """Sends a step: `tokens` or `input`; `expected_position`, `idempotency_key`, `mode`, `prove`."""
+        """Sends a step. `step`: the fields `tokens` or `input`, `expected_position`, `idempotency_key`, `mode` and
+        `prove`."""
         raise NotImplementedError
 
     async def step(self, session: str, **step: Any) -> Document:
@@ -59,7 +60,7 @@ class Entrance:
         await self.models.epochs.depart()
 
     async def close(self) -> None:
-        """Closes connections, and checks that all steps used this entrance."""
+        """Closes the connections. Fails if a step reached the engine through another entrance."""
 
 
 class EngineCall:
@@ -111,7 +112,8 @@ class HttpCall:
 
 
 class HttpEntrance(Entrance):
-    """POST /v1/sessions/{session}/tokens, dispatched by the server's own protocol."""
+    """POST /v1/sessions/{session}/tokens on the server's own protocol classes, which call the engine without the ASGI
+    application."""
 
     def __init__(self, server: ServerHarness) -> None:
         super().__init__(server.models)
@@ -133,7 +135,7 @@ class HttpEntrance(Entrance):
 
 
 class AsgiEntrance(HttpEntrance):
-    """Like `HttpEntrance`, on uvicorn's protocol."""
+    """Like `HttpEntrance`, but on uvicorn's protocol classes."""
 
     has_task = True
 
@@ -164,7 +166,7 @@ class WebSocketCall:
 
 
 class WebSocketEntrance(Entrance):
-    """/v1/sessions/{session}/stream, on the server's own protocol. A session's steps share a WebSocket."""
+    """/v1/sessions/{session}/stream on the server's own protocol classes. All steps of a session use one WebSocket."""
 
     is_native = True
 
@@ -189,7 +191,7 @@ class WebSocketEntrance(Entrance):
 
 
 class AsgiWebSocketEntrance(WebSocketEntrance):
-    """Like `WebSocketEntrance`, on uvicorn's protocol."""
+    """Like `WebSocketEntrance`, but on uvicorn's protocol classes."""
 
     is_native = False
 
@@ -208,7 +210,8 @@ ENTRANCES = ["engine", *NATIVE, *ASGI]
 
 @asynccontextmanager
 async def entered(name: str, harness: EngineHarness) -> AsyncIterator[Entrance]:
-    """Opens the entrance of this name to an engine with the sessions a, b and c, each after one token."""
+    """Opens the entrance of this name to an engine. The engine has the sessions a, b and c, and each has received one
+    token."""
     if name == "engine":
         await start_sessions(harness)
         yield EngineEntrance(OneEngine(harness.engine))

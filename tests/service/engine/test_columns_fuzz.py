@@ -23,7 +23,7 @@ async def test_columns_equal_the_general_procedure(make: MakeEngine) -> None:
     assert [kind for kind in kinds if not counted[kind]] == []
 
 
-async def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_fuzz_finds_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     flush = ResidentSessions.flush
 
     def loses_a_token(self: ResidentSessions, session: str) -> tuple[Sequence[int], float]:

@@ -1,4 +1,4 @@
-"""Rejected connections are counted by reason, and logged."""
+"""Tests that the server counts rejected connections for each reason, and logs them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[Fields]]:
 
 
 def counted(server: SlowClient) -> dict[str, float]:
-    """Returns the number of rejected connections by reason."""
+    """Returns the number of rejected connections for each reason."""
     (metric,) = server.metrics.connections_rejected.collect()
     samples = [one for one in metric.samples if one.name == "wane_connections_rejected_total"]
     assert {one.labels["reason"] for one in samples} == {reason.value for reason in RejectReason}
@@ -116,7 +116,9 @@ async def test_a_connection_over_the_limit_is_counted_and_logged(lines: list[Fie
     assert [one for one in lines if one["message"] == "refused"] == [line("too_many", 503)] * 2
 
 
-async def test_a_slow_body_after_its_answer_closes_without_another_answer(lines: list[Fields]) -> None:
+async def test_a_slow_body_that_is_already_answered_closes_the_connection_without_another_answer(
+    lines: list[Fields],
+) -> None:
     async with serving(header_timeout_s=SOON_S, body_timeout_s=SOON_S) as server:
         said = await dialogue(server, POST.replace(b"/v1/predict", b"/nowhere"), b" ")
         assert status_of(said) == 404 and counted(server) == {"slow_body": 1}
