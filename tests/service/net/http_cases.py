@@ -82,9 +82,10 @@ Leaves = Literal["waits", "half-closes", "resets"]
 class Case:
     """The actions of a client on one connection.
 
-    The client sends the parts of a stage one after another, `turns` of the event loop apart. It waits for the answers
-    before the next stage. `wait_turns`: turns until the engine answers. `handshake`: where a WebSocket's handshake
-    begins in the first stage. `leaves`: the client's last action.
+    The client sends the parts of a stage one after another, and lets the event loop run `turns` times between two
+    parts. The client waits for the answers before the next stage. `wait_turns`: the number of turns of the event loop
+    until the engine answers. `handshake`: the offset of a WebSocket's handshake in the first stage. `leaves`: the
+    client's last action.
     """
 
     stages: tuple[tuple[bytes, ...], ...]

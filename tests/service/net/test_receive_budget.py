@@ -45,7 +45,8 @@ async def connected(server: SlowClient, first: bytes) -> AsyncIterator[asyncio.S
 
 @asynccontextmanager
 async def filled(server: SlowClient) -> AsyncIterator[None]:
-    """Fills most of the budget: opens two connections, and sends the largest body on each without its last 100 bytes."""
+    """Opens two connections, and sends the largest body on each, except its last 100 bytes. This fills most of the
+    budget."""
     almost = post(MOST[:-100], len(MOST))
     async with connected(server, almost), connected(server, almost):
         await until(lambda: server.receive_budget.taken >= 2 * (len(MOST) - 100))

@@ -119,7 +119,7 @@ async def test_a_session_rewound_by_another_replica_is_not_mistaken_for_an_appen
     assert logprobs(answer) == pytest.approx(await whole(first, [5, 9, 10, 11, 12, 13]), abs=FLOAT32)
 
 
-async def test_a_state_older_than_the_tail_is_rebuilt(replicas: Replicas) -> None:
+async def test_a_state_that_is_older_than_all_stored_tokens_is_rebuilt(replicas: Replicas) -> None:
     first, second = replicas.engines
     session = (await first.create_session(mode=Mode.RECURRENT)).session
     await first.submit(StepRequest(session, (5, 6, 7)))
