@@ -1,4 +1,4 @@
-"""Invalid and large bodies are cheap to refuse."""
+"""Tests that the server refuses invalid and large bodies at little cost."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def refusal(decoder: Decoder, model: type[Body], document: object) -> Inva
         "unknown parameters",
     ],
 )
-async def test_a_body_with_a_thousand_errors_builds_at_most_two(
+async def test_validation_of_a_body_with_a_thousand_errors_reports_at_most_two(
     decoder: Decoder, model: type[Body], document: object, field: str
 ) -> None:
     refused = await refusal(decoder, model, document)
@@ -96,7 +96,8 @@ MakeBody = Callable[[], bytes]
 
 
 def filled(before: bytes, item: bytes, after: bytes) -> MakeBody:
-    """Makes a body of the largest size, filled with copies of an item."""
+    """Returns a function that makes a body of almost BODY_BYTES bytes. It repeats `item` between `before` and
+    `after`."""
     return lambda: before + b",".join([item] * ((BODY_BYTES - len(before + after)) // (len(item) + 1))) + after
 
 
@@ -124,7 +125,7 @@ HUGE: list[tuple[str, type[Body], MakeBody, type[WaneError], str | None]] = [
 
 
 class Watched:
-    """Replaces the functions that decode and validate, and records their threads and arguments."""
+    """Wraps the functions that decode and validate. Records their arguments, and the threads that decode."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decoded_bytes: list[int] = []
@@ -150,7 +151,7 @@ class Watched:
 
 
 def values(document: object) -> int:
-    """Counts the values in a document."""
+    """Returns the number of values in a document, including nested values."""
     inner = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
     return 1 + sum(map(values, inner))
 
@@ -181,7 +182,7 @@ async def test_a_large_body_is_decoded_up_to_its_limits_and_on_the_decoder_s_thr
 
 
 @pytest.mark.parametrize(("count", "said"), [(257, "257"), (2000, "2000"), (500_000, "at least [0-9]+")])
-async def test_lists_slightly_and_far_over_the_limit_are_refused_alike(usual: Decoder, count: int, said: str) -> None:
+async def test_lists_slightly_and_far_over_the_limit_get_the_same_error(usual: Decoder, count: int, said: str) -> None:
     for model, body in (
         (PredictBody, b'{"inputs":[' + b",".join([b'"a"'] * count) + b"]}"),
         (StepsBody, b'{"steps":[' + b",".join([b'{"session":"s"}'] * count) + b"]}"),
@@ -221,7 +222,7 @@ async def test_the_largest_request_that_the_settings_allow_is_decoded(usual: Dec
     assert all(thread.startswith("decoder") for thread in watched.threads)
 
 
-def test_no_body_has_more_than_most_fields() -> None:
+def test_no_body_model_has_more_fields_than_the_decoder_allows() -> None:
     bodies = [model for model in Body.__subclasses__() for model in (model, *model.__subclasses__())]
     assert max(len(model.model_fields) for model in bodies) <= MOST_FIELDS
 

@@ -1,4 +1,5 @@
-"""The HTTP protocol dispatches requests that arrive whole, ASGI handles all others, and the responses are equal."""
+"""Tests of dispatched requests. The HTTP protocol passes a request that arrives in one piece directly to the engine.
+The ASGI application handles all other requests. The responses are equal."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ KEY = "alice-0123456789abcdefgh"
 
 
 def hold(server: ServerHarness) -> None:
-    """Blocks the runs of the engine from now on."""
+    """Holds every run of the engine from now on."""
     server.harness.runner.busy.clear()
     server.harness.runner.gate.clear()
 
@@ -58,7 +59,7 @@ async def test_every_dispatched_route_is_described(app: Application) -> None:
 
 
 @pytest.mark.parametrize("path", [STEP, PREDICT])
-async def test_a_dispatched_route_never_reaches_the_framework(
+async def test_a_dispatched_request_never_reaches_the_framework(
     app: Application, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     async def refuse(*_: object) -> None:
@@ -115,7 +116,7 @@ async def test_a_session_id_is_read_from_the_path(client: httpx.AsyncClient, eng
     ],
     ids=str,
 )
-async def test_a_dispatched_request_is_answered_like_one_by_asgi(
+async def test_a_dispatched_request_is_answered_like_a_request_through_asgi(
     harness: EngineHarness, path: str, body: Any, headers: list[str], status: int
 ) -> None:
     async with served(harness) as server:
@@ -195,7 +196,7 @@ async def test_a_deadline_or_a_disconnection_ends_the_wait_for_a_proof(make_harn
 
 
 @pytest.mark.parametrize("path", [STEP, PREDICT])
-async def test_a_body_over_the_limit_is_refused_whole_or_in_parts(harness: EngineHarness, path: str) -> None:
+async def test_a_body_over_the_limit_is_refused_in_one_or_several_packets(harness: EngineHarness, path: str) -> None:
     async with served(harness, max_body_bytes=1024) as server:
         padded = post(b'{"tokens": [6]}' + b" " * 2000, path=path)
         for parts in ([padded], in_two(padded)):
@@ -230,7 +231,7 @@ async def test_requests_in_one_packet_are_answered_in_order(harness: EngineHarne
         assert (positions, (await client.hear())[0]) == ([2, 3], 200)
 
 
-async def test_a_request_waits_for_the_one_before_it(harness: EngineHarness) -> None:
+async def test_a_request_waits_for_the_previous_request(harness: EngineHarness) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         hold(server)
@@ -326,7 +327,7 @@ async def test_a_stopping_server_answers_running_requests_and_closes(harness: En
 
 
 @pytest.mark.parametrize("body", [{"tokens": [6]}, {"tokens": [6], "expected_position": 9}], ids=["200", "409"])
-async def test_a_closed_connection_leaves_no_garbage(harness: EngineHarness, body: dict[str, Any]) -> None:
+async def test_a_closed_connection_leaves_no_reference_cycle(harness: EngineHarness, body: dict[str, Any]) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         gc.disable()
@@ -339,7 +340,7 @@ async def test_a_closed_connection_leaves_no_garbage(harness: EngineHarness, bod
             gc.enable()
 
 
-# Predictions: the same tests for steps are in `tests/service/test_conformance.py`.
+# Predictions. `tests/service/test_conformance.py` has the same tests for steps.
 
 
 async def test_a_prediction_after_its_deadline_is_answered_504(harness: EngineHarness) -> None:
@@ -405,7 +406,7 @@ async def test_an_unexpected_failure_is_answered_500(
 # Keys and the access log.
 
 
-async def test_a_key_is_charged_once_dispatched_or_by_asgi(
+async def test_a_key_is_charged_once_for_a_dispatched_request_and_for_one_through_asgi(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charged: list[float] = []
@@ -436,7 +437,7 @@ async def test_a_step_over_the_rate_of_its_key_is_refused(
         assert (status, document["code"]) == (429, "rate_limited")
 
 
-async def test_the_access_log_is_the_same_dispatched_or_by_asgi(
+async def test_dispatched_requests_and_requests_through_asgi_have_the_same_access_log(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "wane.access")

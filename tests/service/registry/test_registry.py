@@ -77,7 +77,7 @@ async def test_one_bundle_can_be_served_by_its_own_path(path: Path) -> None:
         registry.get()
 
 
-async def test_a_leaving_registry_is_unready_but_answers_until_it_is_closed(registry: ModelRegistry) -> None:
+async def test_a_registry_that_shuts_down_is_unready_but_answers_until_it_is_closed(registry: ModelRegistry) -> None:
     registry.leave()
     assert (registry.ready, registry.status) == (False, "draining")
     assert (await registry.get().submit(PredictRequest((1, 2, 3)))).predictions
@@ -87,8 +87,8 @@ async def test_a_leaving_registry_is_unready_but_answers_until_it_is_closed(regi
 
 
 class Gate:
-    """Blocks every load of a bundle's graphs until it is `opened`, for all or for the next load. `names`: started
-    loads."""
+    """Holds every load of a bundle's graphs until the test opens the gate for all loads or for the next load. `names`
+    lists the loads that have begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
@@ -180,7 +180,7 @@ async def test_a_model_that_is_still_loading_is_unloaded_once_loaded(
     await registry.close()
 
 
-async def test_a_model_is_measured_once_all_are_loaded(
+async def test_a_model_is_measured_after_all_models_are_loaded(
     registry: ModelRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await registry.close()
@@ -210,7 +210,7 @@ async def test_a_registry_lists_no_models_before_loading_or_after_closing(tmp_pa
         await registry.close()
 
 
-async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(registry: ModelRegistry) -> None:
+async def test_models_are_found_by_name_and_the_alphabetically_first_is_the_default(registry: ModelRegistry) -> None:
     names = sorted(engine.name for engine in registry.list())
     assert registry.default == ("gated-stable" if "gated-stable" in names else names[0])
     assert registry.list()[0] is registry.get() is registry.get(registry.default)
@@ -288,7 +288,7 @@ async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_se
     assert not file.exists(), "the store opens before the first model is loaded"
     asking = asyncio.create_task(registry.wait_for())
     closing = asyncio.create_task(registry.close())
-    with pytest.raises(Unavailable, match="stopping"):  # before the load is over
+    with pytest.raises(Unavailable, match="stopping"):  # the load has not ended yet
         await asking
     assert not closing.done()
     gate.opened.set()
@@ -478,7 +478,7 @@ async def test_a_graph_with_wrong_results_is_not_served(monkeypatch: pytest.Monk
 
 
 def edited(source: Path, folder: Path, *keys: str | int, value: object) -> Path:
-    """A copy of a bundle with one field of its certificate changed."""
+    """A copy of a bundle. Each test changes one field of its certificate."""
     path = shutil.copytree(source, folder / source.name)
     edit_manifest(path, "certificate", *keys, value=value)
     return path
@@ -493,7 +493,7 @@ def edited(source: Path, folder: Path, *keys: str | int, value: object) -> Path:
     ],
     ids=["factor", "rule", "contractive"],
 )
-async def test_a_model_whose_certificate_was_edited_is_served_as_uncertified_and_says_why(
+async def test_a_model_with_an_edited_certificate_is_served_as_uncertified_with_the_reason(
     tmp_path: Path,
     believed: None,
     caplog: pytest.LogCaptureFixture,
@@ -548,7 +548,7 @@ async def test_a_model_whose_graphs_round_more_than_measured_loses_its_certifica
     await registry.close()
 
 
-async def test_an_uncertified_model_says_why(believed: None, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_uncertified_model_has_a_reason(believed: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     registry = make(FOLDER / "lstm")
     await registry.load()

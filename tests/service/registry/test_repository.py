@@ -41,7 +41,7 @@ async def looks(poller: RepositoryPoller, times: int) -> None:
         await poller.look()
 
 
-async def test_a_bundle_is_loaded_once_when_it_has_changed_and_settled(folder: Path) -> None:
+async def test_a_changed_bundle_is_loaded_once_after_it_has_settled(folder: Path) -> None:
     loads = Loads()
     poller = RepositoryPoller(Repository(folder), loads)
     await looks(poller, 2)
@@ -78,7 +78,7 @@ async def test_a_failed_bundle_is_retried_when_it_changes(folder: Path, caplog: 
     assert "small has changed, and was not loaded: model 'small' was not loaded: its weights are none" in caplog.text
 
 
-async def test_a_deleted_bundle_changes_nothing_and_is_new_when_it_comes_back(folder: Path) -> None:
+async def test_a_deleted_bundle_changes_nothing_and_is_loaded_again_if_it_is_restored(folder: Path) -> None:
     loads = Loads()
     poller = RepositoryPoller(Repository(folder), loads)
     shutil.move(folder / MODEL, folder.parent / "away")
