@@ -73,7 +73,7 @@ def test_a_flipped_byte_is_detected(path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", (*FILES, "manifest.json"))
-def test_a_missing_file_is_named(path: Path, name: str) -> None:
+def test_the_error_names_a_missing_file(path: Path, name: str) -> None:
     (path / name).unlink()
     refused(path, str(path / name), "the file is missing")
 

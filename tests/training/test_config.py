@@ -74,7 +74,7 @@ def test_an_invalid_key_is_named(tmp_path: Path, change: tuple[str, str], messag
         Experiment.read(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
         Experiment.read(tmp_path / "none.toml")
 

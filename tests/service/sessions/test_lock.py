@@ -9,13 +9,14 @@ from wane.service.sessions.lock import MOST_WAITERS, SessionLocks
 
 
 async def until_settled() -> None:
-    """Runs every ready task to its next wait."""
+    """Runs all ready tasks until each waits again."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 class Visitors:
-    """Tasks that take a session's lock, record it, and hold it until they are released."""
+    """Starts tasks that take a session's lock and hold it. `inside` lists the tasks that hold a lock. The event `go` of
+    a task makes it release the lock."""
 
     def __init__(self) -> None:
         self.locks = SessionLocks()
@@ -69,12 +70,12 @@ async def test_a_cancelled_waiter_is_skipped() -> None:
     assert not visitors.locks.waiting
 
 
-async def test_a_waiter_cancelled_as_it_gets_the_lock_passes_it_on() -> None:
+async def test_a_waiter_that_is_cancelled_as_it_gets_the_lock_releases_the_lock() -> None:
     visitors = Visitors()
     async with visitors.locks.held("s"):
         gone, last = (visitors.come(name) for name in "ab")
         await until_settled()
-    gone.cancel()  # it has the lock already, but has not run yet
+    gone.cancel()  # the task already has the lock, but has not run yet
     await until_settled()
     assert gone.cancelled()
     assert visitors.inside == ["b"]
@@ -93,7 +94,7 @@ async def test_a_failing_holder_releases_the_lock() -> None:
         assert list(locks.waiting) == ["s"]
 
 
-async def test_the_number_of_waiters_is_limited_and_cancelled_ones_do_not_count() -> None:
+async def test_the_number_of_waiters_is_limited_and_cancelled_waiters_do_not_count() -> None:
     visitors = Visitors()
     names = [str(index) for index in range(1 + MOST_WAITERS)]
     tasks = [visitors.come(name) for name in names]

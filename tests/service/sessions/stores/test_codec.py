@@ -1,4 +1,4 @@
-"""The format of sessions for other processes."""
+"""Tests of the format in which sessions are stored for other processes."""
 
 from __future__ import annotations
 
