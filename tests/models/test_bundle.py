@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def refused(path: Path, *parts: str) -> None:
-    """Asserts that the bundle is refused with a message that contains every part."""
+    """Asserts that `Bundle.read` refuses the bundle with a message that contains every part."""
     with pytest.raises(BundleError) as caught:
         Bundle.read(path)
     for part in parts:
@@ -48,7 +48,7 @@ def refused(path: Path, *parts: str) -> None:
 
 
 def rewrite(path: Path, name: str, data: bytes) -> None:
-    """Replaces a file and its hash, an edit that hashes do not detect."""
+    """Replaces a file and its hash, so the hash does not reveal the edit."""
     (path / name).write_bytes(data)
     edit_manifest(path, "files", name, value=hashlib.sha256(data).hexdigest())
 
@@ -84,7 +84,7 @@ def test_a_newer_manifest_is_refused(path: Path) -> None:
     refused(path, "written by a newer Wane (schema_version 7, this one reads 3)")
 
 
-def test_an_older_manifest_is_refused_with_advice_to_export_again(path: Path) -> None:
+def test_an_older_manifest_is_refused_with_the_advice_to_export_again(path: Path) -> None:
     edit_manifest(path, "schema_version", value=2)
     edit_manifest(path, "certificate", value={"all_layers": True})
     refused(path, "written by an older Wane (schema_version 2, this one reads 3): export it again")
@@ -250,7 +250,7 @@ def test_a_bundle_that_fails_its_check_is_not_left_behind(path: Path) -> None:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Returns every file of a folder."""
+    """Returns the contents of every file of a folder."""
     return {entry.name: entry.read_bytes() for entry in path.iterdir()}
 
 
@@ -329,7 +329,7 @@ def test_an_interrupt_between_the_two_moves_restores_the_old_bundle(
     assert contents(path) == before
 
 
-def test_a_bundle_is_replaced_whole(path: Path) -> None:
+def test_replacing_a_bundle_leaves_no_file_of_the_previous_bundle(path: Path) -> None:
     (path / "left over.txt").write_text("of the previous bundle")
     write_small_bundle(path, small_architecture("gru"), replace=True)
     assert Bundle.read(path).manifest.architecture.cell == "gru"

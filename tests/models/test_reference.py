@@ -1,4 +1,4 @@
-"""Compares the oracle with the equations, evaluated for one unit with plain floats."""
+"""Compares the oracle with the equations of one unit, computed with plain floats."""
 
 from __future__ import annotations
 

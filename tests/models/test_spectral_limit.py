@@ -17,7 +17,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def wild(seed: int, shape: tuple[int, ...], decades: float) -> torch.Tensor:
-    """Returns a matrix with entries over many orders of magnitude."""
+    """Returns a matrix whose entries span many orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
     spread = 10 ** (decades * (2 * torch.rand(shape, generator=generator) - 1))
     return torch.randn(shape, generator=generator) * spread
@@ -58,7 +58,7 @@ def test_clipping_gives_the_nearest_matrix_of_the_ball(
     for _ in range(20):
         other = torch.randn(shape, generator=generator, dtype=torch.float64)
         other *= limit / torch.linalg.matrix_norm(other, ord=2)
-        # for a projection onto a convex set, every other point of the set is behind the supporting plane
+        # in a projection onto a convex set, the supporting plane separates the original point from the set
         assert torch.sum(moved * (other - clipped * gain)) <= 1e-4 * (1 + moved.norm())
 
 

@@ -30,12 +30,13 @@ def test_every_shipped_experiment_is_valid_and_named_like_its_file(path: Path) -
 @pytest.mark.parametrize("manifest", manifests(), ids=lambda manifest: manifest.name)
 def test_a_shipped_bundle_was_trained_by_the_experiment_of_its_name(manifest: Manifest) -> None:
     experiment = Experiment.read(SHIPPED[0].parent / f"{manifest.name}.toml")
-    trained = Experiment.model_validate(manifest.provenance.config)  # newer keys get their defaults
+    # Keys that are newer than the bundle get their defaults.
+    trained = Experiment.model_validate(manifest.provenance.config)
     assert trained.model_copy(update={"data": experiment.data}) == experiment
     assert trained.data == experiment.data.model_copy(update={"path": None})
 
 
-def test_the_twins_differ_only_in_the_regime() -> None:
+def test_a_truncated_twin_differs_from_its_recurrent_model_only_in_the_regime() -> None:
     folder = SHIPPED[0].parent
     recurrent = Experiment.read(folder / "gated-stable.toml")
     truncated = Experiment.read(folder / "gated-stable-truncated.toml")

@@ -34,7 +34,7 @@ def best_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("regime", ["recurrent", "truncated"])
 @pytest.mark.parametrize("stop", [1, 3, 4, 7])
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, regime: str, stop: int) -> None:
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_run(tmp_path: Path, regime: str, stop: int) -> None:
     corpus, chosen = text_corpus(), experiment(regime=regime)
     whole = [progress.loss for progress in Trainer(chosen, corpus, RunFolder(tmp_path / "whole")).run()]
     assert len(whole) == 8
@@ -109,7 +109,7 @@ def test_keep_every_saves_the_same_weights_in_a_resumed_run(tmp_path: Path) -> N
 
 
 def by_hand(chosen: Experiment, corpus: Corpus, steps: int) -> list[float]:
-    """Computes the losses of the recurrent regime with plain SGD; the state is reset at every epoch."""
+    """Computes the losses of the recurrent regime with plain SGD. Resets the state at every epoch."""
     torch.manual_seed(chosen.training.seed)
     network = Network(chosen.model.architecture(corpus.vocabulary.size)).train()
     batch, chunk = chosen.training.batch, chosen.training.chunk
@@ -176,7 +176,7 @@ def test_dropout_changes_training_but_not_evaluation(block: str) -> None:
     assert torch.equal(once, again)
 
 
-def test_weight_decay_leaves_biases_and_gains_alone(tmp_path: Path) -> None:
+def test_weight_decay_does_not_apply_to_biases_and_gains(tmp_path: Path) -> None:
     trainer = Trainer(experiment(weight_decay=0.1), text_corpus(), RunFolder(tmp_path))
     for group in trainer.optimizer.param_groups:
         assert {parameter.ndim > 1 for parameter in group["params"]} == {group["weight_decay"] > 0}
@@ -230,7 +230,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_advice(tmp_path: Path) -> 
         list(trainer.run())
 
 
-def test_best_weights_are_those_of_the_lowest_validation_loss(tmp_path: Path) -> None:
+def test_the_best_weights_are_those_with_the_lowest_validation_loss(tmp_path: Path) -> None:
     trainer = Trainer(experiment(steps=40, learning_rate=0.05), text_corpus(), RunFolder(tmp_path))
     list(trainer.run())
     losses = {r["step"]: r["valid_loss"] for r in records(tmp_path) if "valid_loss" in r}
@@ -271,7 +271,7 @@ def test_plateau_decays_when_validation_stops_improving(tmp_path: Path) -> None:
     assert decay["step"] - max(s for s in _best_steps(tmp_path) if s <= decay["step"]) >= 8
 
 
-def test_a_plateau_run_stopped_in_its_decay_resumes_the_decay(tmp_path: Path) -> None:
+def test_a_plateau_run_that_is_stopped_during_its_decay_resumes_the_decay(tmp_path: Path) -> None:
     corpus = text_corpus()
     chosen = experiment(schedule="plateau", steps=12, decay_steps=5, evaluate_every=4, checkpoint_every=3)
     whole = [(p.step, p.loss, p.learning_rate) for p in Trainer(chosen, corpus, RunFolder(tmp_path / "whole")).run()]
