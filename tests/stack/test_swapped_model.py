@@ -1,5 +1,6 @@
-"""Replicas load a new version of a model one after another under live sessions: no request fails, every session
-continues on the new version from its tokens, and each answer is right for the version that it names."""
+"""Tests of replicas that load a new version of a model one after another while sessions are in use. No request fails.
+Every session continues on the new version from its stored tokens. Each answer is correct for the version that it names.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ SESSIONS = 60
 LONG = 6
 RATE = 1.0
 OTHER = BUNDLE.with_name("gated-stable-truncated")
-"""Returns other weights of the same architecture and vocabulary."""
+"""Returns different weights for the same architecture and vocabulary."""
 
 
 def next_version(folder: Path) -> Path:
-    """Writes a bundle of the same name, with the next version."""
+    """Writes a bundle with the same name and the next version."""
     path = shutil.copytree(OTHER, folder / MODEL)
     edit_manifest(path, "name", value=MODEL)
     edit_manifest(path, "version", value="2")
