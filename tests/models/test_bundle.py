@@ -116,14 +116,14 @@ def test_an_older_manifest_is_refused_with_the_advice_to_export_again(path: Path
         (("certificate", "layers"), [], "certificate.layers: 0 claimed, the weights give 2"),
     ],
 )
-def test_an_invalid_field_is_named(path: Path, keys: tuple[str | int, ...], value: object, message: str) -> None:
+def test_the_error_names_an_invalid_field(path: Path, keys: tuple[str | int, ...], value: object, message: str) -> None:
     edit_manifest(path, "quality", value=QUALITY)
     Bundle.read(path)
     edit_manifest(path, *keys, value=value)
     refused(path, "manifest.json" if "vocabulary" not in keys else "tokenizer.json", message)
 
 
-def test_a_missing_role_is_named(path: Path) -> None:
+def test_the_error_names_a_missing_role(path: Path) -> None:
     graphs = json.loads((path / "manifest.json").read_text())["graphs"]
     del graphs["scan"]
     edit_manifest(path, "graphs", value=graphs)

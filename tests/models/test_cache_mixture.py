@@ -102,7 +102,7 @@ def test_the_statistics_of_a_text_equal_those_of_each_of_its_histories(seed: int
         (6, (0.5, 0.3, 0.0, 0.2), "weights[6] gives a weight to a component that has no occurrence"),
     ],
 )
-def test_wrong_weights_are_named(row: int, weights: tuple[float, float, float, float], message: str) -> None:
+def test_the_error_names_wrong_weights(row: int, weights: tuple[float, float, float, float], message: str) -> None:
     table = [*random_cache(Random(0), 4).weights]
     table[row] = weights
     with pytest.raises(ValidationError) as caught:

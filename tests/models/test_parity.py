@@ -104,7 +104,7 @@ def _answers_in_float64(role: Role, feeds: Tensors, outputs: Tensors) -> Tensors
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_faulty_graph_is_named(fault: Fault, message: str) -> None:
+def test_the_error_names_a_faulty_graph(fault: Fault, message: str) -> None:
     model = architecture("lstm", layers=2)
     reference = Reference(model, random_weights(model, seed=0))
     right = graphs_of(reference)

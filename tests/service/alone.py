@@ -40,7 +40,7 @@ def measure(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(measurement())
 
 
-def left(kind: type) -> list[object]:
+def live_objects(kind: type) -> list[object]:
     """Returns all live objects of a type."""
     return [one for one in gc.get_objects() if isinstance(one, kind)]
 
@@ -59,7 +59,7 @@ def bytes_in_use() -> int:
     return int(found.uordblks + found.hblkhd)
 
 
-def bytes_withheld() -> int:
+def release_free_memory() -> int:
     """Makes the C library release its free memory to the kernel. Returns the number of bytes by which the resident
     memory shrank."""
     before = resident_bytes()

@@ -92,7 +92,7 @@ class SocketServer(DrainingServer):
         protocol: type[HttpProtocol] = Counting
         return partial(protocol, *http.args, **http.keywords)
 
-    async def say(self, writer: asyncio.StreamWriter, *parts: bytes) -> None:
+    async def send_packets(self, writer: asyncio.StreamWriter, *parts: bytes) -> None:
         """Writes the parts. Waits until the server has read a part before it writes the next."""
         for part in parts:
             enough = self.read_bytes + len(part)

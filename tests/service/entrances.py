@@ -32,7 +32,7 @@ class Call(Protocol):
         """Returns the answer's document, or the problem document."""
         ...
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         """Disconnects without reading the answer."""
         ...
 
@@ -76,7 +76,7 @@ class EngineCall:
         document: Document = json.loads(encode.json_bytes(encode.answer(self._engine, answer)))
         return document
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         self._pending.cancel()
 
 
@@ -98,7 +98,7 @@ class HttpCall:
         self._idle = idle
 
     async def outcome(self) -> Document:
-        _, headers, document = await self._client.hear()
+        _, headers, document = await self._client.read_response()
         if headers.get("connection") != "close":
             self._idle.append(self._client)
         if "results" not in document:
@@ -107,7 +107,7 @@ class HttpCall:
         failure: Document | None = result.get("error")
         return failure or result
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         self._client.writer.close()
 
 
@@ -161,7 +161,7 @@ class WebSocketCall:
             self._idle.append(self._socket)
         return failure or document
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         await self._socket.close()
 
 

@@ -144,11 +144,11 @@ class Client:
         server.clients.append(cls(server, *await asyncio.open_connection(*server.address)))
         return server.clients[-1]
 
-    async def say(self, *parts: bytes) -> None:
+    async def send_packets(self, *parts: bytes) -> None:
         """Sends each part in its own packet. Waits until the server has read a part before it sends the next."""
-        await self.server.say(self.writer, *parts)
+        await self.server.send_packets(self.writer, *parts)
 
-    async def hear(self) -> tuple[int, dict[str, str], Document]:
+    async def read_response(self) -> tuple[int, dict[str, str], Document]:
         """Reads the next response. Returns its status, headers and document."""
         status, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in lines)
@@ -157,8 +157,8 @@ class Client:
 
     async def ask(self, *parts: bytes) -> tuple[int, Document]:
         """Sends a request. Returns the response's status and document."""
-        await self.say(*parts)
-        status, _, document = await self.hear()
+        await self.send_packets(*parts)
+        status, _, document = await self.read_response()
         return status, document
 
 

@@ -79,10 +79,10 @@ async def dialogue(server: SlowClient, first: bytes, drip: bytes = b"") -> bytes
     """Sends `first`, and then `drip` repeatedly. Returns the bytes that the server sends before it closes the
     connection."""
     reader, writer = await asyncio.open_connection(*server.address)
-    return await hear(reader, writer, first, drip)
+    return await send_and_read(reader, writer, first, drip)
 
 
-async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes, drip: bytes) -> bytes:
+async def send_and_read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes, drip: bytes) -> bytes:
     """Like `dialogue`, but on an open connection."""
 
     async def keep_sending() -> None:
@@ -110,10 +110,10 @@ async def conversation(server: SlowClient, first: bytes, drip: bytes = b"") -> b
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(HANDSHAKE)
     await reader.readuntil(b"\r\n\r\n")
-    return await hear(reader, writer, first, drip)
+    return await send_and_read(reader, writer, first, drip)
 
 
-def never_reads(server: SlowClient) -> socket.socket:
+def unread_socket(server: SlowClient) -> socket.socket:
     """Returns a socket with a small receive buffer. The caller connects it and does not read from it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

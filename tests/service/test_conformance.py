@@ -342,7 +342,7 @@ async def test_a_step_whose_client_disconnects_before_its_run_changes_nothing(
 ) -> None:
     blocking = await block(harness)
     call = await queued(harness, entrance.send("a", tokens=[6]))
-    await call.hang_up()
+    await call.disconnect()
     await entrance.none_in_flight()
     harness.runner.gate.set()
     await blocking
@@ -355,7 +355,7 @@ async def test_a_step_whose_client_disconnects_during_its_run_commits(
     entrance: Entrance, harness: EngineHarness
 ) -> None:
     call = await running(harness, entrance.send("a", tokens=[6], expected_position=1))
-    await call.hang_up()
+    await call.disconnect()
     await entrance.none_in_flight()
     harness.runner.gate.set()
     again = await entrance.step("a", tokens=[6], expected_position=1)
@@ -405,7 +405,7 @@ async def test_a_disconnection_during_the_search_ends_the_search_and_the_step_co
 ) -> None:
     proof = FakeProof(harness.engine)
     call = await searching(proof, entrance.send("a", **SEARCH))
-    await call.hang_up()
+    await call.disconnect()
     await entrance.none_in_flight()
     again = await entrance.step("a", **(SEARCH | {"prove": False}))
     assert (again["replayed"], again["position"]) == (True, 6)

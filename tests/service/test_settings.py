@@ -82,7 +82,7 @@ def test_a_value_out_of_range_names_the_variable_and_the_limit(variable: str, va
         read(**{variable: value})
 
 
-def test_an_invalid_option_is_named() -> None:
+def test_the_error_names_an_invalid_option() -> None:
     with pytest.raises(SettingsError, match="--max-batch-size is '0'"):
         read("--max-batch-size", "0")
 

@@ -46,7 +46,7 @@ class Balanced:
         assert reply.status == 200
         return int(reply.document["replica"])
 
-    async def homes(self) -> dict[str, int]:
+    async def replica_of_each(self) -> dict[str, int]:
         """Returns the replica that answers each session."""
         return {session: await self.replica_of(f"/v1/sessions/{session}/tokens") for session in SESSIONS}
 
@@ -87,29 +87,29 @@ async def balanced() -> AsyncIterator[Balanced]:
 
 
 async def test_a_session_stays_with_one_replica_and_sessions_are_spread(balanced: Balanced) -> None:
-    homes = await balanced.homes()
-    assert await balanced.homes() == homes
+    homes = await balanced.replica_of_each()
+    assert await balanced.replica_of_each() == homes
     shares = [list(homes.values()).count(number) for number in range(3)]
     assert min(shares) >= len(SESSIONS) / 6
 
 
 @pytest.mark.parametrize("path", ["/v1/sessions/{}", "/v1/sessions/{}/stream", "/v1/sessions/{}/rewind?x=1"])
 async def test_a_session_has_one_replica_for_every_route(balanced: Balanced, path: str) -> None:
-    homes = await balanced.homes()
+    homes = await balanced.replica_of_each()
     assert {session: await balanced.replica_of(path.format(session)) for session in SESSIONS} == homes
 
 
 async def test_a_session_named_in_a_header_or_with_percent_encoding_has_the_same_replica(
     balanced: Balanced,
 ) -> None:
-    homes = await balanced.homes()
+    homes = await balanced.replica_of_each()
     for session, home in homes.items():
         assert await balanced.replica_of("/v1/completions", x_session_id=session) == home
         assert await balanced.replica_of(f"/v1/sessions/{session.replace('-', '%2d')}/tokens") == home
 
 
 async def test_the_session_in_the_path_overrides_the_header(balanced: Balanced) -> None:
-    homes = await balanced.homes()
+    homes = await balanced.replica_of_each()
     other = next(session for session in SESSIONS if homes[session] != homes[SESSIONS[0]])
     assert await balanced.replica_of(f"/v1/sessions/{SESSIONS[0]}/tokens", x_session_id=other) == homes[SESSIONS[0]]
 
@@ -160,18 +160,18 @@ async def test_an_answered_request_is_not_retried(balanced: Balanced, status: st
 
 
 async def test_a_request_that_its_replica_did_not_receive_goes_to_another_replica(balanced: Balanced) -> None:
-    homes = await balanced.homes()
+    homes = await balanced.replica_of_each()
     balanced.replicas[0].stop()
-    after = await balanced.homes()
+    after = await balanced.replica_of_each()
     assert all(after[session] == home for session, home in homes.items() if home != 0)
     assert 0 not in after.values()
 
 
 async def test_an_unready_replica_gets_no_requests_and_only_its_sessions_move_to_others(balanced: Balanced) -> None:
-    homes = await balanced.homes()
+    homes = await balanced.replica_of_each()
     balanced.replicas[1].ready = False
     await until(balanced.operations, wane_2="DOWN")
-    after = await balanced.homes()
+    after = await balanced.replica_of_each()
     assert all(after[session] == home for session, home in homes.items() if home != 1)
     assert 1 not in after.values()
     balanced.replicas[1].ready = True

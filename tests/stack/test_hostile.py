@@ -111,7 +111,7 @@ async def said(port: int, chunks: Sequence[bytes], every_s: float = 0.0) -> int:
         writer.close()
 
 
-def forget_peak(pid: int) -> None:
+def reset_peak(pid: int) -> None:
     """Resets the peak memory to the current memory, because loading a model takes more memory than serving it."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
@@ -129,7 +129,7 @@ def secrets_in(stack: Stack, secrets: Sequence[str]) -> list[str]:
     return [secret for secret in secrets for text in texts if secret in text]
 
 
-async def of_another(port: int, session: str, key: str) -> Statuses:
+async def answers_for_another_owner(port: int, session: str, key: str) -> Statuses:
     """Requests another key's session on every route. Returns the answers."""
     path, step, headers = f"/v1/sessions/{session}", {"tokens": [1]}, bearer(key)
     asked: list[tuple[str, str, object]] = [
@@ -175,7 +175,7 @@ async def test_attacks_are_rejected_without_using_memory_or_leaking_secrets(
     with make_stack(settings) as stack:
         port = stack.port
         for replica in stack.replicas:
-            forget_peak(replica.pid)
+            reset_peak(replica.pid)
         before = {replica.name: peak_bytes(replica.pid) for replica in stack.replicas}
         client = Connection(port)
         own = await client.ask("POST", "/v1/sessions", {"session": "mine"}, bearer(alice))
@@ -221,8 +221,8 @@ async def test_attacks_are_rejected_without_using_memory_or_leaking_secrets(
 
         attacks = {
             "wrong keys": many(port, wrong_key, 700),
-            "others' sessions": of_another(port, "mine", mallory),
-            "others' drawn ids": of_another(port, drawn.document["session"], mallory),
+            "others' sessions": answers_for_another_owner(port, "mine", mallory),
+            "others' drawn ids": answers_for_another_owner(port, drawn.document["session"], mallory),
             "open sessions": many(port, new_session, SESSIONS),
             "large bodies": many(port, large, 24),
             "slow bodies": many(port, drip, 24),

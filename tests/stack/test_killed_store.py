@@ -78,7 +78,7 @@ async def test_in_mode_degrade_sessions_continue_and_the_sessions_in_redis_repla
             await asyncio.to_thread(victim.kill)
             victim.start()
             before = {client.session: (len(client.history), client.repeated) for client in clients}
-            await until_each(clients, lambda client: went_on(client, before[client.session]))
+            await until_each(clients, lambda client: has_progressed(client, before[client.session]))
             redis.start()
             await asyncio.to_thread(redis.wait_ready)
             await asyncio.to_thread(victim.wait_ready)
@@ -107,7 +107,7 @@ def has_undurable(client: SessionClient) -> bool:
     return any(append.outcome is Outcome.NOT_DURABLE for append in client.history)
 
 
-def went_on(client: SessionClient, before: tuple[int, int]) -> bool:
+def has_progressed(client: SessionClient, before: tuple[int, int]) -> bool:
     """Returns whether a step has ended or was retried since the counts of both were `before`."""
     return len(client.history) > before[0] or client.repeated > before[1]
 

@@ -20,7 +20,7 @@ def owners(*servers: int) -> dict[str, int]:
 
 async def test_every_session_has_and_moves_to_the_server_that_the_ring_selects() -> None:
     async with three_replicas() as replicas, haproxy(replicas) as balanced:
-        assert await balanced.homes() == owners(1, 2, 3)
+        assert await balanced.replica_of_each() == owners(1, 2, 3)
         replicas[1].stop()
         await until(balanced.operations, wane_2="DOWN")
-        assert await balanced.homes() == owners(1, 3)
+        assert await balanced.replica_of_each() == owners(1, 3)

@@ -57,7 +57,7 @@ async def test_no_request_fails_while_each_replica_loads_a_new_version(
 
     for client in clients:
         versions = [client.answers[position]["model_version"] for position in sorted(client.answers)]
-        assert versions == sorted(versions), "a session went back to the old version"
+        assert versions == sorted(versions), "a session returned to the old version"
         rebuilt = [one for one in client.answers.values() if one["state"] == "rebuilt"]
         assert len(rebuilt) <= 1, "a session was rebuilt more than once for one new version"
     for version, bundle in (("1", old), ("2", served)):

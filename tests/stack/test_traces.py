@@ -68,7 +68,7 @@ def test_a_request_is_traced_from_its_client_to_the_run() -> None:
     assert abs((queue.times[1] - queue.times[0]) / 1e6 - answer["latency"]["queue_ms"]) < 0.001
 
 
-async def joined(client: httpx.AsyncClient) -> float:
+async def items_that_joined_a_batch(client: httpx.AsyncClient) -> float:
     """Returns the number of items that were not the first of their batch, according to the metrics."""
     lines = (await client.get("/metrics")).text.splitlines()
 
@@ -85,8 +85,8 @@ def test_a_batch_links_to_the_requests_of_all_its_clients() -> None:
             asyncio.timeout(TIMEOUT_S),
             httpx.AsyncClient(base_url=url, headers=parent(0, "00"), timeout=TIMEOUT_S) as client,
         ):
-            before = await joined(client)
-            while await joined(client) == before:
+            before = await items_that_joined_a_batch(client)
+            while await items_that_joined_a_batch(client) == before:
                 bodies = [{"tokens": [1] * 60, "mode": "window"}] * 8
                 asked = [client.post("/v1/predict", json=body, headers=parent(n)) for n, body in enumerate(bodies)]
                 assert {response.status_code for response in await asyncio.gather(*asked)} == {200}

@@ -68,7 +68,7 @@ def test_a_truncated_twin_differs_from_its_recurrent_model_only_in_the_regime() 
     ],
     ids=lambda value: value[1].splitlines()[-1] if isinstance(value, tuple) else None,
 )
-def test_an_invalid_key_is_named(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+def test_the_error_names_an_invalid_key(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     path = tmp_path / "one.toml"
     path.write_text(VALID.replace(*change))
     with pytest.raises(ConfigError, match=message):
@@ -80,7 +80,7 @@ def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
         Experiment.read(tmp_path / "none.toml")
 
 
-def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_file_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "one.toml"
     path.write_bytes(b'name = "\xff"')
     with pytest.raises(ConfigError, match=r"one\.toml: not UTF-8 at byte 8"):

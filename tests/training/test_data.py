@@ -35,7 +35,7 @@ def test_an_unusable_text_is_named_with_the_reason(tmp_path: Path, content: byte
         load_text(path)
 
 
-def test_missing_data_is_named(tmp_path: Path) -> None:
+def test_the_error_names_missing_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"missing\.txt: No such file"):
         load_text(tmp_path / "missing.txt")
     with pytest.raises(DataError, match=r"the folder holds no files, or only empty or hidden ones"):
@@ -78,7 +78,7 @@ def test_the_splits_contain_every_line_once_in_order() -> None:
         ('["\\ud800"]', "not Unicode text"),
     ],
 )
-def test_an_invalid_event_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_the_error_names_an_invalid_event_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(f'["a", "b"]\n\n{line}\n')
     with pytest.raises(DataError, match=rf"events\.jsonl, line 3: .*{message}"):

@@ -108,7 +108,7 @@ def test_keep_every_saves_the_same_weights_in_a_resumed_run(tmp_path: Path) -> N
     assert all(torch.equal(tensor, kept_start[name]) for name, tensor in start.items())
 
 
-def by_hand(chosen: Experiment, corpus: Corpus, steps: int) -> list[float]:
+def handwritten_losses(chosen: Experiment, corpus: Corpus, steps: int) -> list[float]:
     """Computes the losses of the recurrent regime with plain SGD. Resets the state at every epoch."""
     torch.manual_seed(chosen.training.seed)
     network = Network(chosen.model.architecture(corpus.vocabulary.size)).train()
@@ -144,7 +144,7 @@ def test_training_matches_a_handwritten_loop_over_three_epochs(tmp_path: Path) -
     chosen = experiment(model, optimizer="sgd", learning_rate=0.5, **keys)
     assert 20 < (len(corpus.streams["train"]) - 1) // 4 // 64 < 40
     losses = [progress.loss for progress in Trainer(chosen, corpus, RunFolder(tmp_path)).run()]
-    assert losses == pytest.approx(by_hand(chosen, corpus, 80), abs=1e-4)
+    assert losses == pytest.approx(handwritten_losses(chosen, corpus, 80), abs=1e-4)
 
 
 def test_validation_runs_without_dropout_and_carries_the_state(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_the_best_weights_are_those_with_the_lowest_validation_loss(tmp_path: Pa
     assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == best
 
 
-def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_folder_without_weights(tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match=r"has no best\.pt"):
         RunFolder(tmp_path).load("best.pt")
 
@@ -305,7 +305,7 @@ def test_a_run_is_not_resumed_with_fewer_steps_than_done(tmp_path: Path) -> None
         Trainer(experiment(steps=6), corpus, RunFolder(tmp_path))
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_damaged_checkpoint(tmp_path: Path) -> None:
     corpus = text_corpus()
     list(islice(Trainer(experiment(), corpus, RunFolder(tmp_path)).run(), 2))
     path = tmp_path / "checkpoint.pt"

@@ -262,7 +262,7 @@ async def test_an_interrupted_coroutine_may_wait_for_something_else(waits: Waits
             await waits.awaitable
         except asyncio.CancelledError:
             return await other
-        raise AssertionError("it was not interrupted")
+        raise AssertionError("the coroutine was not interrupted")
 
     task = EagerTask(wait())
     task.interrupt()
@@ -281,7 +281,7 @@ async def test_an_interrupt_cancels_the_callback_of_a_finished_future() -> None:
             await future
         except asyncio.CancelledError:
             return await other
-        raise AssertionError("it was not interrupted")
+        raise AssertionError("the coroutine was not interrupted")
 
     task = EagerTask(wait())
     future.set_result(7)

@@ -111,7 +111,7 @@ async def test_an_interrupt_that_the_body_catches_is_not_raised(run: Run) -> Non
                 await Waiter[None]()
             except asyncio.CancelledError:
                 return 7
-        raise AssertionError("it was not interrupted")
+        raise AssertionError("the coroutine was not interrupted")
 
     task = run(body())
     await turns()
@@ -266,7 +266,7 @@ async def test_a_deadline_and_an_interrupt_together_end_the_body_once(
         except (Ended, DeadlineExceeded):
             await asyncio.sleep(0)
             return 7
-        raise AssertionError("it was not ended")
+        raise AssertionError("the body was not ended")
 
     task = run(body())
     await turns()

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Message, Scope
 from websockets.frames import Frame
 
-from tests.service.alone import alone, left
+from tests.service.alone import alone, live_objects
 from tests.service.slow_client import GET, HANDSHAKE, frame, serving
 from wane.service.api.disconnect import until_hangup
 from wane.service.net.http_protocol import BufferedTransport, HttpProtocol
@@ -32,7 +32,7 @@ async def watch_a_request() -> None:
     with until_hangup(Request(scope, receive)):
         await watching.wait()
     await asyncio.sleep(0)  # lets the watcher end
-    assert not left(until_hangup)
+    assert not live_objects(until_hangup)
 
 
 async def connect_and_leave() -> None:
@@ -48,7 +48,7 @@ async def connect_and_leave() -> None:
             await writer.wait_closed()
         for _ in range(TURNS):
             await asyncio.sleep(0)
-        assert not left(BufferedTransport)
+        assert not live_objects(BufferedTransport)
 
 
 async def leave_within_a_message(first: bytes) -> None:
@@ -65,7 +65,12 @@ async def leave_within_a_message(first: bytes) -> None:
             await writer.wait_closed()
         for _ in range(TURNS):
             await asyncio.sleep(0)
-        assert not [*left(WebSocketProtocol), *left(Frame), *left(HttpProtocol), *left(BufferedTransport)]
+        assert not [
+            *live_objects(WebSocketProtocol),
+            *live_objects(Frame),
+            *live_objects(HttpProtocol),
+            *live_objects(BufferedTransport),
+        ]
 
 
 async def leave_within_a_frame() -> None:

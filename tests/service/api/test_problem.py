@@ -117,8 +117,7 @@ def test_these_tests_cover_every_route(app: FastAPI) -> None:
         (method.upper(), path)
         for path, methods in app.openapi()["paths"].items()
         for method in methods
-        if path not in INFALLIBLE and not path.startswith("/v2/")  # test_repository.py tests this route, which uses
-        # another protocol
+        if path not in INFALLIBLE and not path.startswith("/v2/")  # test_repository.py tests the routes of /v2
     }
     assert described == tested
 

@@ -186,8 +186,8 @@ async def test_the_bound_of_the_chunk_boundaries_is_within_the_tolerance_and_hol
         bound = parallel_cost.error_bound
         assert bound is not None and bound <= (2e-3 if tolerance is None else tolerance)
         seen = np.abs(np.exp(known(parallel_cost.logprobs)) - np.exp(known(in_order.logprobs))).max()
-        assert seen <= bound or (bound == 0 and seen < 1e-6)  # a bound of 0 does not cover rounding differences between
-        # batches
+        # A bound of 0 does not cover rounding differences between batches.
+        assert seen <= bound or (bound == 0 and seen < 1e-6)
     await served.engine.close()
 
 

@@ -149,7 +149,9 @@ def test_a_file_that_is_not_text_is_rejected(
 
 @pytest.mark.parametrize("command", ["compare", "report"])
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nowhere"])
-def test_a_server_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str], command: str, url: str) -> None:
+def test_the_error_names_a_server_that_does_not_answer(
+    capsys: pytest.CaptureFixture[str], command: str, url: str
+) -> None:
     assert main([command, url]) == 2
     assert f"error: {url} does not answer" in capsys.readouterr().err.strip().splitlines()[-1]
 
@@ -240,7 +242,7 @@ def test_the_reports_of_replicas_are_merged_and_an_unreachable_replica_is_named(
 
 
 @contextmanager
-def stranger(page: bytes) -> Iterator[str]:
+def other_server(page: bytes) -> Iterator[str]:
     """Yields the address of a server that answers every request with the same page."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -277,7 +279,7 @@ PAGES = {
 def test_a_url_that_is_not_a_wane_server_is_named_and_the_other_servers_are_reported(
     live: LiveServer, capsys: pytest.CaptureFixture[str], page: bytes, why: str
 ) -> None:
-    with stranger(page) as url:
+    with other_server(page) as url:
         assert main(["report", url, live.url + "/", live.url, "--json"]) == 2
         printed = capsys.readouterr()
         assert json.loads(printed.out)["replicas"] == 1
@@ -298,7 +300,7 @@ def test_a_report_that_cannot_be_merged_is_named_and_skipped(
     for model in other["models"]:
         for mode in model["modes"].values():
             mode["latency"]["queue"]["buckets"][0]["le_ms"] = 1e-9
-    with stranger(json.dumps(other).encode()) as url:
+    with other_server(json.dumps(other).encode()) as url:
         assert main(["report", live.url, url, "--json"]) == 2
     printed = capsys.readouterr()
     assert json.loads(printed.out)["replicas"] == 1

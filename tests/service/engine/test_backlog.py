@@ -185,7 +185,7 @@ def test_an_admission_check_reads_each_request_only_a_few_times(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_requests_are_admitted_by_the_formula(requests: Requests, seed: int) -> None:
+def test_requests_are_admitted_as_the_formula_says(requests: Requests, seed: int) -> None:
     random, admitted, answers = Random(seed), list[tuple[float, float]](), set[bool]()
 
     def finish_s(left: float, *others: float) -> float:

@@ -52,7 +52,7 @@ def step(harness: EngineHarness, session: str, token: int = 6, *, hours: float |
     return harness.engine.submit(StepRequest(session, (token,), deadline=deadline))
 
 
-async def occupied(harness: EngineHarness, session: str = "c") -> Pending[Answer]:
+async def keep_runner_busy(harness: EngineHarness, session: str = "c") -> Pending[Answer]:
     """Keeps the runner busy with a step of two tokens. The engine does not take this step in columns."""
     harness.runner.gate.clear()
     pending = harness.engine.submit(StepRequest(session, (7, 8)))
@@ -87,7 +87,7 @@ async def test_a_batch_that_starts_before_the_previous_answers_releases_its_slot
 
 
 async def test_a_queued_step_fails_at_its_deadline(started: EngineHarness, travel: Callable[[float], None]) -> None:
-    ahead = await occupied(started)
+    ahead = await keep_runner_busy(started)
     late, other = step(started, "a", hours=1), step(started, "b", hours=9)
     travel(TRAVELS_S)
     with pytest.raises(DeadlineExceeded, match="the deadline passed before"):
@@ -100,7 +100,7 @@ async def test_a_queued_step_fails_at_its_deadline(started: EngineHarness, trave
 
 
 async def test_two_steps_fail_at_their_own_deadlines(started: EngineHarness, travel: Callable[[float], None]) -> None:
-    await occupied(started)
+    await keep_runner_busy(started)
     first, second = step(started, "a", hours=1), step(started, "b", hours=3)
     for one in (first, second):
         travel(2 * TRAVELS_S)
@@ -154,7 +154,7 @@ async def test_a_step_of_a_call_fails_once_at_its_deadline(
 
 
 async def test_a_step_that_is_cancelled_before_its_batch_has_no_effect(started: EngineHarness) -> None:
-    await occupied(started)
+    await keep_runner_busy(started)
     left = step(started, "a")
     left.cancel()
     left.cancel()
@@ -186,7 +186,7 @@ async def test_a_step_that_is_cancelled_while_it_runs_commits(started: EngineHar
 
 
 async def test_a_step_after_a_cancelled_step_of_its_session_runs(started: EngineHarness) -> None:
-    await occupied(started)
+    await keep_runner_busy(started)
     left, next_ = step(started, "a", 6), step(started, "a", 9)
     left.cancel()
     started.runner.gate.set()
@@ -237,7 +237,7 @@ async def test_a_running_step_applies_to_its_recreated_session(started: EngineHa
 
 
 async def test_a_queued_step_whose_state_was_evicted_is_rebuilt(started: EngineHarness) -> None:
-    await occupied(started)
+    await keep_runner_busy(started)
     pending = step(started, "a", 6)
     started.engine.state_cache.drop("a")
     started.runner.gate.set()
@@ -273,7 +273,7 @@ async def test_a_full_queue_refuses_a_step(make_harness: MakeHarness) -> None:
     await harness.engine.create_session("d")
     await harness.engine.submit(StepRequest("d", (5,)))
     harness.runner.busy.clear()
-    await occupied(harness)
+    await keep_runner_busy(harness)
     waiting = [step(harness, name) for name in "ab"]
     with pytest.raises(Overloaded, match="2 requests are already waiting"):
         await step(harness, "d")

@@ -189,7 +189,7 @@ async def test_a_session_that_begins_with_a_history(harness: EngineHarness, know
 
 
 @pytest.mark.parametrize("mode", [Mode.RECURRENT, Mode.WINDOW])
-async def test_generation(harness: EngineHarness, mode: Mode) -> None:
+async def test_generations(harness: EngineHarness, mode: Mode) -> None:
     tokens = words(20, seed=6)
     window = 4 if mode is Mode.WINDOW else None
     stream = await harness.engine.generate(GenerateRequest(tokens, 16, temperature=0, mode=mode, window=window))

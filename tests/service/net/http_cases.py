@@ -117,7 +117,7 @@ class Case:
         """Returns the case without white space after header values."""
         return self.with_data(re.sub(rb"(?m)^([\w-]+:[^\r\n]*?)[ \t]+(?=\r?$)", rb"\1", self.data))
 
-    def in_turn(self) -> Case:
+    def with_handshake_after_answers(self) -> Case:
         """Returns the case with a client that waits for the answers before it sends the handshake."""
         if not self.handshake:
             return self

@@ -90,17 +90,17 @@ class Endpoint:
             for part in stage:
                 await client.send(part, case.turns)
             if case.leaves != "resets":
-                await client.quiet()
+                await client.read_until_quiet()
         if case.leaves == "half-closes":
             with suppress(OSError):
                 here.shutdown(socket.SHUT_WR)
-            await client.quiet()
+            await client.read_until_quiet()
         seen = Seen(bytes(client.received), client.closed, tuple(without_deadline(one) for one in engine.asked))
         here.close()
-        await self.is_over()
+        await self.until_closed()
         return Seen(b"", True, ()) if case.leaves == "resets" else seen
 
-    async def is_over(self) -> None:
+    async def until_closed(self) -> None:
         """Waits until the server has cleaned up the connection."""
         async with asyncio.timeout(CLOSED_S):
             while self.state.connections or self.state.tasks:  # noqa: ASYNC110
@@ -141,7 +141,7 @@ class Client:
         self.received += some
         return bool(some)
 
-    async def quiet(self) -> None:
+    async def read_until_quiet(self) -> None:
         """Reads until the connection is closed, or no byte arrives for a while."""
         loop = asyncio.get_running_loop()
         silent_turns, since_s = 0, loop.time()
@@ -342,7 +342,7 @@ RULES: dict[str, Callable[[Compared], bool]] = {
 
 CORRECTIONS: dict[str, Callable[[Case], Case]] = {
     "CONNECT, or Upgrade to another protocol": Case.without_upgrade,
-    "handshake after requests": Case.in_turn,
+    "handshake after requests": Case.with_handshake_after_answers,
     "white space after a header": Case.without_space,
 }
 """The known errors of uvicorn, and the change to a case that avoids each error. Wane must answer the original case like
@@ -406,16 +406,16 @@ class Fuzz:
         compared = await self.play(case, case, quiet_s)
         if compared.is_same:
             return "same"
-        if (rule := meant(compared)) is not None:
+        if (rule := intended_rule(compared)) is not None:
             return rule
         for name, corrected in corrections(case):
             compared = await self.play(case, corrected, quiet_s)
-            if compared.is_same or meant(compared) is not None:
+            if compared.is_same or intended_rule(compared) is not None:
                 return name
         return None
 
 
-def meant(both: Compared) -> str | None:
+def intended_rule(both: Compared) -> str | None:
     """Returns the name of the first rule that holds, or None."""
     return next((name for name, applies in RULES.items() if applies(both)), None)
 

@@ -25,9 +25,9 @@ from tests.service.slow_client import (
     dialogue,
     flood,
     frame,
-    never_reads,
     serving,
     statuses,
+    unread_socket,
     until,
 )
 from wane.service.net.http_protocol import HEAD_END
@@ -127,7 +127,7 @@ async def test_a_connection_that_sends_occasional_requests_stays_open() -> None:
 async def test_a_long_head_is_refused(chunks: list[bytes]) -> None:
     async with serving(max_header_bytes=2048) as server:
         reader, writer = await asyncio.open_connection(*server.address)
-        await server.say(writer, *chunks)
+        await server.send_packets(writer, *chunks)
         assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
         writer.close()
 
@@ -140,7 +140,7 @@ async def test_a_split_head_has_the_same_limit_as_a_whole_head(split: int) -> No
     at = len(head) + split
     async with serving(max_header_bytes=2048) as server:
         reader, writer = await asyncio.open_connection(*server.address)
-        await server.say(writer, (head + body)[:at], (head + body)[at:])
+        await server.send_packets(writer, (head + body)[:at], (head + body)[at:])
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
         writer.close()
 
@@ -176,7 +176,7 @@ async def test_a_connection_over_the_limit_is_answered_503_until_another_closes(
 async def test_a_client_that_reads_nothing_is_disconnected() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S) as server:
-        with never_reads(server) as connection:
+        with unread_socket(server) as connection:
             await loop.sock_connect(connection, server.address)
 
             async def ask() -> None:
@@ -191,7 +191,7 @@ async def test_a_client_that_reads_nothing_is_disconnected() -> None:
 async def test_a_websocket_that_reads_nothing_is_disconnected() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S, max_body_bytes=2**20) as server:
-        with never_reads(server) as connection:
+        with unread_socket(server) as connection:
             await loop.sock_connect(connection, server.address)
             await loop.sock_sendall(connection, HANDSHAKE)
             step = frame(0x81, b'{"tokens": [1]}')
@@ -209,7 +209,7 @@ async def test_an_unread_stream_of_events_is_closed_with_its_generation() -> Non
     body = json.dumps({"tokens": [1], "max_tokens": 4096, "stream": True}).encode()
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S) as server:
-        with never_reads(server) as connection:
+        with unread_socket(server) as connection:
             await loop.sock_connect(connection, server.address)
             await loop.sock_sendall(
                 connection, b"POST /v1/generate HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
@@ -221,7 +221,7 @@ async def test_an_unread_stream_of_events_is_closed_with_its_generation() -> Non
 async def test_a_client_that_reads_slowly_stays_connected() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=1) as server:
-        with never_reads(server) as connection:
+        with unread_socket(server) as connection:
             await loop.sock_connect(connection, server.address)
             asking = asyncio.create_task(loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 100))
             for _ in range(100):  # the server holds unsent answers for longer than send_timeout_s

@@ -56,7 +56,7 @@ async def held(server: SlowClient) -> AsyncIterator[tuple[FakeEngine, asyncio.Ev
         wait.set()
 
 
-async def deafness(server: SlowClient) -> None:
+async def until_discarding(server: SlowClient) -> None:
     """Waits until every connection of the server discards the bytes that it receives."""
     await until(lambda: all(connection.discarding for connection in server.server_state.connections))  # type: ignore[union-attr]
 
@@ -95,7 +95,7 @@ async def test_a_refusal_is_sent_after_the_answer_to_the_previous_request(
         for part in bad:
             writer.write(part)
             await asyncio.sleep(0.01)
-        await deafness(server)
+        await until_discarding(server)
         assert counted(server) == {reason: 1}
         wait.set()
         assert statuses(await reader.read()) == [200, status]
@@ -111,7 +111,7 @@ async def test_a_malformed_request_after_a_stream_of_events_is_answered_after_it
         writer.write(STREAM)
         said = await reader.readuntil(b"event: token")
         writer.write(MALFORMED["request line"])
-        await deafness(server)
+        await until_discarding(server)
         engine.wait_after_first_token.set()
         said += await reader.read()
         assert statuses(said) == [200, 400]
@@ -162,7 +162,7 @@ async def test_a_disconnection_cancels_the_running_request_while_another_waits()
         assert len(engine.asked) == 1
 
 
-async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def send_step(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Reads the response to the WebSocket's handshake, and sends a step."""
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 101 ")
@@ -178,13 +178,13 @@ async def test_a_websocket_starts_after_the_answers_to_earlier_requests(requests
         for one in requests:
             writer.write(one)
             await engine.waiting.wait()
-        await deafness(server)
+        await until_discarding(server)
         wait.set()
         for _ in range(requests[0].count(b"POST")):
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200 ")
             await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
-        await speak(reader, writer)
+        await send_step(reader, writer)
         writer.close()
 
 
@@ -196,7 +196,7 @@ async def test_a_websocket_after_a_stream_of_events_has_no_keep_alive_timeout() 
         stream = await reader.readuntil(b"\r\n0\r\n\r\n")
         assert statuses(stream) == [200] and b"event: finish" in stream
         await asyncio.sleep(2 * SOON_S)
-        await speak(reader, writer)
+        await send_step(reader, writer)
         writer.close()
 
 
@@ -207,7 +207,7 @@ async def test_a_websocket_that_sends_before_its_handshake_is_answered_is_refuse
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(PREDICT + HANDSHAKE + early * at_once)
         await engine.waiting.wait()
-        await deafness(server)
+        await until_discarding(server)
         writer.write(early)
         await until(lambda: counted(server) == {"handshake": 1})
         wait.set()
@@ -339,7 +339,7 @@ async def test_white_space_around_a_handshake_s_header_values_is_ignored() -> No
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(handshake)
-        await speak(reader, writer)
+        await send_step(reader, writer)
         writer.close()
 
 

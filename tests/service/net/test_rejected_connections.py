@@ -22,8 +22,8 @@ from tests.service.slow_client import (
     dialogue,
     flood,
     frame,
-    never_reads,
     serving,
+    unread_socket,
     until,
 )
 from wane.service.api.exchange import HUNG_UP
@@ -136,7 +136,7 @@ async def test_a_slow_body_that_a_route_reads_is_counted_as_a_request(lines: lis
 async def test_clients_that_read_nothing_are_counted_and_logged(lines: list[Fields]) -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S) as server:
-        with never_reads(server) as connection:
+        with unread_socket(server) as connection:
             await loop.sock_connect(connection, server.address)
             asking = asyncio.create_task(loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 1000))
             await until(lambda: counted(server) == {"unread": 1})

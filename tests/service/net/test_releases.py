@@ -24,7 +24,7 @@ def test_the_tested_releases_are_installed_and_the_only_allowed_releases() -> No
     assert untested_releases() == []
 
 
-def test_an_untested_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warning_names_an_untested_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wane.service.net.releases.version", lambda name: "0.0.1")
     assert untested_releases() == ["uvicorn 0.0.1", "websockets 0.0.1"]
 

@@ -136,7 +136,7 @@ def test_a_short_text_is_read(size: int) -> None:
 
 
 @asynccontextmanager
-async def saying(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[str]:
+async def serving_texts(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[str]:
     """Starts a server that sends these texts on every WebSocket. After the client disconnects, the server checks that
     another send fails, and then sets `refused`."""
 
@@ -166,7 +166,7 @@ async def saying(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[st
 async def test_texts_of_every_length_are_received_unchanged() -> None:
     texts = [b"x" * size for size in (0, 1, 125, 126, 65_535, 65_536, 300_000)]
     refused = asyncio.Event()
-    async with saying(texts, refused) as url:
+    async with serving_texts(texts, refused) as url:
         async with connect(url, proxy=None) as client:
             assert [await client.recv() for _ in texts] == [text.decode() for text in texts]
         await refused.wait()

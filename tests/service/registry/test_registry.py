@@ -45,13 +45,13 @@ def make(path: Path, **settings: Any) -> ModelRegistry:
 
 
 @pytest.fixture
-def believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips the verification of graphs against the oracle, which these tests do not need."""
     monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
 
 
 @pytest.fixture
-async def registry(tmp_path: Path, believed: None) -> AsyncIterator[ModelRegistry]:
+async def registry(tmp_path: Path, without_verification: None) -> AsyncIterator[ModelRegistry]:
     """A registry with two loaded bundles."""
     for path in PATHS[:2]:
         shutil.copytree(path, tmp_path / path.name)
@@ -109,7 +109,7 @@ class Gate:
 
 
 async def test_the_default_model_answers_while_the_others_are_loaded(
-    tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, without_verification: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
     for name in ("gated", "lstm", "rnn-stable"):
@@ -143,7 +143,9 @@ async def test_the_default_model_answers_while_the_others_are_loaded(
     await registry.close()
 
 
-async def test_a_session_waits_for_its_model(tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_waits_for_its_model(
+    tmp_path: Path, without_verification: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "sessions"
     before = make(FOLDER / "rnn-stable", session_file=file)
     await before.load()
@@ -176,7 +178,7 @@ async def test_a_model_that_is_still_loading_is_unloaded_once_loaded(
     await unloading
     await loading
     assert [engine.name for engine in registry.list()] == [registry.default]
-    assert await again is registry.get(), "it was loaded twice"
+    assert await again is registry.get(), "the model was loaded twice"
     await registry.close()
 
 
@@ -234,7 +236,7 @@ async def test_a_session_is_found_only_on_its_model(registry: ModelRegistry) -> 
 
 @pytest.mark.stack
 async def test_a_session_created_again_by_another_replica_is_found_on_its_new_model(
-    tmp_path: Path, believed: None
+    tmp_path: Path, without_verification: None
 ) -> None:
     for path in PATHS[:2]:
         shutil.copytree(path, tmp_path / "bundles" / path.name)
@@ -260,7 +262,7 @@ async def test_the_report_lists_every_model(registry: ModelRegistry) -> None:
     assert [model["model"] for model in report["models"]] == [engine.name for engine in registry.list()]
 
 
-async def test_sessions_keep_at_least_the_largest_window(believed: None) -> None:
+async def test_sessions_keep_at_least_the_largest_window(without_verification: None) -> None:
     registry = make(PATHS[0], session_history_tokens=1)
     await registry.load()
     engine = registry.get()
@@ -274,7 +276,7 @@ async def test_sessions_keep_at_least_the_largest_window(believed: None) -> None
 
 
 async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_sessions(
-    tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, without_verification: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "sessions"
     before = make(PATHS[0], session_file=file)
@@ -353,7 +355,7 @@ async def test_a_folder_without_a_bundle_and_a_path_that_is_not_a_folder_are_rej
         await make(tmp_path / "nowhere").load()
 
 
-async def test_a_budget_too_small_for_a_state_is_rejected_with_the_model(believed: None) -> None:
+async def test_a_budget_too_small_for_a_state_is_rejected_with_the_model(without_verification: None) -> None:
     with pytest.raises(RegistryError, match=r"model .*: state_budget_bytes is 1,"):
         await make(PATHS[0], state_budget_bytes=1).load()
 
@@ -386,7 +388,7 @@ def cut_the_manifest(path: Path) -> str:
 
 @pytest.mark.parametrize("spoil", [flip_a_byte, cut_the_manifest])
 async def test_a_bundle_that_cannot_be_loaded_is_skipped_and_named(
-    tmp_path: Path, believed: None, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], str]
+    tmp_path: Path, without_verification: None, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], str]
 ) -> None:
     shutil.copytree(FOLDER / "lstm", tmp_path / "lstm")
     shutil.copytree(FOLDER / "gated", tmp_path / "other")
@@ -410,7 +412,7 @@ async def test_a_bundle_that_cannot_be_loaded_is_skipped_and_named(
 
 
 async def test_a_request_that_waits_for_a_model_gets_the_reason_of_its_failure(
-    tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, without_verification: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("gated", "lstm"):
         shutil.copytree(FOLDER / name, tmp_path / name)
@@ -431,8 +433,8 @@ async def test_a_request_that_waits_for_a_model_gets_the_reason_of_its_failure(
     await registry.close()
 
 
-async def test_an_unreadable_bundle_in_a_folder_named_like_another_model_is_named(
-    tmp_path: Path, believed: None, caplog: pytest.LogCaptureFixture
+async def test_the_error_names_an_unreadable_bundle_whose_folder_has_another_model_s_name(
+    tmp_path: Path, without_verification: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("lstm", "another"):
         shutil.copytree(FOLDER / "lstm", tmp_path / name)
@@ -449,7 +451,7 @@ async def test_an_unreadable_bundle_in_a_folder_named_like_another_model_is_name
         await make(tmp_path, require_all=True).load()
 
 
-async def test_a_session_whose_model_failed_to_load_still_exists(tmp_path: Path, believed: None) -> None:
+async def test_a_session_whose_model_failed_to_load_still_exists(tmp_path: Path, without_verification: None) -> None:
     file = tmp_path / "sessions"
     for name in ("lstm", "gated"):
         shutil.copytree(FOLDER / name, tmp_path / "bundles" / name)
@@ -495,7 +497,7 @@ def edited(source: Path, folder: Path, *keys: str | int, value: object) -> Path:
 )
 async def test_a_model_with_an_edited_certificate_is_served_as_uncertified_with_the_reason(
     tmp_path: Path,
-    believed: None,
+    without_verification: None,
     caplog: pytest.LogCaptureFixture,
     keys: tuple[str | int, ...],
     value: object,
@@ -514,7 +516,7 @@ async def test_a_model_with_an_edited_certificate_is_served_as_uncertified_with_
     assert re.search(
         f"^the certificate does not hold: certificate.*{message}.* claimed, the weights", certificate.reason
     )
-    assert str(tmp_path) not in certificate.reason, "clients are told nothing of the server's folders"
+    assert str(tmp_path) not in certificate.reason, "the message must not contain paths of the server"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith("model rnn-stable is served as uncertified: ")
     assert certificate.reason.removeprefix("the certificate does not hold: ") in warning
@@ -548,7 +550,9 @@ async def test_a_model_whose_graphs_round_more_than_measured_loses_its_certifica
     await registry.close()
 
 
-async def test_an_uncertified_model_has_a_reason(believed: None, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_has_the_reason_why_a_model_is_uncertified(
+    without_verification: None, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     registry = make(FOLDER / "lstm")
     await registry.load()

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.models.bundles import edit_manifest
-from tests.service.alone import alone, bytes_in_use, bytes_withheld, growth, left, named_threads, threads
+from tests.service.alone import alone, bytes_in_use, growth, live_objects, named_threads, release_free_memory, threads
 from tests.service.engine_harness import TIMEOUT_S
 from tests.service.versions import MODEL, put, retokenize
 from wane.service.engine.engine import Engine
@@ -157,7 +157,7 @@ async def test_a_failed_load_keeps_the_old_version_and_reports_the_reason(
     spoil(path)
     with pytest.raises(LoadFailed, match=f"model 'small' was not loaded: .*{reason}") as caught:
         await registry.load_model(MODEL)
-    assert str(folder) not in caught.value.message, "clients are told nothing of the server's folders"
+    assert str(folder) not in caught.value.message, "the message must not contain paths of the server"
     assert registry.get() is engine
     assert (await step(registry, session, 9)).state is StateSource.RESIDENT
     assert reason in caplog.text
@@ -381,10 +381,10 @@ async def swap_by_turns() -> None:
             put(folder, str(version), "lstm-stable" if version % 2 else "rnn-stable")
             await registry.load_model(MODEL)
             await registry.settled()
-            assert left(Engine) == [registry.get()]
+            assert live_objects(Engine) == [registry.get()]
             used.append(bytes_in_use())
             running.append(threads())
-        withheld = bytes_withheld()
+        withheld = release_free_memory()
         assert (await step(registry, session, 9)).position == SWAPS * len(TOKENS) + 1
         await registry.close()
     assert growth(running, kinds=2) <= 0, f"the number of threads after each swap is {running}"

@@ -75,7 +75,7 @@ async def run_the_largest_batch_of_each_runner() -> None:
         before.append(resident_bytes())
     first, second = before[1] - before[0], before[2] - before[1]
     assert first > 15e6, "the logits alone are 17 MB"
-    assert second < first / 4, f"the first run took {first:,} bytes, and the second {second:,} more"
+    assert second < first / 4, f"the first run took {first:,} bytes, and the second run took another {second:,} bytes"
 
 
 def test_graphs_share_one_arena() -> None:

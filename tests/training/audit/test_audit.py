@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def calm(module: Plain, recurrent: float) -> Plain:
+def scaled(module: Plain, recurrent: float) -> Plain:
     """Scales the module's recurrent matrix. If `scale` is small enough, the audit proves that the module forgets."""
     with torch.no_grad():
         module.get_parameter("rnn.weight_hh_l0").mul_(recurrent)
@@ -93,7 +93,7 @@ def test_an_exported_bundle_predicts_like_the_torch_model(folder: Path, cell: Ce
 
 
 def test_the_report_has_the_certificate_with_its_margins(folder: Path) -> None:
-    saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="tanh"), 0.3).state_dict())
+    saved(folder / "model.pt", scaled(Plain("rnn_tanh", nonlinearity="tanh"), 0.3).state_dict())
     report = audited(folder)
     assert report.certificate.contractive
     best = [margin for margin in report.margins if margin.best]
@@ -113,7 +113,7 @@ def test_the_report_has_the_certificate_with_its_margins(folder: Path) -> None:
 def test_a_model_without_a_certificate_is_reported_with_the_reason(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved(folder / "model.pt", calm(Plain("rnn_tanh"), 9.0).state_dict())
+    saved(folder / "model.pt", scaled(Plain("rnn_tanh"), 9.0).state_dict())
     report = audited(folder)
     assert not report.certificate.certified
     assert report.recommended.certified is None
@@ -132,7 +132,7 @@ def test_a_model_that_diverges_is_reported_without_measurements(
     audited(folder)
     plot = folder / "audits" / "model" / "audit.png"
     assert plot.exists()
-    saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
+    saved(folder / "model.pt", scaled(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
     capsys.readouterr()
     report = audited(folder, "--nonlinearity", "relu")
     printed = capsys.readouterr().out
@@ -150,7 +150,7 @@ def test_a_model_that_diverges_is_reported_without_measurements(
 
 
 def test_a_model_that_diverges_is_not_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
+    saved(folder / "model.pt", scaled(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
     command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--nonlinearity", "relu"]
     assert main([*command, "--max-window", "8", "--threads", "1", "--export", "bundles"]) == 2
     printed = capsys.readouterr().out

@@ -349,6 +349,6 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, data: bytes) ->
         read_checkpoint(path)
 
 
-def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ForeignError, match=r"none.pt: No such file or directory"):
         read_checkpoint(tmp_path / "none.pt")

@@ -204,7 +204,7 @@ def test_two_tokens_cannot_both_be_eos(tmp_path: Path) -> None:
         read_names(tmp_path / "names.json", "events", "stop")
 
 
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_unreadable_file(tmp_path: Path) -> None:
     with pytest.raises(ForeignError, match=r"none.json: No such file"):
         read_names(tmp_path / "none.json", "text", None)
     (tmp_path / "names.txt").write_bytes(b"a\n\xff\n")

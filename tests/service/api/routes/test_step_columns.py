@@ -190,8 +190,8 @@ async def test_columns_have_less_than_0_4_times_the_bytes_of_documents(
     lengths = {}
     client = await Client.of(server)
     for form in ("columns", "documents"):
-        await client.say(post(body(*[(name, 6) for name in names], form=form), path=PATH))
-        status, headers, _ = await client.hear()
+        await client.send_packets(post(body(*[(name, 6) for name in names], form=form), path=PATH))
+        status, headers, _ = await client.read_response()
         assert status == 200
         lengths[form] = int(headers["content-length"])
     print(f"64 steps: {lengths['columns']} bytes in columns, {lengths['documents']} bytes as documents")  # noqa: T201
@@ -219,7 +219,7 @@ async def test_a_disconnection_cancels_queued_steps(make_harness: MakeHarness) -
         harness.runner.busy.clear()
         harness.runner.gate.clear()
         client = await Client.of(server)
-        await client.say(post(body(("a", 6), ("b", 6), ("c", 6)), path=PATH))
+        await client.send_packets(post(body(("a", 6), ("b", 6), ("c", 6)), path=PATH))
         await harness.runner.until_busy()
         client.writer.close()
         await server.models.epochs.depart()

@@ -40,7 +40,7 @@ class FallbackStoreHarness(FallbackStore):
         """Waits until the store is reachable, and every local session is written or discarded."""
         await until(lambda: self.standing.reachable and not self.standing.not_durable)
 
-    async def until_given(self) -> None:
+    async def until_written(self) -> None:
         """Waits for the writes that began when the store became reachable."""
         assert self._settling is not None
         await self._settling
@@ -406,7 +406,7 @@ async def test_sessions_that_a_full_store_rejects_are_written_later(server: Redi
         await other.trips.do("CONFIG", "SET", "maxmemory", "1")
         between.mend()
         await until(lambda: store.standing.reachable)
-        await store.until_given()
+        await store.until_written()
         assert store.standing.not_durable == 2
         await other.trips.do("CONFIG", "SET", "maxmemory", "0")
         found = await store.get("s")
@@ -425,7 +425,7 @@ async def test_a_session_rejected_by_a_full_store_continues_without_failed_steps
         await other.trips.do("CONFIG", "SET", "maxmemory", "1")
         between.mend()
         await until(lambda: store.standing.reachable)
-        await store.until_given()
+        await store.until_written()
         full = await step(store, 6)
         assert (full.position, full.durable) == (2, False)
         seen = await store.get("s")

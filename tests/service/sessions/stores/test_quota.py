@@ -142,7 +142,7 @@ async def counted(store: RedisStore, owner: str) -> set[str]:
     return {name.decode() for name in await store.trips.do("ZRANGE", key, 0, -1)}
 
 
-def hold_back(trips: RedisPipeline, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Argument, ...]]:
+def withhold_commands(trips: RedisPipeline, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Argument, ...]]:
     """Withholds all commands that the store sends without waiting for the answer. Returns the list of these
     commands."""
     held: list[tuple[Argument, ...]] = []
@@ -150,7 +150,9 @@ def hold_back(trips: RedisPipeline, monkeypatch: pytest.MonkeyPatch) -> list[tup
     return held
 
 
-def after_looking(store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
+def after_reading_ttl(
+    store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Calls `then` after the store has read a session's time to live and before the store uses the value."""
     do = store.trips.do
 
@@ -164,7 +166,7 @@ def after_looking(store: RedisStore, then: Callable[[], Awaitable[object]], monk
     monkeypatch.setattr(store.trips, "do", look)
 
 
-def before_making(store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
+def before_creating(store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls `then` after the store has counted a session and before it creates the session."""
     run = store.trips.run
 
@@ -183,7 +185,7 @@ async def test_a_session_created_while_its_id_is_deleted_counts(
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     await one.create(record("alice/0"), 1)
-    held = hold_back(one.trips, monkeypatch)
+    held = withhold_commands(one.trips, monkeypatch)
     assert await one.delete("alice/0")
     assert await other.create(record("alice/0"), 1)
     for command in held:
@@ -199,7 +201,7 @@ async def test_a_session_created_while_its_id_is_found_expired_counts(
     one, other = await make_store(common.url), await make_store(common.url)
     await one.create(record("alice/0"), 1)
     await one.delete("alice/0")
-    after_looking(one, lambda: other.create(record("alice/0"), 1), monkeypatch)
+    after_reading_ttl(one, lambda: other.create(record("alice/0"), 1), monkeypatch)
     with pytest.raises(QuotaExceeded):
         await one.create(record("alice/1"), 1)
 
@@ -211,7 +213,7 @@ async def test_a_session_that_is_created_twice_while_it_is_found_expired_counts(
     one, other, third = [await make_store(common.url) for _ in range(3)]
     await one.create(record("alice/0"), 1)
     await one.delete("alice/0")
-    held = hold_back(third.trips, monkeypatch)
+    held = withhold_commands(third.trips, monkeypatch)
 
     async def again() -> None:
         assert await third.create(record("alice/0"), 1)
@@ -220,7 +222,7 @@ async def test_a_session_that_is_created_twice_while_it_is_found_expired_counts(
         for command in held:
             await other.trips.do(*command)
 
-    after_looking(one, again, monkeypatch)
+    after_reading_ttl(one, again, monkeypatch)
     with pytest.raises(QuotaExceeded):
         await one.create(record("alice/1"), 1)
 
@@ -236,7 +238,7 @@ async def test_a_session_removed_as_expired_just_before_creation_counts(
         assert await one.delete("alice/0")
         assert await one.create(record("alice/1"), 1)
 
-    before_making(other, give_up, monkeypatch)
+    before_creating(other, give_up, monkeypatch)
     assert await other.create(record("alice/0"), 1)  # one session over the quota while the store creates both
     assert await one.delete("alice/1")
     with pytest.raises(QuotaExceeded):
@@ -263,7 +265,7 @@ async def test_every_session_counts_under_concurrent_creation_and_deletion(
 ) -> None:
     stores = [await make_store(common.url) for _ in range(3)]
 
-    async def quarrel(store: RedisStore, names: list[str]) -> None:
+    async def create_and_delete(store: RedisStore, names: list[str]) -> None:
         for session in names:
             await asyncio.gather(
                 store.delete(session),
@@ -272,7 +274,9 @@ async def test_every_session_counts_under_concurrent_creation_and_deletion(
                 return_exceptions=True,
             )
 
-    await asyncio.gather(*(quarrel(store, [f"alice/{number % 5}" for number in range(60)]) for store in stores))
+    await asyncio.gather(
+        *(create_and_delete(store, [f"alice/{number % 5}" for number in range(60)]) for store in stores)
+    )
     alive = {f"alice/{number}" for number in range(5) if await stores[0].get(f"alice/{number}")}
     async with asyncio.timeout(TIMEOUT_S):  # commands whose answer the store does not wait for may be in flight
         while not alive <= await counted(stores[0], "alice"):
