@@ -1,8 +1,9 @@
-"""Skips the tests that need the train extra if it is not installed, and reports that.
+"""Configures all tests. Skips the tests that need the extra `train` if it is not installed, and reports the skipped
+files.
 
-In the tests and in every process that they start, BLAS uses one thread, unless OMP_NUM_THREADS is set: the matrices are
-small, and the threads of numpy's library busy-wait for one another, which takes several times as long and most of the
-machine's CPU time.
+BLAS uses one thread in the tests and in every process that they start, unless OMP_NUM_THREADS is set. The matrices are
+small. With several threads, the threads of numpy's BLAS library busy-wait for one another. That takes several times as
+long, and uses most of the machine's CPU time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when numpy and torch are imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy and torch read it when they are imported
 
 HERE = Path(__file__).parent
 TRAIN_FILES = [
@@ -45,7 +46,7 @@ collect_ignore = [str(file) for file in TRAIN_FILES] if MISSING else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that need the extra `train`. Puts files with slow tests first, so that none is left for the end."""
+    """Marks tests that need the extra `train`. Runs files with slow tests first, so that no slow file begins last."""
     for item in items:
         if item.path in TRAIN_FILES:
             item.add_marker(pytest.mark.train)
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Names the skipped files."""
+    """Reports the skipped files."""
     if MISSING:
         files = ", ".join(str(file.relative_to(HERE)) for file in TRAIN_FILES)
         terminalreporter.write_line(f"left out without {' and '.join(MISSING)} (extra `train`): {files}")

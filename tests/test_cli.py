@@ -1,4 +1,4 @@
-"""The command `wane`: its help, its imports, and its messages for a subcommand that cannot run."""
+"""Tests of the command `wane`: its help, its imports, and its messages for a subcommand that cannot run."""
 
 from __future__ import annotations
 
@@ -22,31 +22,35 @@ def test_help_has_one_line_for_each_command(capsys: pytest.CaptureFixture[str]) 
         assert [line.split(maxsplit=1) for line in lines].count([name, command.help]) == 1
 
 
-def test_without_a_command_the_help_goes_to_standard_error_and_the_status_is_2(
+def test_without_a_command_wane_prints_its_help_to_standard_error_and_exits_with_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main([]) == 2
     assert capsys.readouterr().err.startswith("usage: wane COMMAND")
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"wane {metadata.version('wane')}\n"
 
 
 @pytest.mark.parametrize(("typed", "nearest"), [("sevre", "serve"), ("exprot", "export"), ("trian", "train")])
-def test_an_unknown_command_names_the_nearest_one(capsys: pytest.CaptureFixture[str], typed: str, nearest: str) -> None:
+def test_the_error_for_an_unknown_command_names_the_most_similar_command(
+    capsys: pytest.CaptureFixture[str], typed: str, nearest: str
+) -> None:
     assert cli.main([typed]) == 2
     assert capsys.readouterr().err == f"error: there is no command {typed!r}; did you mean `wane {nearest}`?\n"
 
 
-def test_an_unknown_command_without_a_similar_one_names_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_an_unknown_command_names_the_help_if_no_command_is_similar(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["xyzzy"]) == 2
     assert "`wane --help` lists the commands" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "export", "audit"])
-def test_a_command_without_its_extra_says_what_to_install(
+def test_the_error_of_a_command_without_its_extra_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda module: None)
@@ -64,7 +68,7 @@ def test_a_command_without_its_extra_says_what_to_install(
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_command_imports_nothing_of_the_others(arguments: list[str], absent: set[str]) -> None:
+def test_a_command_does_not_import_the_modules_of_other_commands(arguments: list[str], absent: set[str]) -> None:
     program = f"""
 import sys
 from wane.cli import main

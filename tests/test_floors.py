@@ -1,10 +1,9 @@
-"""Imports between the packages: only downward.
+"""Tests of the imports between the packages. A package may import only the packages below it.
 
 service:  cli > server > app > api > registry > engine > chunked > batching > sessions > state > runners
           > auth > net > aio > observability > types > settings > errors
-service  -> the light part of models (no torch), never training
-training -> models, never service
-research -> benchmarks; nothing but tests imports research
+service  -> the light part of models (no torch), never training training -> models, never service research ->
+benchmarks; nothing but tests imports research
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ ROOMS = (
     "settings",
     "errors",
 )
-"""The folders and modules of `service/`, top first: each imports only from itself and from those below."""
+"""The folders and modules of `service/`, from top to bottom. Each may import only itself and those below it."""
 
 LIGHT_MODELS = (
     "wane.models.cache_mixture",
@@ -95,19 +94,19 @@ def sources() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """Returns the path of a file relative to the checkout, without its suffix: `service/routes/predict`."""
+    """Returns the path of a file relative to the checkout, without its suffix, such as `service/routes/predict`."""
     return path.relative_to(ROOT).with_suffix("").as_posix()
 
 
 def module_of(path: Path) -> str:
-    """Returns the dotted name of a file: `wane.service.api.body`, or `wane.service.api` for the package's own file."""
+    """Returns the dotted module name of a file, such as `wane.service.api.body`. The name of an `__init__.py` is that
+    of its package."""
     return f"wane.{name_of(path)}".replace("/", ".").removesuffix(".__init__")
 
 
 @cache
 def imports(path: Path) -> list[str]:
-    """Returns every module that a file imports, at its top or inside a function, including those for the type
-    checker."""
+    """Returns every module that a file imports, at its top, inside a function, or only for the type checker."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -119,7 +118,7 @@ def imports(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("package", ONLY_IN)
-def test_a_package_is_imported_only_where_it_belongs(package: str) -> None:
+def test_a_restricted_package_is_imported_only_by_the_allowed_files(package: str) -> None:
     importers = {
         name_of(path)
         for path in sources()
@@ -137,12 +136,12 @@ def room(module: str) -> str | None:
     return parts[1] if parts[0] == "service" and len(parts) > 1 else None
 
 
-def test_every_folder_of_the_service_has_its_floor() -> None:
+def test_every_folder_of_the_service_has_a_floor() -> None:
     rooms = {room(name_of(path)) for path in sources() if name_of(path).startswith("service/")}
     assert rooms == {*ROOMS, "__init__"}
 
 
-def test_no_import_of_the_service_runs_upward() -> None:
+def test_no_module_of_the_service_imports_a_higher_floor() -> None:
     floors = {name: floor for floor, name in enumerate(ROOMS)}
     upward = {
         (name_of(path), module)
@@ -154,7 +153,7 @@ def test_no_import_of_the_service_runs_upward() -> None:
     assert not upward
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_there_are_no_circular_imports() -> None:
     names = {module_of(path): path for path in sources()}
     graph = {name: {module for module in imports(path) if module in names} - {name} for name, path in names.items()}
     try:
@@ -170,7 +169,8 @@ def test_no_folder_has_too_many_files() -> None:
 
 
 def mirrors(folder: Path) -> bool:
-    """Returns whether a folder has the tests of one folder; it may have several files for each file there."""
+    """Returns whether a folder contains the tests of one folder of the package. Such a folder may have several test
+    files for each file."""
     top, *rest = folder.relative_to(ROOT).parts
     return top == "tests" and bool(rest) and ROOT.joinpath(*rest).is_dir()
 
@@ -188,7 +188,7 @@ def test_the_folders_are_imported_only_through_the_package() -> None:
     assert not strangers
 
 
-def test_the_service_sees_only_the_light_part_of_models() -> None:
+def test_the_service_imports_only_the_light_part_of_models() -> None:
     used = {
         module
         for path in sources()
@@ -219,14 +219,14 @@ def test_only_tests_import_research() -> None:
     assert importers == set()
 
 
-def test_the_command_imports_nothing_but_the_standard_library_at_its_top() -> None:
+def test_the_module_of_the_command_imports_only_the_standard_library_at_its_top() -> None:
     imported = {module.split(".")[0] for name in ENTRY for module in imports(ROOT / name)}
     assert imported - set(sys.stdlib_module_names) == {"wane"}
 
 
 def modules_loaded_by(*names: str) -> set[str]:
-    """Returns the packages that are loaded after these modules are imported in a new process; Wane's as
-    `wane.service`."""
+    """Imports these modules in a new process. Returns the top-level packages that are then loaded, and Wane's packages
+    as `wane.service`."""
     program = f"""
 import importlib, sys
 for name in {names!r}:

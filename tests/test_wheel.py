@@ -1,4 +1,5 @@
-"""Builds the source distribution and its wheel, installs it in a fresh environment, and serves from an empty folder."""
+"""Builds the source distribution and its wheel, installs the wheel in a new environment, and serves from an empty
+folder."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ SOURCES = (
     "training",
 )
 DELETED = "wane/service/deleted.py"
-"""A leftover module of an earlier build."""
+"""A module that an earlier build has left in the build folder."""
 MODELS = {path.parent.name for path in (ROOT / "models" / "bundles").glob("*/manifest.json")}
 
 pytestmark = pytest.mark.slow
 
 
 def run(*command: str | Path, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end, and checks its exit status."""
+    """Runs a command, waits until it exits, and checks its exit status."""
     ended = subprocess.run(command, cwd=cwd, env=own_environment(), capture_output=True, text=True, check=False)
     assert ended.returncode == status, ended.stdout + ended.stderr
     return ended
@@ -48,7 +49,7 @@ def own_environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked source distribution of a checkout, which has tests."""
+    """The unpacked source distribution. It is built from a checkout that contains tests."""
     folder = tmp_path_factory.mktemp("source")
     checkout = folder / "checkout"
     (checkout / "tests").mkdir(parents=True)
@@ -69,7 +70,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh virtual environment with only the wheel and its dependencies."""
+    """A new virtual environment with only the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
     left = source / "build" / "lib" / DELETED
     left.parent.mkdir(parents=True)
@@ -91,7 +92,7 @@ def installed(site: Path) -> list[str]:
 
 @contextmanager
 def served(site: Path, folder: Path) -> Iterator[LiveServer]:
-    """Runs the wheel's `wane serve` in `folder`, ready for requests."""
+    """Runs the wheel's `wane serve` in `folder`. Yields when the server is ready."""
     process = subprocess.Popen(
         [site / "bin" / "wane", "serve", "--port", "0"],
         cwd=folder,
@@ -138,12 +139,12 @@ def test_the_wheel_serves_every_model_from_an_empty_folder(site: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "export", "audit"])
-def test_without_the_train_extra_a_training_command_says_what_to_install(site: Path, name: str) -> None:
+def test_a_training_command_without_the_train_extra_says_what_to_install(site: Path, name: str) -> None:
     ended = run(site / "bin" / "wane", name, "--help", cwd=site, status=2)
     assert ended.stderr == f"wane {name} needs torch: pip install 'wane[train]'\n"
 
 
-def test_without_matplotlib_a_plot_is_rejected_before_the_measurement(site: Path, tmp_path: Path) -> None:
+def test_a_plot_without_matplotlib_is_rejected_before_the_measurement(site: Path, tmp_path: Path) -> None:
     command: list[str | Path] = [
         site / "bin" / "wane",
         "compare",

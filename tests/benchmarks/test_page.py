@@ -1,4 +1,4 @@
-"""Tests writing tables into a page."""
+"""Tests of the code that writes tables into a page."""
 
 from __future__ import annotations
 

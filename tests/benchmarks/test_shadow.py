@@ -44,7 +44,7 @@ RESULTS = Results(
 )
 
 
-def test_latencies_are_compared_with_the_same_round_without_shadows() -> None:
+def test_latencies_are_compared_with_those_of_the_same_round_without_shadows() -> None:
     printed = StringIO()
     Console(file=printed, width=200).print(table(RESULTS))
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in printed.getvalue().splitlines()]
@@ -54,7 +54,7 @@ def test_latencies_are_compared_with_the_same_round_without_shadows() -> None:
     assert cells[6:] == ["0.600 (0.500 to 0.700)", "9.00%", "1.00%"]
 
 
-def test_cpu_time_is_per_thousand_live_answers() -> None:
+def test_cpu_time_is_given_for_a_thousand_live_answers() -> None:
     of_500 = dataclasses.replace(figures(1.0, 5, 0.25), requests=500)
     assert OfRate.of([of_500], None).shadow_cpu_s_per_1000.median == 0.5
 

@@ -18,6 +18,6 @@ def test_the_rates_of_slices_add_up_to_the_counts() -> None:
     assert np.dot(found["requests_per_s"], [10, 10, 5]) == pytest.approx(25**2)
 
 
-def test_memory_is_compared_after_settling() -> None:
+def test_memory_growth_is_measured_after_a_settling_time() -> None:
     samples = Samples(list(range(100)), [900.0] * 20 + [100.0] * 60 + [130.0] * 20)
     assert samples.memory() == {"settled": 100, "end": 130}

@@ -14,7 +14,7 @@ from benchmarks.start import BUNDLES, FIGURES, ROOT, Client, Subject, measure, s
 from benchmarks.summary import Spread
 
 
-def test_a_start_is_measured_from_the_process_to_its_answers_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_is_measured_from_the_new_process_to_its_answers_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "SETTLED_S", 0.0)
     monkeypatch.setattr(start, "CONNECTIONS", 2)
     found = measure(Subject("wane", [sys.executable, "-m", "wane", "serve"], ROOT), BUNDLES / "rnn-stable", 0.5)
@@ -25,19 +25,19 @@ def test_a_start_is_measured_from_the_process_to_its_answers_under_load(monkeypa
     assert found["answers"] > 0
 
 
-def test_a_server_that_ends_before_it_answers_ends_the_benchmark() -> None:
+def test_a_server_that_exits_before_it_answers_ends_the_benchmark() -> None:
     with pytest.raises(SystemExit, match="does not answer POST /v1/predict"):
         measure(Subject("none", [sys.executable, "-c", ""], ROOT), BUNDLES / "rnn-stable", 0.0)
 
 
-def test_without_a_server_the_status_is_zero() -> None:
+def test_the_status_is_zero_if_no_server_answers() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         with closing(Client(bound.getsockname()[1])) as client:
             assert client.ask("GET", "/readyz") == (0, {})
 
 
-def test_seconds_have_two_decimals_and_other_figures_none() -> None:
+def test_seconds_have_two_decimals_and_other_figures_have_none() -> None:
     spread = Spread.of([1000.4, 1000.6, 1000.5])
     assert shown("first_s", spread) == "1000.50 (1000.40 to 1000.60)"
     assert shown("answers", spread) == "1,000 (1,000 to 1,001)"

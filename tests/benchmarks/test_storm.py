@@ -22,7 +22,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def test_a_batch_is_the_oldest_item_and_its_role_and_put_back_items_come_first(
+def test_a_batch_has_the_oldest_item_and_others_of_its_role_and_put_back_items_come_first(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     queue = FirstCome(max_batch_size=2)
@@ -38,7 +38,7 @@ def test_a_batch_is_the_oldest_item_and_its_role_and_put_back_items_come_first(
     assert [queue.take(lambda _: True) for _ in range(3)] == [[step], [third], []]
 
 
-def test_the_steps_in_columns_are_a_batch_of_their_own(loop: asyncio.AbstractEventLoop) -> None:
+def test_the_steps_in_columns_are_a_separate_batch(loop: asyncio.AbstractEventLoop) -> None:
     queue = FirstCome(max_batch_size=4)
     first, second = (WorkItem(Work("step", np.ones(1, np.int64)), Ticket()) for _ in range(2))
     columns = WorkItem(COLUMNS, Ticket())
@@ -49,7 +49,7 @@ def test_the_steps_in_columns_are_a_batch_of_their_own(loop: asyncio.AbstractEve
     assert [queue.take(lambda _: True) for _ in range(3)] == [[columns], [first], []]
 
 
-def test_a_timeline_has_median_and_longest_of_every_slice_with_steps() -> None:
+def test_a_timeline_has_the_median_and_maximum_latency_of_every_slice_with_steps() -> None:
     found = timeline(Round([-0.01, 0.001, 0.02, 0.024, 0.06], [1.0, 4.0, 2.0, 9.0, 5.0], 0.07))
     assert found == {
         "at_s": [-0.0125, 0.0125, 0.0625],
@@ -59,7 +59,7 @@ def test_a_timeline_has_median_and_longest_of_every_slice_with_steps() -> None:
     }
 
 
-def test_a_summary_counts_the_steps_due_in_the_storm() -> None:
+def test_a_summary_counts_the_steps_that_are_due_during_the_storm() -> None:
     rounds = [Round([-0.1, 0.0, 0.05, 0.2], [50.0, 1.0, 3.0, 70.0], 0.1), Round([0.0, 0.01], [2.0, 4.0], 0.3)]
     found = summary(rounds)
     assert (found["rounds"], found["steps"]) == (2, 4)

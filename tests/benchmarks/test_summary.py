@@ -10,12 +10,12 @@ import pytest
 from benchmarks.summary import Spread, command, ratios, write_json
 
 
-def test_a_spread_has_median_least_and_most() -> None:
+def test_a_spread_has_the_median_minimum_and_maximum() -> None:
     assert Spread.of([3, 1, 2, 10]) == Spread(median=2.5, least=1, most=10)
     assert f"{Spread.of([1000, 3000, 2000]):,.0f}" == "2,000 (1,000 to 3,000)"
 
 
-def test_ratios_pair_the_same_rounds() -> None:
+def test_ratios_compare_the_figures_of_the_same_round() -> None:
     assert ratios([2, 9, 8], [1, 3, 2]) == Spread(median=3, least=2, most=4)
     with pytest.raises(ValueError, match="shorter"):
         ratios([1, 2], [1])
@@ -26,7 +26,7 @@ def test_a_command_contains_no_absolute_paths() -> None:
     assert told == "python -m research.proofs --data wikitext-2 --json docs/figures/proofs.json"
 
 
-def test_json_round_trips_with_filled_lines_and_one_record_per_line(tmp_path: Path) -> None:
+def test_json_is_read_back_unchanged_and_has_filled_lines_and_one_record_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "new" / "figures.json"
     series = [1000.5 + n for n in range(100)]
     records = [{"way": f"way {n}", "é": None, "spread": Spread.of([n, 2]).model_dump()} for n in range(3)]

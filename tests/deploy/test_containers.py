@@ -1,5 +1,6 @@
-"""The container files agree with the settings and the tree. These tests cover what running containers do not show: the
-parts of the limits, and the services that tests/stack/test_docker.py cannot run (Grafana and the server on a GPU)."""
+"""Tests that the container files agree with the settings and the source tree. They cover what
+tests/stack/test_docker.py cannot: how the limits are composed, and the services that it cannot run (Grafana and the
+server on a GPU)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def services() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def published(service: dict[str, Any]) -> list[str]:
-    """Returns the published ports of a service, each as host:port:container's port."""
+    """Returns the published ports of a service. Each has the form host:port:container port."""
     ports: list[str] = service.get("ports", [])
     return ports
 
@@ -41,7 +42,7 @@ each_service = pytest.mark.parametrize("service", [pytest.param(body, id=name) f
 
 
 def as_settings(environment: dict[str, str]) -> Settings:
-    """Reads WANE_... variables like the server: an unknown or invalid one is an error."""
+    """Reads WANE_... variables as the server does. An unknown or invalid variable is an error."""
     return Settings.read({name: str(value) for name, value in environment.items()})
 
 
@@ -71,13 +72,13 @@ def test_a_server_is_built_from_this_tree_for_its_device(service: dict[str, Any]
 
 
 @each_server
-def test_a_server_is_reached_at_its_port(service: dict[str, Any]) -> None:
+def test_a_server_listens_at_the_published_port(service: dict[str, Any]) -> None:
     port = as_settings(service["environment"]).port
     assert [*service.get("expose", ()), *(entry.rsplit(":", 1)[1] for entry in published(service))] == [str(port)]
 
 
 @each_server
-def test_a_server_has_the_time_that_draining_takes(service: dict[str, Any]) -> None:
+def test_a_server_has_enough_time_to_drain_before_it_is_killed(service: dict[str, Any]) -> None:
     settings = as_settings(service["environment"])
     seconds = int(service["stop_grace_period"].removesuffix("s"))
     assert seconds * 1000 > settings.shutdown_delay_ms + settings.drain_timeout_ms + CLOSE_S * 1000
@@ -88,7 +89,7 @@ def test_published_ports_are_local_to_this_machine(service: dict[str, Any]) -> N
     assert all(entry.startswith("127.0.0.1:") for entry in published(service))
 
 
-def test_published_ports_differ() -> None:
+def test_no_two_services_publish_the_same_port() -> None:
     hosts = [entry.rsplit(":", 1)[0] for _, service in services() for entry in published(service)]
     assert len(hosts) == len(set(hosts)) > 0
 
@@ -101,8 +102,9 @@ def test_a_service_writes_only_to_its_volumes_and_has_no_capabilities(service: d
 
 
 @each_service
-def test_a_service_has_a_health_check_or_reports_itself(service: dict[str, Any]) -> None:
-    own = service["image"].startswith(("wane", "haproxy"))  # the image has its own; and no service waits for HAProxy
+def test_a_service_has_a_health_check_unless_its_image_has_one(service: dict[str, Any]) -> None:
+    # The image of Prometheus has a health check of its own, and no service waits for HAProxy.
+    own = service["image"].startswith(("wane", "haproxy"))
     assert ("healthcheck" in service) != own
 
 
@@ -143,10 +145,10 @@ def test_a_full_replica_stays_within_its_memory_limit() -> None:
     (taken,) = [int(found) * 1024 for found in re.findall(r"^VmRSS:\s*(\d+) kB", status, re.MULTILINE)]
     models = len([one for one in (ROOT / DEFAULTS.bundles).iterdir() if (one / "manifest.json").is_file()])
     full = taken + models * DEFAULTS.state_budget_bytes + DEFAULTS.session_budget_bytes + DEFAULTS.receive_budget_bytes
-    assert full + GIB <= limit, "a GiB for requests in flight, and a model's next version"
+    assert full + GIB <= limit, "the limit leaves a GiB for requests in flight and the next version of a model"
 
 
-def test_redis_fits_twice_into_its_memory_and_evicts_nothing() -> None:
+def test_redis_has_twice_its_data_limit_as_memory_and_evicts_no_keys() -> None:
     text = (ROOT / "deploy/redis/redis.conf").read_text()
     settings = dict(re.findall(r"^([a-z-]+) (.*)$", text, re.MULTILINE))
     (limit,) = [in_bytes(body["mem_limit"]) for name, body in services() if name == "redis"]

@@ -1,7 +1,7 @@
-"""The manifests match Kubernetes's own schemas, and agree with the server, the image and the compose file.
+"""Tests that the manifests match the schemas of Kubernetes, and agree with the server, the image and the compose file.
 
-This module does what `kubectl kustomize` would do, as far as these kustomizations need it: their resources, the
-namespace, the images' tags, ConfigMaps from files, and the patch of one overlay.
+This module implements the parts of `kubectl kustomize` that these kustomizations need: resources, the namespace, image
+tags, ConfigMaps from files, and the patch of one overlay.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 COMPOSE: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
 DOCKERFILE = (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8")
 OLDEST, LATEST = "1.30", "1.37"
-"""The versions of the schemas. The first is the one from which `lifecycle.preStop.sleep` is on by default."""
+"""The versions of the schemas. From the first version on, `lifecycle.preStop.sleep` is enabled by default."""
 
 QUEUED = "wane_queue_wait_seconds_total"
-"""The counter whose rate is the HPA's metric."""
+"""The HPA's metric is the rate of this counter."""
 
 Resource = dict[str, Any]
 
@@ -72,8 +72,8 @@ def built(folder: Path) -> list[Resource]:
 
 
 def merge(into: Resource, patch: Resource) -> None:
-    """Applies a strategic merge, as far as it is used: merges lists of named items by name, and replaces other
-    lists."""
+    """Applies the parts of a strategic merge patch that the overlay uses. Merges lists of named items by name, and
+    replaces other lists."""
     for key, value in patch.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             merge(into[key], value)
@@ -154,7 +154,7 @@ def test_every_file_is_in_a_kustomization() -> None:
         assert files == {name for name in kustomization["resources"] if name.endswith(".yaml")}
 
 
-def test_the_replicas_variables_are_settings_and_include_the_compose_files() -> None:
+def test_the_replicas_variables_are_settings_and_include_those_of_the_compose_file() -> None:
     assert SETTINGS.store == COMPOSE["wane-1"]["environment"]["WANE_STORE"]
     assert SETTINGS.shutdown_delay_ms == COMPOSE["wane-1"]["environment"]["WANE_SHUTDOWN_DELAY_MS"]
     assert Settings.read(environment(GPU)).device == "cuda"
@@ -213,7 +213,7 @@ def test_haproxy_and_redis_run_the_compose_files_command_and_configuration(name:
     assert volumes["configuration"]["configMap"] == {"name": name}
 
 
-def test_haproxys_variables_are_those_in_its_configuration() -> None:
+def test_haproxy_gets_the_variables_that_its_configuration_uses() -> None:
     text = (ROOT / "deploy/haproxy/haproxy.cfg").read_text(encoding="utf-8")
     variables = {one["name"]: one["value"] for one in container("haproxy")["env"]}
     for name in variables:
@@ -271,7 +271,7 @@ def test_a_stopping_replica_has_time_for_its_shutdown() -> None:
     assert takes_s < PODS["wane"]["terminationGracePeriodSeconds"]
 
 
-def test_a_stopping_haproxy_outlives_its_requests_in_flight() -> None:
+def test_a_stopping_haproxy_finishes_its_requests_in_flight() -> None:
     sleep_s = container("haproxy")["lifecycle"]["preStop"]["sleep"]["seconds"]
     grace_s = PODS["haproxy"]["terminationGracePeriodSeconds"]
     assert sleep_s + SETTINGS.request_timeout_ms / 1000 < grace_s
@@ -281,7 +281,7 @@ def test_the_hpa_uses_a_metric_that_the_adapter_derives_from_the_servers() -> No
     scaler = get("HorizontalPodAutoscaler", "wane")["spec"]
     target = get(scaler["scaleTargetRef"]["kind"], scaler["scaleTargetRef"]["name"])
     assert scaler["scaleTargetRef"]["apiVersion"] == target["apiVersion"]
-    assert "replicas" not in target["spec"], "every apply would overwrite the HPA's number"
+    assert "replicas" not in target["spec"], "otherwise every apply would overwrite the HPA's number of replicas"
     (metric,) = [one["pods"]["metric"]["name"] for one in scaler["metrics"] if one["type"] == "Pods"]
     (adapter,) = load(FOLDER / "monitoring" / "adapter.yaml")
     (rule,) = adapter["rules"]["custom"]
@@ -291,14 +291,18 @@ def test_the_hpa_uses_a_metric_that_the_adapter_derives_from_the_servers() -> No
 
 
 def queued_s(harness: EngineHarness) -> float:
-    """Returns the sum of the adapter's rule over one replica."""
+    """Returns the value that the adapter's rule computes for one replica."""
     found = [one for metric in harness.metrics.registry.collect() for one in metric.samples if one.name == QUEUED]
-    assert {one.labels["model"] for one in found} == {harness.engine.name}, "the metric exists before the first wait"
+    assert {one.labels["model"] for one in found} == {harness.engine.name}, (
+        "the metric must exist before any request has waited"
+    )
     return sum(one.value for one in found)
 
 
 @pytest.mark.parametrize("asked", ["predict", "step", "score", "generate"])
-async def test_the_hpa_sees_every_wait_in_the_queue_in_full(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+async def test_the_hpa_s_metric_includes_the_whole_time_of_every_wait_in_the_queue(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     harness = EngineHarness()

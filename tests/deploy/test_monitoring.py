@@ -1,4 +1,4 @@
-"""The files of Prometheus and Grafana are valid by their own tools, and name existing metrics."""
+"""Tests that Prometheus's tools and Grafana's types accept their files, and that the files name existing metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ PROMETHEUS = ROOT / "deploy" / "prometheus"
 RULES: list[dict[str, Any]] = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"][0]["rules"]
 SERVICES: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())["services"]
 UNTYPED = {"titleFormat", "textFormat", "definition"}
-"""Fields of Prometheus's annotations and variables, which the types of the dashboard leave to the data source."""
+"""The fields of annotations and variables that are specific to the data source Prometheus. The types of the dashboard
+do not describe them."""
 
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -62,7 +63,7 @@ def test_every_replica_is_scraped_under_its_own_name() -> None:
 
 
 def lost(given: Any, back: Any, path: str = "") -> list[str]:
-    """Returns the paths at which the value read back differs from the given one."""
+    """Returns the paths at which `read` differs from `given`."""
     if isinstance(given, dict) and isinstance(back, dict):
         return [where for key, value in given.items() for where in lost(value, back.get(key), f"{path}.{key}")]
     if isinstance(given, list) and isinstance(back, list) and len(given) == len(back):

@@ -1,4 +1,4 @@
-"""Wane's additions to Ray Serve, tested without Ray: the middleware in its proxies, and its configuration."""
+"""Tests of Wane's additions to Ray Serve, without Ray: the middleware in Ray's proxies, and the configuration."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ DEFAULTS = Settings()
 
 
 async def tell(request: Request) -> Response:
-    """Returns the headers of a request that Ray's router would get."""
+    """Returns the headers that Ray's router would receive for a request."""
     answer = JSONResponse(request.headers.getlist("x-session-id"))
     answer.raw_headers += [(b"x-request-id", b"a"), (b"X-Request-ID", b"a")]
     return answer
 
 
 async def greet(socket: WebSocket) -> None:
-    """Answers once, or ends without an answer, as configured."""
+    """An ASGI application that answers once, or returns without an answer."""
     await socket.accept()
     if await socket.receive_text() == "end":
         await socket.close(1000)
 
 
 async def be_killed(scope: Scope, receive: Receive, send: Send) -> None:
-    """Does nothing, like Ray's proxy after a replica has ended."""
+    """Returns without an answer, as Ray's proxy does after a replica has exited."""
 
 
 def through_the_front(app: ASGIApp) -> TestClient:
@@ -95,7 +95,7 @@ def test_the_configuration_names_existing_objects() -> None:
     assert f"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH={CALLBACK}" in (ROOT / "deploy/ray/serve.yaml").read_text()
 
 
-def test_the_arguments_are_settings() -> None:
+def test_the_arguments_of_the_application_are_settings() -> None:
     assert Settings.read({}, Namespace(**APPLICATION["args"])).log_level == "info"
 
 

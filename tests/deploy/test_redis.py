@@ -1,4 +1,4 @@
-"""The shipped configuration of Redis: its durability, and the permissions of Wane's user."""
+"""Tests of the shipped configuration of Redis: its durability, and the permissions of Wane's user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIGURATION = dict(
 )
 
 
-def test_redis_acknowledges_only_what_is_on_its_disk_as_documented() -> None:
+def test_redis_acknowledges_only_writes_that_are_on_its_disk_as_documented() -> None:
     assert CONFIGURATION["appendonly"] == "yes"
     assert CONFIGURATION["appendfsync"] == "always"
     assert "`appendonly yes`, `appendfsync always` (as in `deploy/redis/redis.conf`)" in PAGE
@@ -39,7 +39,7 @@ def test_wane_has_the_documented_permissions_that_it_uses_in_redis() -> None:
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """The port of a Redis with the shipped users, and the folder of their passwords."""
+    """The port of a Redis server with the shipped users, and the folder with their passwords."""
     folder = tmp_path_factory.mktemp("redis")
     secrets.make(folder / "secrets")
     with redis_server(folder, ("--aclfile", str(folder / "secrets" / secrets.REDIS_ACL))) as server:
@@ -70,7 +70,7 @@ def client(shipped: tuple[int, Path], user: str | None = None, file: str = secre
     ],
     ids=" ".join,
 )
-def test_wane_has_no_other_permissions_in_redis(shipped: tuple[int, Path], command: tuple[str, ...]) -> None:
+def test_wane_has_no_undocumented_permissions_in_redis(shipped: tuple[int, Path], command: tuple[str, ...]) -> None:
     with client(shipped) as redis:
         redis.set("wane:default:{a}", "1")
         assert redis.ping() and redis.get("wane:default:{a}") == b"1"

@@ -1,4 +1,5 @@
-"""scripts/stack runs the services, programs, configuration and variables of docker-compose.yml."""
+"""Tests that scripts/stack runs the services of docker-compose.yml with the same programs, configuration and
+variables."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def stack(tmp_path: Path) -> Stack:
 
 
 def in_the_container(stack: Stack, name: str, text: str) -> str:
-    """Returns a text in which this machine's addresses and paths of secrets are replaced by the container's."""
+    """Returns the text with the container's addresses and secret paths in place of this machine's."""
     for (service, port), here in stack.addresses.items():
         text = text.replace(f"127.0.0.1:{here}", f"{service}:{port}")
     return re.sub(rf"{re.escape(str(stack.secrets))}/\w+", SECRETS, text)
@@ -59,7 +60,7 @@ def test_a_process_runs_what_its_container_runs(stack: Stack, tmp_path: Path, na
     for here, there in zip(command.arguments[1:], arguments, strict=False):
         file = here.rpartition("=")[2]
         if Path(file).is_absolute() and not there.endswith(in_the_container(stack, name, file)):
-            assert Path(file).name == Path(there).name  # the next tests check its path
+            assert Path(file).name == Path(there).name  # the next tests check the path of the configuration
         else:
             own = in_the_container(stack, name, here)
             assert own in (there, there.replace("0.0.0.0:", f"{name}:").replace("*:", f"{name}:"))
@@ -73,7 +74,7 @@ def test_a_process_reads_the_files_that_its_container_mounts(stack: Stack, name:
     process = stack.processes[name]
     mounts = [mount for mount in process.service.mounts if not mount.is_volume]
     if process.service.image == SERVER:
-        assert not mounts, "its bundles are the package's own"
+        assert not mounts, "the process uses the bundles of the package"
         return
     (mount,) = mounts
     configuration = ROOT / CONFIGURATION[name]
@@ -151,7 +152,7 @@ def test_a_volume_is_the_working_directory_of_the_process(stack: Stack, tmp_path
     assert process.command.folder == (tmp_path / "volumes" / volumes[0].source if volumes else ROOT)
 
 
-def test_services_come_after_those_that_they_wait_for() -> None:
+def test_services_start_after_the_services_that_they_wait_for() -> None:
     services = read(COMPOSE)
     for number, service in enumerate(services):
         assert service.after <= {earlier.name for earlier in services[:number]}
@@ -181,7 +182,7 @@ def _timeouts(text: str) -> list[tuple[str, str, str]]:
     return re.findall(r"^ +timeout (\S+) (\d+)([sm])\b", text, re.MULTILINE)
 
 
-def test_published_ports_can_be_chosen_and_all_others_are_free_ports(tmp_path: Path) -> None:
+def test_published_ports_can_be_chosen_and_all_other_ports_are_free_ports(tmp_path: Path) -> None:
     stack = Stack(tmp_path, {8000: 1234}, whole=True)
     ports = list(stack.addresses.values())
     assert stack.addresses[ENTRANCE, 8000] == 1234

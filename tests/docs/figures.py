@@ -1,4 +1,4 @@
-"""Builds the tables of figures in the documents from the manifests of the shipped bundles."""
+"""Builds the tables of figures in the documentation from the manifests of the shipped bundles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHIPPED = ("gated-stable", "gated-stable-truncated", "gated", "rnn-stable", "lst
 
 
 def manifests() -> list[Manifest]:
-    """Returns the shipped bundles' manifests, in the order of the tables."""
+    """Returns the manifests of the shipped bundles, in the order of the tables."""
     return [read_manifest(ROOT / "models" / "bundles" / name) for name in SHIPPED]
 
 
@@ -28,8 +28,8 @@ def size_mb(manifest: Manifest) -> float:
 
 
 def results_table() -> list[str]:
-    """Returns the table of perplexities per BPE token and per word, in both modes, and of how fast the models
-    forget."""
+    """Returns the table of the models' perplexities in both modes, per BPE token and per word, and of the speed at
+    which they forget."""
     lines = [
         "| model | MB | test perplexity, recurrent: per token (per word) | as a window of 64 "
         "| window within 0.5 % from k | contraction by layer |",
@@ -50,7 +50,8 @@ def results_table() -> list[str]:
 
 
 def window_table() -> list[str]:
-    """Returns the table of validation perplexity per token by window, and of recurrent at the same positions."""
+    """Returns the table of the validation perplexity per token for each window, and of the recurrent mode at the same
+    positions."""
     windows = sorted(quality(manifests()[0]).window["valid"].by_k)
     lines = [
         "| model | " + " | ".join(f"k = {k}" for k in windows) + " | recurrent |",
@@ -83,4 +84,4 @@ def training_table() -> list[str]:
 
 
 TRAINING_TOKENS = 3_482_766
-"""Of WikiText-2's training split, over the shared vocabulary."""
+"""The number of tokens in WikiText-2's training split with the shared vocabulary."""

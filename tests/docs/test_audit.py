@@ -1,4 +1,4 @@
-"""The page on audits: each of its commands works, and what it exports is a bundle."""
+"""Tests that each command on the page about audits works and exports a valid bundle."""
 
 from __future__ import annotations
 

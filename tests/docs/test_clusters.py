@@ -1,4 +1,4 @@
-"""The page on clusters has the table of its benchmark's figures."""
+"""Tests that the page about clusters shows the figures of its benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Figures and tables are of the bundles that ship: what is kept of a measurement names the bundles by their hashes."""
+"""Tests that the figures in the documentation were measured on the shipped bundles. The stored form of a measurement
+contains the hashes of its bundles."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ ROOT = Path(__file__).parents[2]
 KEPT = sorted([*(ROOT / "docs" / "figures").glob("*.json"), *(ROOT / "research" / "figures").glob("*.json")])
 
 OF_OWN_RUNS = {"stability_price.json"}
-"""Measurements of models that they train themselves."""
+"""Measurements that train their own models."""
 
 PROOFS = ROOT / "research" / "figures" / "proofs.json"
 
 
-def test_every_measurement_names_its_bundles() -> None:
+def test_every_stored_measurement_names_its_bundles() -> None:
     without = {path.name for path in KEPT if "bundles" not in json.loads(path.read_text(encoding="utf-8"))}
     assert without == OF_OWN_RUNS | {"bench.json", PROOFS.name}
 
 
-def test_the_proofs_are_of_the_weights_and_certificates_that_ship() -> None:
+def test_the_figures_of_proofs_belong_to_the_shipped_weights_and_certificates() -> None:
     kept = Results.read(PROOFS)
     assert set(kept.models) == {path.name for path in BUNDLES.iterdir() if path.is_dir()}
     assert current(kept, BUNDLES) == kept
@@ -35,7 +36,7 @@ def test_the_proofs_are_of_the_weights_and_certificates_that_ship() -> None:
 @pytest.mark.parametrize(
     "path", [path for path in KEPT if path.name not in OF_OWN_RUNS | {PROOFS.name}], ids=lambda path: path.name
 )
-def test_a_measurement_is_of_the_bundles_that_ship(path: Path) -> None:
+def test_a_measurement_belongs_to_the_shipped_bundles(path: Path) -> None:
     document = json.loads(path.read_text(encoding="utf-8"))
     if path.name == "bench.json":
         for name, facts in document["models"].items():

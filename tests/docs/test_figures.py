@@ -1,4 +1,4 @@
-"""Documents show the figures of the shipped bundles."""
+"""Tests that the documentation shows the figures of the shipped bundles."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_stable_bundles_are_contractive() -> None:
         assert manifest.certificate.contractive == ("stable" in manifest.name)
 
 
-def test_the_twins_differ_only_in_their_training_regime() -> None:
+def test_a_truncated_twin_differs_from_its_recurrent_model_only_in_the_training_regime() -> None:
     first, second = (m.provenance for m in figures.manifests()[:2])
     assert (first.seed, first.steps, first.data) == (second.seed, second.steps, second.data)
     one, two = dict(first.config), dict(second.config)

@@ -1,4 +1,4 @@
-"""Pages show the figures of their benchmarks."""
+"""Tests that pages of the documentation show the figures of their benchmarks."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_the_page_on_the_engine_has_the_tables_of_its_figures() -> None:
     assert with_tables(page, engine_page.tables(ROOT / engine_page.FIGURES), "engine.md") == page
 
 
-def test_the_served_settings_are_among_the_measured_ones() -> None:
+def test_the_default_settings_of_the_server_are_among_the_measured_settings() -> None:
     served = threads.CHOICES[0]
     assert (served.threads, served.spinning, served.arena) == (1, False, True)

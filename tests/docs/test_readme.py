@@ -1,4 +1,5 @@
-"""The commands of README and quick start print what the pages say, and the README's client survives a crash."""
+"""Tests that the commands of the README and the quick start print the output on the page, and that the README's client
+survives a crash of the server."""
 
 from __future__ import annotations
 

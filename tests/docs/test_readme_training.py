@@ -1,4 +1,4 @@
-"""The README's commands without output to compare: those of its `bash` blocks, run in order."""
+"""Runs the commands of the README's `bash` blocks in order. The README shows no output for them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.docs.transcript import TIMEOUT_S, Command, run, scripts
 EXPERIMENT = "training/experiments/licence.toml"
 
 
-def test_each_block_is_run_by_a_test() -> None:
-    """tests/training runs the command that audits an outside model, and serves its bundle."""
+def test_a_test_runs_each_block() -> None:
+    """tests/training runs the command that audits a model from outside Wane, and serves the resulting bundle."""
     own, outside = scripts((ROOT / "README.md").read_text(encoding="utf-8"))
     assert EXPERIMENT in own[2]
     assert ["examples/outside_lstm.py" in outside[0], " audit " in outside[1]] == [True, True]
@@ -25,7 +25,7 @@ def test_each_block_is_run_by_a_test() -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_that_train_a_custom_model_end_with_serving_it(tmp_path: Path) -> None:
+def test_the_commands_that_train_a_custom_model_run_and_serve_it(tmp_path: Path) -> None:
     environment_made, install, *commands, serve = scripts((ROOT / "README.md").read_text(encoding="utf-8"))[0]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert environment_made == "python3 -m venv .venv"
@@ -36,7 +36,7 @@ def test_the_commands_that_train_a_custom_model_end_with_serving_it(tmp_path: Pa
     for command in commands:
         spelt = command.replace(".venv/bin/python", sys.executable).replace("runs/", f"{tmp_path}/")
         if EXPERIMENT in command:
-            spelt += f" --run {tmp_path}/licence"  # its default is inside the checkout
+            spelt += f" --run {tmp_path}/licence"  # the default folder is inside the checkout
         ended = subprocess.run(
             ["bash", "-c", spelt],
             cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Pages that are generated from types are what the types say."""
+"""Tests that the pages that are generated from types are up to date."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_field_of_an_experiment_is_described() -> None:
     assert not [row for row in rows if row.endswith("|  |")]
 
 
-def test_the_example_of_an_experiment_is_one() -> None:
+def test_the_example_of_an_experiment_is_valid() -> None:
     (block,) = [
         one for one in FENCE.finditer((DOCS / "experiments.md").read_text(encoding="utf-8")) if one["info"] == "toml"
     ]

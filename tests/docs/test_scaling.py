@@ -1,4 +1,4 @@
-"""The page on scaling shows the measured and simulated figures."""
+"""Tests that the page about scaling shows the measured and simulated figures."""
 
 from __future__ import annotations
 

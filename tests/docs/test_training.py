@@ -1,4 +1,5 @@
-"""The page on training: its commands print the output that it shows, and its table has the stored figures."""
+"""Tests that the commands on the page about training print the output on the page, and that its table has the stored
+figures."""
 
 from __future__ import annotations
 
@@ -24,6 +25,6 @@ def test_the_commands_of_the_training_page_print_its_output(tmp_path: Path) -> N
     run(commands, ROOT, environment, lambda text: text.replace("runs/by-two", str(tmp_path / "by-two")))
 
 
-def test_the_page_has_the_table_of_a_second_process() -> None:
+def test_the_page_has_the_table_of_runs_with_a_second_process() -> None:
     document = json.loads((ROOT / processes.FIGURES).read_text(encoding="utf-8"))
     assert "\n".join(processes.lines(document)) in (ROOT / processes.PAGE).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The code that runs documentation passes correct output, and fails wrong output."""
+"""Tests that the code that runs the documentation's commands accepts correct output and reports wrong output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_other_kinds_of_blocks_are_ignored() -> None:
     assert parse(console("$ false", info="bash") + console("$ false", info="") + console("x", info="json")) == []
 
 
-def test_the_commands_of_bash_blocks_come_block_by_block() -> None:
+def test_the_commands_of_bash_blocks_are_grouped_by_block() -> None:
     document = console("echo a \\", "    b", "true", info="bash") + console("$ false") + console("echo c", info="bash")
     assert scripts(document) == [["echo a      b", "true"], ["echo c"]]
 

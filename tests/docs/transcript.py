@@ -1,18 +1,19 @@
 """Runs the commands of a Markdown file, and compares their output with the document.
 
-A fenced block whose first word is `console` is run, line by line, from the root of the checkout:
+A fenced block whose first word is `console` is run line by line in the root folder of the checkout:
 
     ```console
     $ curl -s localhost:8000/readyz
     {"ready":true,...}
     ```
 
-The lines after a `$ ` line are the command's output, on both streams. `...` matches anything in a line, and, alone in a
-line, any lines. Decimal numbers need to agree only to a thousandth, and milliseconds (`..._ms` in JSON, `... ms` in
-text) not at all. A line that ends in a backslash continues in the next one.
+The lines after a `$ ` line are the command's output on both streams. Within a line, `...` matches any text. Alone in a
+line, it matches any number of lines. Decimal numbers need to agree only to a thousandth. Milliseconds (`..._ms` in
+JSON, `... ms` in text) need not agree. A line that ends in a backslash continues in the next line.
 
-A `console background` block starts a server on a terminal. It must print the block's output, and then runs until the
-end of the file. Blocks with any other first word are ignored. Another test runs the `bash` blocks: see `scripts`.
+A `console background` block starts a server on a terminal. The server must print the block's output, and then runs
+until the end of the file. Blocks with any other first word are ignored. Another test runs the `bash` blocks: see
+`scripts`.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ SPECIAL = re.compile(
 
 
 class TranscriptError(AssertionError):
-    """A command's output differs from the document."""
+    """Raised if a command's output differs from the document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of a document: its line, the command, and the output in the document."""
+    """A command of a document: its line number, the command, and the output in the document."""
 
     line: int
     text: str
@@ -67,7 +68,7 @@ def parse(markdown: str) -> list[Command]:
 
 
 def scripts(markdown: str) -> list[list[str]]:
-    """Returns the commands of a document's `bash` blocks, by block; a command may have several lines."""
+    """Returns a list of commands for each `bash` block of a document. A command may have several lines."""
     return [
         block["body"].replace("\\\n", " ").splitlines()
         for block in FENCE.finditer(markdown)
@@ -108,7 +109,7 @@ def _compare_decimals(command: Command, found: re.Match[str]) -> None:
 
 
 def _tidy(text: str) -> str:
-    """Returns the text without blanks at the ends of lines, and with a line break after the last line."""
+    """Returns the text without spaces at the ends of lines, and with a line break after the last line."""
     return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
 
 
@@ -137,9 +138,9 @@ def run(
     environment: Mapping[str, str],
     spell: Callable[[str], str] = lambda text: text,
 ) -> None:
-    """Runs the commands in order, and compares their output. Raises TranscriptError at the first that differs.
+    """Runs the commands in order, and compares their output. Raises TranscriptError at the first difference.
 
-    `spell` is applied to commands and expected output, to replace addresses.
+    `spell` replaces addresses in the commands and in the expected output.
     """
     with ExitStack() as running:
         for written in commands:
@@ -177,7 +178,7 @@ def _background(command: Command, directory: Path, environment: Mapping[str, str
     lines: Queue[str | None] = Queue()
 
     def read() -> None:
-        # Reading a terminal fails once every writer has closed it.
+        # A read from a terminal fails after every writer has closed it.
         with os.fdopen(terminal, encoding="utf-8") as screen, suppress(OSError):
             for line in screen:
                 lines.put(line)

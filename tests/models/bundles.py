@@ -1,4 +1,4 @@
-"""Bundles with dummy graphs, which pass all checks of `Bundle.read` and need no onnx."""
+"""Bundles with dummy graphs. They pass all checks of `Bundle.read`, and making them needs no onnx."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def write_small_bundle(
 
 
 def edit_manifest(path: Path, *keys: str | int, value: Any) -> None:
-    """Sets one field of a bundle's manifest.json, by its path of keys."""
+    """Sets one field of a bundle's manifest.json. `keys`: the path to the field."""
     file = path / "manifest.json"
     manifest = json.loads(file.read_text())
     target = manifest

@@ -1,4 +1,4 @@
-"""Builds a certificate's rounding from given numbers."""
+"""Builds the rounding of a certificate from given numbers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from wane.models.manifest import Rounding, StateError
 
 
 def rounding(between_runs: float, *, states: Sequence[str] = (), state: float = 0.0) -> Rounding:
-    """Returns a rounding with `between_runs` at `hidden`, and with the error `state` for each of `states`.
+    """Returns a rounding. The distance of two runs at `hidden` is `between_runs`, and the error of each of `states` is
+    `state`.
 
-    It is of probed sequences, so that `certify` keeps the numbers for a residual network.
+    The rounding claims that it was measured on probed sequences, so `certify` keeps these numbers for a residual
+    network.
     """
     errors = {name: StateError(box=state, ball=state) for name in states}
     return Rounding(

@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def refused(path: Path, *parts: str) -> None:
-    """Asserts that the bundle is refused with a message that contains every part."""
+    """Asserts that `Bundle.read` refuses the bundle with a message that contains every part."""
     with pytest.raises(BundleError) as caught:
         Bundle.read(path)
     for part in parts:
@@ -48,7 +48,7 @@ def refused(path: Path, *parts: str) -> None:
 
 
 def rewrite(path: Path, name: str, data: bytes) -> None:
-    """Replaces a file and its hash, an edit that hashes do not detect."""
+    """Replaces a file and its hash, so the hash does not reveal the edit."""
     (path / name).write_bytes(data)
     edit_manifest(path, "files", name, value=hashlib.sha256(data).hexdigest())
 
@@ -73,7 +73,7 @@ def test_a_flipped_byte_is_detected(path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", (*FILES, "manifest.json"))
-def test_a_missing_file_is_named(path: Path, name: str) -> None:
+def test_the_error_names_a_missing_file(path: Path, name: str) -> None:
     (path / name).unlink()
     refused(path, str(path / name), "the file is missing")
 
@@ -98,7 +98,7 @@ def test_a_manifest_that_asks_for_what_is_not_served_is_refused(path: Path, fiel
     refused(path, f"{field}: '{value}' is not supported by this release")
 
 
-def test_an_older_manifest_is_refused_with_advice_to_export_again(path: Path) -> None:
+def test_an_older_manifest_is_refused_with_the_advice_to_export_again(path: Path) -> None:
     edit_manifest(path, "schema_version", value=2)
     edit_manifest(path, "certificate", value={"all_layers": True})
     refused(path, "written by an older Wane (schema_version 2, this one reads 3 to 4): export it again")
@@ -130,14 +130,14 @@ def test_an_older_manifest_is_refused_with_advice_to_export_again(path: Path) ->
         (("certificate", "layers"), [], "certificate.layers: 0 claimed, the weights give 2"),
     ],
 )
-def test_an_invalid_field_is_named(path: Path, keys: tuple[str | int, ...], value: object, message: str) -> None:
+def test_the_error_names_an_invalid_field(path: Path, keys: tuple[str | int, ...], value: object, message: str) -> None:
     edit_manifest(path, "quality", value=QUALITY)
     Bundle.read(path)
     edit_manifest(path, *keys, value=value)
     refused(path, "manifest.json" if "vocabulary" not in keys else "tokenizer.json", message)
 
 
-def test_a_missing_role_is_named(path: Path) -> None:
+def test_the_error_names_a_missing_role(path: Path) -> None:
     graphs = json.loads((path / "manifest.json").read_text())["graphs"]
     del graphs["scan"]
     edit_manifest(path, "graphs", value=graphs)
@@ -264,7 +264,7 @@ def test_a_bundle_that_fails_its_check_is_not_left_behind(path: Path) -> None:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Returns every file of a folder."""
+    """Returns the contents of every file of a folder."""
     return {entry.name: entry.read_bytes() for entry in path.iterdir()}
 
 
@@ -343,7 +343,7 @@ def test_an_interrupt_between_the_two_moves_restores_the_old_bundle(
     assert contents(path) == before
 
 
-def test_a_bundle_is_replaced_whole(path: Path) -> None:
+def test_replacing_a_bundle_leaves_no_file_of_the_previous_bundle(path: Path) -> None:
     (path / "left over.txt").write_text("of the previous bundle")
     write_small_bundle(path, small_architecture("gru"), replace=True)
     assert Bundle.read(path).manifest.architecture.cell == "gru"

@@ -16,13 +16,14 @@ SEEDS = range(40)
 
 
 def without_counts(cache: CacheModel) -> CacheModel:
-    """Returns the cache with the weights of single tokens' counts given to the network."""
+    """Returns the cache without weights for the counts of single tokens. Their weights are added to the network's
+    weight."""
     return CacheModel(length=cache.length, weights=tuple((a + b, 0.0, c, d) for a, b, c, d in cache.weights))
 
 
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_mixture_is_the_oracles(seed: int, counts: bool) -> None:
+def test_the_mixture_equals_the_oracle_s(seed: int, counts: bool) -> None:
     random = np.random.default_rng(seed)
     size, length, batch = int(random.integers(2, 30)), int(random.integers(2, 20)), int(random.integers(1, 6))
     cache = random_cache(Random(seed), length)
@@ -59,7 +60,7 @@ def test_the_mixture_is_the_oracles(seed: int, counts: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_ring_of_a_sequence_whose_beginning_is_unknown(seed: int) -> None:
+def test_the_cache_of_a_sequence_with_an_unknown_beginning_uses_only_the_known_tokens(seed: int) -> None:
     random = np.random.default_rng(seed)
     length = int(random.integers(2, 12))
     cache = CacheMixture(random_cache(Random(seed), length), 6)
@@ -74,7 +75,7 @@ def test_a_ring_of_a_sequence_whose_beginning_is_unknown(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["one sequence", "several sequences", "truncated"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_statistics_of_a_text_are_those_of_its_histories(seed: int, kind: str) -> None:
+def test_the_statistics_of_a_text_equal_those_of_each_of_its_histories(seed: int, kind: str) -> None:
     random = np.random.default_rng(seed)
     size, length = int(random.integers(3, 9)), int(random.integers(2, 20))
     stream = random.integers(0, size, random.integers(2, 80))
@@ -101,7 +102,7 @@ def test_statistics_of_a_text_are_those_of_its_histories(seed: int, kind: str) -
         (6, (0.5, 0.3, 0.0, 0.2), "weights[6] gives a weight to a component that has no occurrence"),
     ],
 )
-def test_wrong_weights_are_named(row: int, weights: tuple[float, float, float, float], message: str) -> None:
+def test_the_error_names_wrong_weights(row: int, weights: tuple[float, float, float, float], message: str) -> None:
     table = [*random_cache(Random(0), 4).weights]
     table[row] = weights
     with pytest.raises(ValidationError) as caught:

@@ -1,4 +1,5 @@
-"""Tests that every cell has all of its parts, or a stated reason, and that the parts of each cell work together."""
+"""Tests that every cell has all of its parts or a stated reason for a missing part. Tests that the parts of each cell
+work together."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ DEFINED: dict[Part, tuple[str, ...]] = {
     "constraint": ("constrain",),
     "export": ("build",),
 }
-"""The functions that a cell's file defines, by part."""
+"""The names of the functions that a cell's file must define, for each part."""
 
 CONTRACTION = 0.75
 
@@ -46,7 +47,7 @@ def test_every_cell_name_has_an_entry() -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_cell_has_each_part_or_a_reason(cell: Cell, part: Part) -> None:
+def test_a_cell_has_each_part_or_a_reason_why_not(cell: Cell, part: Part) -> None:
     if part in CELLS[cell].missing:
         assert CELLS[cell].missing[part]
         assert find_spec(f"{PARTS[part]}.{CELLS[cell].module}") is None
@@ -93,9 +94,9 @@ def test_a_small_model_passes_through_all_parts(tmp_path: Path, cell: Cell) -> N
         quality=None,
         provenance=PROVENANCE,
         sample_tokens=np.random.default_rng(0).integers(11, size=30).tolist(),
-        torch_network=network,  # refused unless torch, the oracle and the graphs agree
+        torch_network=network,  # export fails unless torch, the oracle and the graphs agree
     )
-    bundle = Bundle.read(tmp_path / "model")  # refused unless the certificate matches the weights
+    bundle = Bundle.read(tmp_path / "model")  # reading fails unless the certificate matches the weights
     assert bundle.manifest == written
     assert all(layer.factor <= CONTRACTION for layer in written.certificate.layers)
     assert written.certificate.certified

@@ -43,7 +43,8 @@ def largest_factor(built: Network) -> float:
 
 
 def sizes(cell: Cell, tensor: Tensor) -> Tensor:
-    """Returns the sizes that a projection may not increase: a matrix's norm, or each entry for a cell with gates."""
+    """Returns the sizes that a projection may not increase. They are the norm of the matrix, or the absolute value of
+    each entry if the cell has gates."""
     return tensor.norm() if CELLS[cell].gates == 1 else tensor.abs()
 
 
@@ -58,7 +59,7 @@ def test_projected_weights_are_contractive_by_the_independent_bound(cell: Cell, 
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in CONSTRAINED])
-def test_a_cell_without_a_constraint_is_contractive_by_its_caps(cell: Cell) -> None:
+def test_a_cell_without_a_constraint_is_contractive_because_of_its_gate_caps(cell: Cell) -> None:
     built = network(cell, "residual", scale=50.0, cap=0.9)
     before = {name: tensor.clone() for name, tensor in built.state_dict().items()}
     project(built, [0.9] * 2)
@@ -102,7 +103,7 @@ def test_a_very_large_recurrent_matrix_is_shrunk_but_not_zeroed(cell: Cell, scal
     driven=st.floats(-2, 3),
     limits=st.tuples(*[st.floats(0.05, 0.995)] * 3),
 )
-def test_random_weights_are_certified_after_a_projection_that_enlarges_nothing(
+def test_random_weights_are_certified_after_a_projection_that_enlarges_no_matrix(
     cell: Cell, seed: int, block: str, layers: int, recurrent: float, driven: float, limits: tuple[float, ...]
 ) -> None:
     limits = limits[:layers]
@@ -117,7 +118,8 @@ def test_random_weights_are_certified_after_a_projection_that_enlarges_nothing(
     once = {name: tensor.clone() for name, tensor in built.weights().items()}
     certified = certify(small, {name: tensor.numpy() for name, tensor in once.items()}, 2, None)
     for layer, limit in zip(certified.layers, limits, strict=True):
-        assert layer.factor <= limit * (1 + (1e-7 if cell == "gated" else 0)), layer  # a cap is certified in float32
+        # The certificate uses the cap as float32.
+        assert layer.factor <= limit * (1 + (1e-7 if cell == "gated" else 0)), layer
     for name, tensor in once.items():
         before = torch.from_numpy(wild[name])
         if tensor.ndim > 1:
@@ -147,7 +149,8 @@ def test_shrinking_few_rows_changes_less_than_one_common_factor(
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_an_open_memory_gate_stays_open_if_the_bound_holds(cell: Cell) -> None:
-    """Uses a memory gate of 0.95, above its cap for 0.98, and hardly any recurrence."""
+    """Uses a memory gate of 0.95 and almost no recurrence. The gate is above the cap that the projection uses for a
+    factor of 0.98."""
     built = network(cell, "plain", scale=0.001, layers=1)
     with torch.no_grad():
         built.get_parameter("layers.0.cell.bias_ih_l0")[12:24] = 2.95

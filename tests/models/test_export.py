@@ -1,4 +1,5 @@
-"""Tests that torch, the numpy oracle and ONNX Runtime agree for every cell, and that export refuses differences."""
+"""Tests that torch, the numpy oracle and ONNX Runtime agree for every cell, and that the export fails if they
+differ."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ def test_padding_has_no_effect(export: Export, tmp_path: Path, cell: Cell, block
         assert np.array_equal(value, second[name]), name
 
 
-def test_pieces_of_a_scan_match_the_oracle(export: Export, tmp_path: Path) -> None:
+def test_a_scan_in_pieces_matches_the_oracle(export: Export, tmp_path: Path) -> None:
     """Tests lengths around one, two and three pieces of 256 rows of log-probabilities."""
     model = architecture("rnn_tanh")
     weights = random_weights(model, seed=0)
@@ -145,7 +146,7 @@ def test_a_vocabulary_too_large_for_a_table_is_exported(
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_int8_graphs_pass_the_parity_check_and_are_not_certified(export: Export, tmp_path: Path, cell: Cell) -> None:
+def test_int8_graphs_pass_the_parity_check_but_are_not_certified(export: Export, tmp_path: Path, cell: Cell) -> None:
     model = architecture(cell, "residual", 2, feed_forward=8, front={"blocks": 1, "kernel_size": 3, "feed_forward": 5})
     manifest = export(model, random_weights(model, seed=0, recurrent=0.3), precision="int8")
     bundle = Bundle.read(tmp_path / "model")
@@ -262,7 +263,9 @@ def test_rounding_is_measured_at_export_and_checked_at_load(export: Export, tmp_
         verify_graphs(Bundle.open(tmp_path / "model"), run)
 
 
-def test_a_plain_network_cannot_claim_rounding_of_probed_sequences(export: Export, tmp_path: Path) -> None:
+def test_a_plain_network_cannot_claim_a_rounding_that_was_measured_on_probed_sequences(
+    export: Export, tmp_path: Path
+) -> None:
     model = architecture("rnn_tanh")
     rounding = export(model, random_weights(model, seed=0, recurrent=0.2)).certificate.rounding
     assert rounding is not None
@@ -272,7 +275,7 @@ def test_a_plain_network_cannot_claim_rounding_of_probed_sequences(export: Expor
         Bundle.read(tmp_path / "model")
 
 
-def test_a_step_that_rounds_more_than_certified_is_refused(export: Export, tmp_path: Path) -> None:
+def test_a_step_graph_with_more_rounding_than_certified_is_refused(export: Export, tmp_path: Path) -> None:
     model = architecture("rnn_tanh")
     weights = random_weights(model, seed=0, recurrent=0.2)
     rounding = export(model, weights).certificate.rounding
@@ -297,7 +300,8 @@ def test_a_rounding_without_its_states_is_refused(export: Export, tmp_path: Path
 def test_a_recurrence_that_resonates_with_a_cycle_of_four_stays_within_its_rounding(
     export: Export, tmp_path: Path
 ) -> None:
-    """Turns the state by a quarter at every token: four tokens that turn with it make it a hundred times larger."""
+    """Uses a recurrence that rotates the state by 90 degrees at every token. A cycle of four tokens in the same rhythm
+    makes the state a hundred times larger."""
     model = architecture("linear", hidden=2, embedding=2, tied=False)
     weights = {name: np.zeros_like(tensor) for name, tensor in random_weights(model, seed=0).items()}
     weights["embedding.weight"][:8] = np.concatenate([1.9 * TURNS, TURNS])
@@ -328,7 +332,8 @@ def test_a_model_that_is_not_contractive_has_no_rounding(export: Export, tmp_pat
 def test_a_long_repeated_token_keeps_two_runs_within_their_rounding(
     export: Export, tmp_path: Path, cap: float, hold: int
 ) -> None:
-    """Repeats a token: a float32 recurrence stops short of its fixed point, on the side that it came from."""
+    """Repeats one token. A float32 recurrence stops before its fixed point, so two runs that approach it from different
+    sides stay apart."""
     model, random = architecture("gated", hidden=64, embedding=64, gate_caps=(cap,)), np.random.default_rng(3)
     weights = random_weights(model, seed=3)
     weights["layers.0.cell.weight"] = (random.normal(size=(128, 64)) / 4).astype(np.float32)
@@ -345,7 +350,7 @@ def test_a_long_repeated_token_keeps_two_runs_within_their_rounding(
     seen = float(np.linalg.norm(full.astype(np.float64) - cut, axis=1).max())
     state_error = certificate.state_error_at(hold)
     assert certificate.rounding is not None and state_error is not None
-    assert seen > 1e-5, "the two runs do stay apart"
+    assert seen > 1e-5, "the test is useful only if the two runs stay apart"
     assert seen <= state_error + certificate.rounding.between_runs
     diameter = certificate.head_diameter
     assert np.tanh(diameter * seen / 4) <= certificate.error_bound[-1]
@@ -354,7 +359,8 @@ def test_a_long_repeated_token_keeps_two_runs_within_their_rounding(
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_run_stays_within_its_rounding(export: Export, tmp_path: Path, cell: Cell, block: str) -> None:
-    """Uses unmeasured tokens: repeated after other pasts, in cycles of four, and random."""
+    """Uses tokens on which the export has not measured the rounding: repeated tokens after different pasts, cycles of
+    four tokens, and random tokens."""
     fields: dict[str, Any] = {"norm_epsilon": 0.25, "feed_forward": 5} if block == "residual" else {}
     model = architecture(cell, block, hidden=12, embedding=12, **fields)
     weights = random_weights(model, seed=1, recurrent=0.05, driven=0.2)
@@ -380,8 +386,10 @@ def test_every_run_stays_within_its_rounding(export: Export, tmp_path: Path, cel
     assert all(off[name] <= bound.ball for name, bound in rounding.states.items())
 
 
-def test_graphs_with_a_front_are_verified_beyond_its_reach(export: Export, tmp_path: Path) -> None:
-    front = {"blocks": 2, "kernel_size": 16, "feed_forward": 4}  # reaches 30 tokens back
+def test_graphs_with_a_front_are_verified_on_tokens_beyond_the_reach_of_the_front(
+    export: Export, tmp_path: Path
+) -> None:
+    front = {"blocks": 2, "kernel_size": 16, "feed_forward": 4}  # the front reaches 30 tokens back
     model = architecture("gated", "residual", front=front)
     export(model, random_weights(model, seed=0))
     bundle, windows = Bundle.read(tmp_path / "model"), []

@@ -43,7 +43,7 @@ def test_rows_are_within_their_limits_and_no_entry_grows(
 
 @settings(deadline=None)
 @given(**PROBLEMS)
-def test_the_projection_is_the_nearest_point(
+def test_the_projection_is_the_nearest_point_of_the_ball(
     seed: int, rows: int, columns: int, weightless: float, limit: float
 ) -> None:
     points, weights, limits = problem(seed, rows, columns, weightless, limit)
@@ -53,7 +53,7 @@ def test_the_projection_is_the_nearest_point(
         other = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
         total = (weights * other.abs()).sum(1)
         other = torch.where((total > limits)[:, None], other * (limits / total.clamp(min=1e-300))[:, None], other)
-        # for a projection onto a convex set, every other point of the set is behind the supporting plane
+        # in a projection onto a convex set, the supporting plane separates the original point from the set
         assert torch.all(((points - found) * (other - found)).sum(1) <= 1e-9)
 
 

@@ -28,7 +28,7 @@ def test_the_gradient_matches_finite_differences(time: int) -> None:
     assert torch.autograd.gradcheck(linear_recurrence, inputs(time))
 
 
-def test_gates_that_underflow_give_zero_and_not_nan() -> None:
+def test_gates_that_underflow_result_in_zero_and_not_nan() -> None:
     gate, inflow = torch.full((4096, 1), 1e-8), torch.full((4096, 1), 0.5)
     states = linear_recurrence(gate, inflow, torch.ones(1))
     assert torch.equal(states[1:], torch.full((4095, 1), 0.5))

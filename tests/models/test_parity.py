@@ -1,4 +1,4 @@
-"""Tests the check of graphs with the oracle itself, which must pass, and with faulty oracles, which must not."""
+"""Tests the check of graphs against the oracle. The oracle itself must pass as graphs, and faulty oracles must fail."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _answers_in_float64(role: Role, feeds: Tensors, outputs: Tensors) -> Tensors
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_faulty_graph_is_named(fault: Fault, message: str) -> None:
+def test_the_error_names_a_faulty_graph(fault: Fault, message: str) -> None:
     model = architecture("lstm", layers=2)
     reference = Reference(model, random_weights(model, seed=0))
     right = graphs_of(reference)
@@ -113,7 +113,7 @@ def test_a_faulty_graph_is_named(fault: Fault, message: str) -> None:
 
 
 def with_top(outputs: Tensors) -> Tensors:
-    """Adds the top outputs, with the three largest logits, to a graph with logits."""
+    """Adds the top outputs for the three largest logits, if the graph outputs logits."""
     if "logits" not in outputs:
         return outputs
     logits = outputs["logits"]
@@ -180,7 +180,7 @@ def test_equal_logits_must_be_ordered_by_id() -> None:
 
 
 @pytest.mark.parametrize(("role", "case"), [("window", "window, a batch"), ("step", "step, a stream")])
-def test_a_graph_that_rounds_more_than_half_the_certified_rounding_is_named(role: Role, case: str) -> None:
+def test_the_error_names_a_graph_with_more_than_half_of_the_certified_rounding(role: Role, case: str) -> None:
     model = architecture("lstm")
     weights = random_weights(model, seed=0, recurrent=0.05)
     reference = Reference(model, weights)
@@ -213,7 +213,7 @@ def test_a_wrong_gate_order_is_detected(order: tuple[int, ...]) -> None:
 
 
 def whole_numbers(factor: int) -> Run:
-    """Returns graphs with one state tensor and integer arithmetic, so that no bit depends on the batch."""
+    """Returns graphs with one state tensor. They compute with integers, so no bit depends on the batch."""
 
     def run(role: Role, feeds: Tensors) -> Tensors:
         state = feeds.get("layers.0.h", np.zeros((len(next(iter(feeds.values()))), 6), np.float32))
@@ -243,7 +243,7 @@ MODEL = architecture("rnn_tanh")
         ("head", "logits"),
     ],
 )
-def test_a_graph_with_different_bits_is_named(role: Role, name: str) -> None:
+def test_the_error_names_a_graph_whose_bits_differ(role: Role, name: str) -> None:
     right = whole_numbers(3)
 
     def run(asked: Role, feeds: Tensors) -> Tensors:
@@ -256,7 +256,7 @@ def test_a_graph_with_different_bits_is_named(role: Role, name: str) -> None:
     assert differ.endswith("is not bitwise equal to that of step in a batch of 3")
 
 
-def test_a_row_with_different_bits_alone_and_in_a_batch_is_named() -> None:
+def test_the_error_names_a_row_whose_bits_depend_on_its_batch() -> None:
     right = whole_numbers(3)
 
     def run(asked: Role, feeds: Tensors) -> Tensors:

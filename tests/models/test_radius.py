@@ -1,4 +1,4 @@
-"""Tests that a graph's radius is never below the oracle's, and close to it where possible."""
+"""Tests that a graph's radius is never below the oracle's radius, and close to it where possible."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-def test_every_radius_is_at_least_the_proved_one_and_close_to_it(
+def test_every_radius_is_at_least_the_oracle_s_radius_and_close_to_it(
     tmp_path: Path, front: bool, layers: int, block: str
 ) -> None:
     net = model(front, layers, block)
@@ -74,11 +74,11 @@ def test_every_radius_is_at_least_the_proved_one_and_close_to_it(
         assert radii.shape == LENGTHS.shape
         assert (radii >= proved).all()
         assert (radii[LENGTHS.max() == LENGTHS] < radii[1] / 10).all()
-        begun = LENGTHS > 4  # beyond the front's reach, where the graph's bound begins
+        begun = LENGTHS > 4  # the graph's bound begins beyond the reach of the front
         assert (radii[begun] <= 100 * proved[begun] + 1e-5).all()
 
 
-def test_without_blocks_the_radius_equals_the_proved_one(tmp_path: Path) -> None:
+def test_without_blocks_the_radius_equals_the_oracle_s_radius(tmp_path: Path) -> None:
     net = architecture("gated", gate_caps=(0.8,))
     weights = random_weights(net, seed=0)
     tokens = np.random.default_rng(0).integers(net.vocabulary_size, size=(len(LENGTHS), LENGTHS.max()))
@@ -93,7 +93,7 @@ def test_without_blocks_the_radius_equals_the_proved_one(tmp_path: Path) -> None
 
 
 @CASES
-def test_every_past_ends_within_the_radius_and_keeps_the_proved_top1(
+def test_every_past_is_within_the_radius_and_keeps_the_proved_top1(
     tmp_path: Path, front: bool, layers: int, block: str
 ) -> None:
     net = model(front, layers, block)

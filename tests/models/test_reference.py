@@ -1,4 +1,4 @@
-"""Compares the oracle with the equations, evaluated for one unit with plain floats."""
+"""Compares the oracle with the equations of one unit, computed with plain floats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sigma(x: float) -> float:
     return 1 / (1 + exp(-x))
 
 
-def by_hand(cell: Cell, x: float, state: list[float], weights: dict[str, np.ndarray], cap: float) -> list[float]:
+def one_unit_step(cell: Cell, x: float, state: list[float], weights: dict[str, np.ndarray], cap: float) -> list[float]:
     """Computes one step of one unit with plain floats."""
     if cell == "gated":
         (u_f, u_z), (b_f, b_z) = weights["layers.0.cell.weight"][:, 0].tolist(), weights["layers.0.cell.bias"].tolist()
@@ -52,7 +52,7 @@ def test_one_unit_matches_the_equations(cell: Cell, seed: int) -> None:
     reference = Reference(model, weights)
     names = list(reference.zero_state(1))
     state = [0.3, -0.6][: len(names)]
-    expected = by_hand(cell, float(weights["embedding.weight"][TOKEN, 0]), state, weights, float(np.float32(0.8)))
+    expected = one_unit_step(cell, float(weights["embedding.weight"][TOKEN, 0]), state, weights, float(np.float32(0.8)))
     fed = {name: np.array([[value]]) for name, value in zip(names, state, strict=True)}
     logits, hidden, after = reference.step(np.array([TOKEN]), fed)
     assert [after[name].item() for name in names] == pytest.approx(expected, rel=1e-12)

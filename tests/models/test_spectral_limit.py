@@ -16,8 +16,8 @@ SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def wild(seed: int, shape: tuple[int, ...], decades: float) -> torch.Tensor:
-    """Returns a matrix with entries over many orders of magnitude."""
+def ill_conditioned(seed: int, shape: tuple[int, ...], decades: float) -> torch.Tensor:
+    """Returns a matrix whose entries span many orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
     spread = 10 ** (decades * (2 * torch.rand(shape, generator=generator) - 1))
     return torch.randn(shape, generator=generator) * spread
@@ -32,8 +32,8 @@ def spectral_norm(matrix: torch.Tensor) -> float:
 def test_clipping_meets_the_limit_and_no_column_grows(
     shape: tuple[int, int], seed: int, decades: float, limit: float, has_gain: bool
 ) -> None:
-    matrix = wild(seed, shape, decades)
-    gain = wild(seed + 1, shape[1:], decades) if has_gain else torch.ones(shape[1])
+    matrix = ill_conditioned(seed, shape, decades)
+    gain = ill_conditioned(seed + 1, shape[1:], decades) if has_gain else torch.ones(shape[1])
     clipped = matrix.clone()
     clip_singular_values(clipped, limit, gain if has_gain else None)
     assert spectral_norm(clipped.double() * gain) <= limit * (1 + 1e-5)
@@ -58,7 +58,7 @@ def test_clipping_gives_the_nearest_matrix_of_the_ball(
     for _ in range(20):
         other = torch.randn(shape, generator=generator, dtype=torch.float64)
         other *= limit / torch.linalg.matrix_norm(other, ord=2)
-        # for a projection onto a convex set, every other point of the set is behind the supporting plane
+        # in a projection onto a convex set, the supporting plane separates the original point from the set
         assert torch.sum(moved * (other - clipped * gain)) <= 1e-4 * (1 + moved.norm())
 
 
@@ -85,7 +85,7 @@ def test_project_meets_the_spectral_limit_and_the_contraction(
     network = Network(architecture)
     with torch.no_grad():
         for number, tensor in enumerate(network.parameters()):
-            tensor.copy_(wild(seed + number, tuple(tensor.shape), 1.0))
+            tensor.copy_(ill_conditioned(seed + number, tuple(tensor.shape), 1.0))
     project(network, (0.7, 0.9), limit)
     weights = network.weights()
     parameter, gates = {"gru": ("weight_ih_l0", 3), "lstm": ("weight_ih_l0", 4), "gated": ("weight", 2)}.get(

@@ -17,7 +17,7 @@ EVENTS = name_vocabulary("events")
     [("", []), ("\n", [0]), ("open", [2]), ("open\n", [2, 0]), ("\n\nopen  shut\nread", [0, 0, 2, 1, 0, 3])],
     ids=repr,
 )
-def test_a_line_break_is_eos(text: str, ids: list[int]) -> None:
+def test_a_line_break_is_encoded_as_eos(text: str, ids: list[int]) -> None:
     assert WORDS.encode(text) == ids
 
 
@@ -25,7 +25,7 @@ def test_a_line_break_only_separates_events() -> None:
     assert EVENTS.encode("\nopen\n\n read \nhalt\n<eos>") == [2, 3, 1, 0]
 
 
-def test_a_text_longer_than_one_batch_of_lines_is_encoded_whole() -> None:
+def test_a_text_longer_than_one_batch_of_lines_is_encoded_completely() -> None:
     assert WORDS.encode("open\n" * (3 * LINES_AT_ONCE)) == [2, 0] * (3 * LINES_AT_ONCE)
 
 
@@ -38,7 +38,7 @@ def test_text_round_trips(text: str) -> None:
 @pytest.mark.parametrize("vocabulary", [BYTES, WORDS, EVENTS], ids=lambda one: one.kind)
 @settings(deadline=None)
 @given(text=st.text(alphabet="open read\nxé"))
-def test_fewest_tokens_is_a_lower_bound(vocabulary: Vocabulary, text: str) -> None:
+def test_fewest_tokens_is_a_lower_bound_of_the_number_of_tokens(vocabulary: Vocabulary, text: str) -> None:
     assert 0 <= vocabulary.fewest_tokens(text) <= len(vocabulary.encode(text))
 
 

@@ -26,14 +26,14 @@ def test_every_extent_locates_its_tensor() -> None:
         assert np.array_equal(np.frombuffer(data[offset : offset + length], "<f4"), weights[name].ravel()), name
 
 
-def test_a_missing_tensor_is_named() -> None:
+def test_the_error_names_a_missing_tensor() -> None:
     weights = random_weights(MODEL, seed=0)
     del weights["layers.1.cell.bias_hh_l0"]
     with pytest.raises(WeightsError, match=r"tensor layers\.1\.cell\.bias_hh_l0 is missing"):
         check_weights(MODEL, weights)
 
 
-def test_an_unknown_tensor_is_named() -> None:
+def test_the_error_names_an_unknown_tensor() -> None:
     weights = random_weights(MODEL, seed=0) | {"extra": np.zeros(1, np.float32)}
     with pytest.raises(WeightsError, match="tensor extra is not one of the architecture's"):
         check_weights(MODEL, weights)
@@ -47,7 +47,7 @@ def test_an_unknown_tensor_is_named() -> None:
         (np.full((11, 7), np.nan, np.float32), r"head\.weight holds a value that is not finite"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(tensor: np.ndarray, message: str) -> None:
+def test_the_error_names_a_tensor_that_does_not_fit(tensor: np.ndarray, message: str) -> None:
     model = architecture("lstm", hidden=7, tied=False)
     with pytest.raises(WeightsError, match=message):
         check_weights(model, random_weights(model, seed=0) | {"head.weight": tensor})

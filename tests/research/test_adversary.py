@@ -1,4 +1,5 @@
-"""Tests that the adversary never loses distance, stays within the bounds, and attains them where possible."""
+"""Tests that the adversary never reduces the distance of two runs, that the distance stays within the bounds, and that
+it attains them where possible."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from wane.models.reference import Reference
 
 PAST, LAST, COUNT = 12, 6, 8
 FRONT = {"blocks": 1, "kernel_size": 3, "feed_forward": 5}
-FLOAT32 = 1e-5  # relative error of its gates and convolutions
+FLOAT32 = 1e-5  # the relative error of the adversary's gates and convolutions
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_its_changes_move_the_ends_apart(cell: Cell) -> None:
+def test_the_adversary_s_changes_increase_the_distance(cell: Cell) -> None:
     model = architecture(cell, "residual", layers=2, feed_forward=5, norm_epsilon=0.25)
     weights = random_weights(model, seed=0, recurrent=0.3)
     reference, adversary = Reference(model, weights), Adversary(model, weights)
@@ -35,7 +36,7 @@ def test_its_changes_move_the_ends_apart(cell: Cell) -> None:
     assert np.median(ends(adversary.softened(start, PAST, 8)) / ends(start)) > 1.2
 
 
-def test_with_a_fixed_window_only_the_past_is_changed() -> None:
+def test_the_adversary_changes_only_the_past_of_a_fixed_window() -> None:
     model = architecture("gated", gate_caps=(0.9,))
     weights = random_weights(model, seed=1)
     reference, adversary = Reference(model, weights), Adversary(model, weights)
@@ -57,7 +58,7 @@ def test_with_a_fixed_window_only_the_past_is_changed() -> None:
     assert np.abs(unit(flipped) - without).max() >= 0.9 * best
 
 
-def test_it_attains_the_curve_of_one_gated_layer() -> None:
+def test_the_adversary_attains_the_curve_of_one_gated_layer() -> None:
     model = architecture("gated", hidden=3, embedding=3, vocabulary_size=4)
     weights = random_weights(model, seed=2)
     layers = build_layers(model, weights)

@@ -1,4 +1,4 @@
-"""Tests the figures of certificates and observations: their measurement, storage and page."""
+"""Tests of the figures that compare certificates with observations: their measurement, their storage and their page."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_figures_of_a_bundle_are_within_its_bounds_and_proofs_are_correct(
     assert figures.windows[64].proved.direction > 0
 
 
-def test_a_wrong_state_is_a_violation() -> None:
+def test_a_wrong_state_is_counted_as_a_violation() -> None:
     prover = Prover(Bundle.open(BUNDLES / "rnn-stable"))
     with Progress(disable=True) as progress:
         never = never_interrupted(prover.reference, STREAM, 256, 4, progress)
@@ -58,7 +58,7 @@ def test_a_wrong_state_is_a_violation() -> None:
         assert prover.figures(STREAM, elsewhere, 64, progress).violations == 4
 
 
-def test_finished_measurements_are_kept_and_those_of_other_weights_repeated(
+def test_finished_measurements_are_kept_and_measurements_of_other_weights_are_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "found.json"
@@ -106,7 +106,7 @@ def test_rendering_drops_measurements_of_other_weights(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_bad_options_are_named(words: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_names_an_invalid_option(words: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         proofs.main(["--bundles", str(BUNDLES), "--json", str(KEPT), *words])
     assert fault in capsys.readouterr().err

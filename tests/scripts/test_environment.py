@@ -1,4 +1,5 @@
-"""scripts/environment: makes .venv once, installs once, and says what is missing. Without a network: pip is a fake."""
+"""Tests of scripts/environment. It makes .venv once, installs once, and reports what is missing. The tests use a fake
+pip, so they need no network."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
-# A fake python3: makes a .venv whose python records the calls of pip.
+# A fake python3. It makes a .venv whose python records the calls of pip.
 PYTHON = f"""#!/usr/bin/env bash
 echo "$*" >>made
 if [ "$1 $2" = "-m venv" ]; then
@@ -58,7 +59,7 @@ def put(path: Path, program: str) -> None:
 
 
 def environment(checkout: Path, *extras: str, python: str = "python3") -> subprocess.CompletedProcess[str]:
-    """Runs the first part of scripts/serve, with these extras."""
+    """Runs the first part of scripts/serve with these extras."""
     program = f"set -euo pipefail; source scripts/environment; environment {' '.join(extras)}; echo done"
     path = os.pathsep.join([str(checkout / "bin"), os.environ["PATH"]])
     return subprocess.run(
@@ -77,7 +78,7 @@ def installed(checkout: Path) -> list[str]:
     return [line.split()[-1] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_the_environment_is_made_once_and_installed_once(checkout: Path) -> None:
+def test_the_environment_is_created_once_and_packages_are_installed_once(checkout: Path) -> None:
     for _ in range(2):
         ended = environment(checkout)
         assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
@@ -85,7 +86,7 @@ def test_the_environment_is_made_once_and_installed_once(checkout: Path) -> None
     assert installed(checkout) == ["."]
 
 
-def test_requested_extras_are_installed_with_the_base(checkout: Path) -> None:
+def test_requested_extras_are_installed_with_the_base_dependencies(checkout: Path) -> None:
     for extras in (["dev"], ["dev", "train"], [], ["train"], ["dev"]):
         assert environment(checkout, *extras).returncode == 0
     assert installed(checkout) == [".[dev]", ".[dev,train]"]
@@ -122,7 +123,7 @@ def test_a_broken_environment_is_replaced(checkout: Path) -> None:
     ],
     ids=["too old", "no venv"],
 )
-def test_an_unsuitable_python_is_named(checkout: Path, program: str, told: str) -> None:
+def test_the_error_names_an_unsuitable_python(checkout: Path, program: str, told: str) -> None:
     put(checkout / "bin" / "python3", program)
     ended = environment(checkout)
     assert ended.returncode == 1
@@ -136,12 +137,12 @@ def test_another_python_can_be_chosen(checkout: Path) -> None:
     assert environment(checkout, python="python3.99").returncode == 0
 
 
-def test_a_missing_python_is_named(checkout: Path) -> None:
+def test_the_error_names_a_missing_python(checkout: Path) -> None:
     assert "python4 was not found" in environment(checkout, python="python4").stderr
 
 
 @pytest.mark.parametrize("script", ["serve", "test", "check", "bench"])
-def test_a_script_is_executable_and_well_formed(script: str) -> None:
+def test_a_script_is_executable_and_has_valid_syntax(script: str) -> None:
     path = SCRIPTS / script
     assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", str(path)], check=True)

@@ -1,4 +1,4 @@
-"""scripts/test: its calls of pytest. No test is run: python is a fake."""
+"""Tests of scripts/test: its calls of pytest. The tests use a fake python, so no other test runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def called(checkout: Path, *arguments: str, status: int = 0) -> list[str]:
-    """Returns the arguments of pytest."""
+    """Runs the script. Returns the arguments of pytest."""
     ended = subprocess.run([checkout / "scripts" / "test", *arguments], capture_output=True, text=True, check=False)
     assert ended.returncode == status, ended.stderr
     return (checkout / "called").read_text().splitlines()

@@ -20,7 +20,7 @@ SPARE = "asyncio_"  # the prefix of the names of `asyncio.to_thread`'s threads
 
 
 def alone(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs a function of a module in an event loop in a new process. Fails if the function fails."""
+    """Runs `measurement`, a function of a module, in an event loop of a new process. Fails if `measurement` fails."""
     code = (
         f"from tests.service import alone; from {measurement.__module__} import {measurement.__name__} as measurement"
     )
@@ -35,32 +35,33 @@ def alone(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def measure(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs in the new process of `alone`, without automatic garbage collection."""
+    """Runs `measurement` without automatic garbage collection. `alone` calls this function in its new process."""
     gc.disable()
     asyncio.run(measurement())
 
 
-def left(kind: type) -> list[object]:
-    """Returns the existing objects of a type."""
+def live_objects(kind: type) -> list[object]:
+    """Returns all live objects of a type."""
     return [one for one in gc.get_objects() if isinstance(one, kind)]
 
 
 class Allocated(ctypes.Structure):
-    """glibc's `struct mallinfo2`, over all arenas; see mallinfo(3)."""
+    """glibc's `struct mallinfo2`, summed over all arenas. See mallinfo(3)."""
 
     _fields_ = tuple((name, ctypes.c_size_t) for name in MALLINFO)
 
 
 def bytes_in_use() -> int:
-    """Returns the bytes allocated from the C library and not freed. Its overhead is not included."""
+    """Returns the number of bytes that are allocated with `malloc` and not freed, without the allocator's overhead."""
     library = ctypes.CDLL(None)
     library.mallinfo2.restype = Allocated
     found = library.mallinfo2()
     return int(found.uordblks + found.hblkhd)
 
 
-def bytes_withheld() -> int:
-    """Returns the C library's free memory to the system. Returns its size in bytes."""
+def release_free_memory() -> int:
+    """Makes the C library release its free memory to the kernel. Returns the number of bytes by which the resident
+    memory shrank."""
     before = resident_bytes()
     ctypes.CDLL(None).malloc_trim(0)
     return before - resident_bytes()
@@ -72,8 +73,8 @@ def resident_bytes() -> int:
 
 
 def threads() -> int:
-    """Returns the number of this process's threads, Python's and others, except an event loop's executor threads, whose
-    number varies. A thread that has just ended may be counted."""
+    """Returns the number of threads of this process, including threads that Python did not start. Leaves out the event
+    loop's executor threads, because their number varies. May count a thread that has just ended."""
     spare = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(SPARE)}
     return len({int(path.name) for path in Path("/proc/self/task").iterdir()} - spare)
 
@@ -84,10 +85,11 @@ def named_threads() -> list[str]:
 
 
 def growth(samples: list[int], kinds: int) -> float:
-    """Returns the growth from one sample to the next. Every `kinds`-th sample is of one kind, which has its own level.
+    """Returns the average growth from one sample to the next. The samples are of `kinds` kinds in turn, and each kind
+    has its own level.
 
-    Kept memory is in all later samples, and temporary memory only in some. So the minimum of a kind's later half is
-    compared with that of its earlier half, and the smallest growth of all kinds is returned."""
+    A leak raises all later samples, and temporary memory raises only some. So this function compares the minimum of the
+    later half of a kind's samples with the minimum of the earlier half. It returns the smallest growth of any kind."""
     grown = []
     for kind in range(kinds):
         alike = samples[kind::kinds]

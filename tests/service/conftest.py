@@ -50,7 +50,7 @@ def app() -> Application:
 
 @pytest.fixture
 async def client(app: Application, registry: FakeRegistry) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the application in this process; an exception that leaves the application fails the test."""
+    """A client of the application in this process. An exception that the application does not handle fails the test."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://wane") as client:
         yield client
@@ -69,7 +69,7 @@ class SocketServer(DrainingServer):
     """The server over the fake engine, in the test's event loop."""
 
     def __init__(self, app: Application, registry: FakeRegistry, *, plain_uvicorn: bool = False) -> None:
-        """`plain_uvicorn`: on uvicorn's own protocol classes."""
+        """`plain_uvicorn`: use uvicorn's own protocol classes."""
         named = protocols(app.settings, app.state.metrics, app.dispatcher, plain_uvicorn=plain_uvicorn)
         if not plain_uvicorn:
             named["http"] = self.counting(named["http"])
@@ -78,10 +78,10 @@ class SocketServer(DrainingServer):
         self.registry = registry
         self.notice_s = 0.0
         self.listening = asyncio.Event()
-        self.read_bytes = 0  # over all connections; not counted on uvicorn's own classes
+        self.read_bytes = 0  # summed over all connections; stays 0 with uvicorn's own protocol classes
 
     def counting(self, http: partial[HttpProtocol]) -> partial[HttpProtocol]:
-        """Returns the protocol with a count of its received bytes in `read_bytes`."""
+        """Returns the protocol class, changed to add its received bytes to `read_bytes`."""
         server = self
 
         class Counting(HttpProtocol):
@@ -92,8 +92,8 @@ class SocketServer(DrainingServer):
         protocol: type[HttpProtocol] = Counting
         return partial(protocol, *http.args, **http.keywords)
 
-    async def say(self, writer: asyncio.StreamWriter, *parts: bytes) -> None:
-        """Writes each part after the server has read the one before it."""
+    async def send_packets(self, writer: asyncio.StreamWriter, *parts: bytes) -> None:
+        """Writes the parts. Waits until the server has read a part before it writes the next."""
         for part in parts:
             enough = self.read_bytes + len(part)
             writer.write(part)
@@ -117,8 +117,8 @@ class SocketServer(DrainingServer):
 async def server(
     request: pytest.FixtureRequest, app: Application, registry: FakeRegistry, travel: Callable[[float], None]
 ) -> AsyncIterator[SocketServer]:
-    """A real uvicorn on a real socket over the fake engine, on both kinds of protocol classes. `travel` is undone after
-    the server stops."""
+    """A real uvicorn server on a real socket over the fake engine, once for each kind of protocol classes. The fixture
+    depends on `travel`, so pytest restores the clock only after the server has stopped."""
     server = SocketServer(app, registry, plain_uvicorn=request.param)
     serving = asyncio.create_task(server.serve())
     await server.listening.wait()
@@ -129,7 +129,8 @@ async def server(
 
 @pytest.fixture(scope="session")
 def live_servers() -> Iterator[Callable[[bool], LiveServer]]:
-    """Returns the real server with the real models, optionally on uvicorn's own protocol classes. Each starts once."""
+    """A function that returns the real server with the real models. Its argument selects uvicorn's own protocol
+    classes. Each of the two servers starts once."""
     with ExitStack() as started:
         yield cache(lambda plain_uvicorn: started.enter_context(live_server(plain_uvicorn=plain_uvicorn)))
 
@@ -149,7 +150,7 @@ def http(live: LiveServer) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 async def make_harness() -> AsyncIterator[MakeHarness]:
-    """Makes engine harnesses, and closes them. Then only resident states may use slots."""
+    """Makes engine harnesses. Closes them after the test, and then checks that only resident states use slots."""
     harnesses: list[EngineHarness] = []
 
     def make(**options: Any) -> EngineHarness:

@@ -32,7 +32,7 @@ from wane.service.types import Answer
 
 HIDDEN = 4
 MANIFEST_FIELDS = ("window", "max_window", "certificate", "cache")
-TIMEOUT_S = 120.0  # limit of a test's wait for another thread
+TIMEOUT_S = 120.0  # the longest time that a test waits for another thread
 
 
 ROUNDING = rounding(1e-6, states=("layers.0.h", "layers.0.c"))
@@ -40,19 +40,19 @@ CONTRACTIVE = Certificate(contractive=True, reason="no curve", layers=(), roundi
 
 
 def listed(answer: Answer) -> list[tuple[int, float]]:
-    """Returns the predicted tokens with their log-probabilities, in the order of the answer."""
+    """Returns the predicted tokens of an answer and their log-probabilities, in the answer's order."""
     return [(one.token_id, one.logprob) for one in answer.predictions]
 
 
 def known(values: Sequence[float | None]) -> list[float]:
-    """Returns the values. Fails if one is None."""
+    """Returns the values. Fails if any value is None."""
     found = [value for value in values if value is not None]
     assert len(found) == len(values)
     return found
 
 
 def byte_vocabulary() -> Vocabulary:
-    """Returns a vocabulary with `<eos>` as 0, `<unk>` as 1, and then a token for every byte."""
+    """Returns a vocabulary. `<eos>` has the id 0, `<unk>` has the id 1, and a token for every byte follows."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {token: index for index, token in enumerate([EOS, UNK, *characters])}
     tokenizer = Tokenizer(models.BPE(ids, []))
@@ -62,7 +62,7 @@ def byte_vocabulary() -> Vocabulary:
 
 
 def name_vocabulary(kind: str = "events", names: Sequence[str] = ("open", "read", "close")) -> Vocabulary:
-    """Returns a vocabulary with `<eos>` as 0, `<unk>` as 1, and then the names."""
+    """Returns a vocabulary. `<eos>` has the id 0, `<unk>` has the id 1, and the names follow."""
     ids = {token: index for index, token in enumerate([EOS, UNK, *names])}
     tokenizer = Tokenizer(models.WordLevel(ids, UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -70,7 +70,8 @@ def name_vocabulary(kind: str = "events", names: Sequence[str] = ("open", "read"
 
 
 def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
-    """Returns the manifest of an LSTM that claims to be contractive, and is not certified. It has no files."""
+    """Returns the manifest of an LSTM whose certificate is contractive but not certified. The manifest lists no
+    files."""
     architecture = Architecture(cell="lstm", vocabulary_size=vocabulary.size, embedding=HIDDEN, hidden=HIDDEN, layers=1)
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -92,18 +93,19 @@ def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
         "tokenizer": "tokenizer.json",
         "files": {},
         "certificate": CONTRACTIVE,
-        "provenance": Provenance.model_construct(),  # engines do not read it
+        "provenance": Provenance.model_construct(),  # engines do not read the provenance
     }
     return Manifest.model_validate(fields | changes)
 
 
 class FakeRunner:
-    """c' = 0.9 c + E[x], h' = tanh(c'), logits = W h': rows are independent, so batching changes no bit.
+    """Computes c' = 0.9 c + E[x], h' = tanh(c') and logits = W h'. The rows of a batch are independent, so batching
+    changes no bit.
 
-    `calls` lists the runs: role and tokens, row by row. While `gate` is clear a run waits; `busy` is set when one has
-    begun. A run with the token `poison` raises; one with `hot` produces NaN there. With a `radius`, every window
-    outputs it as its own, and a proof by direction can be searched for. With a `decay` of 1 or more, the state forgets
-    nothing.
+    `calls` lists the role and the tokens of every run, row by row. A run waits while `gate` is clear. A run sets `busy`
+    when it begins. A run with the token `poison` raises. The token `hot` makes the state of its row NaN. If `radius` is
+    set, every window outputs this radius, and the engine can search for a proof with the directional bound. With a
+    `decay` of 1 or more, the state forgets nothing.
     """
 
     device = "cpu"
@@ -125,7 +127,7 @@ class FakeRunner:
         self.decay = np.float32(0.9)
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """Returns the outputs of the graphs for steps and windows."""
+        """Returns the names of the outputs of the graphs "step" and "window"."""
         if role == "step" and not self.puts_out_top:
             return ["logits", "hidden"]
         if role == "step":
@@ -137,11 +139,12 @@ class FakeRunner:
         """Does nothing."""
 
     def margin(self) -> MarginProof:
-        """Returns the proof by the margin of the output layer."""
+        """Returns the margin proof of the output layer."""
         return MarginProof({"head.weight": self.head, "head.bias": np.zeros(len(self.head), np.float32)})
 
     def certificate(self, max_window: int) -> Certificate:
-        """Returns a proved certificate: |c| <= max|E| / (1 - 0.9), and it shrinks by 0.9 at every token."""
+        """Returns the certificate of this runner's function. It rests on two facts: |c| <= max|E| / (1 - 0.9), and the
+        weight of an old state shrinks by the factor 0.9 at every token."""
         reach = np.linalg.norm(np.abs(self.embedding).max(axis=0)) / (1 - 0.9)
         state_error = 1.001 * reach * 0.9 ** np.arange(1, max_window + 1)
         diameter = head_diameter(self.head.astype(np.float64))
@@ -158,12 +161,12 @@ class FakeRunner:
         )
 
     async def until_busy(self) -> None:
-        """Waits until a run has begun since the last call."""
+        """Waits until a run begins. Returns immediately if one has begun since the last call."""
         assert await asyncio.to_thread(self.busy.wait, TIMEOUT_S)
         self.busy.clear()
 
     def kill(self) -> None:
-        """Records the call, like for a shadow's runner."""
+        """Records the call. The engine kills the runner of its shadow."""
         self.killed = True
 
     def wait(self) -> None:
@@ -174,7 +177,7 @@ class FakeRunner:
         return [role for role, _ in self.calls]
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Returns the logits after `tokens`, fed one by one from the zero state."""
+        """Returns the logits after the runner has read `tokens` one by one from the zero state."""
         state: dict[str, Array] = {name: np.zeros((1, HIDDEN), np.float32) for name in ("layers.0.h", "layers.0.c")}
         for token in tokens:
             state = self._step(np.array([token]), state)
@@ -232,7 +235,7 @@ class FakeRunner:
         return outputs
 
     def _with_top(self, outputs: dict[str, Array]) -> dict[str, Array]:
-        """Adds the largest logits, unless the graphs are like those of an earlier export."""
+        """Adds the largest logits, unless the runner imitates the graphs of an earlier export."""
         if not self.puts_out_top:
             return outputs
         logits = outputs["logits"]
@@ -255,9 +258,9 @@ class FakeRunner:
 
 
 class FakeProof:
-    """Replaces an engine's proof by direction. Proves everything, and bounds nothing.
+    """Replaces an engine's directional proof. Proves every answer, with the trivial bound 1.
 
-    `asked` counts the searches. While `gate` is clear a search waits; `busy` is set when one has begun.
+    `asked` counts the searches. A search waits while `gate` is clear. A search sets `busy` when it begins.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -274,13 +277,13 @@ class FakeProof:
         return True, 1.0
 
     async def until_busy(self) -> None:
-        """Waits until a search has begun since the last call."""
+        """Waits until a search begins. Returns immediately if one has begun since the last call."""
         assert await asyncio.to_thread(self.busy.wait, TIMEOUT_S)
         self.busy.clear()
 
 
 class LinearCosts(CostModel):
-    """Every token of a run costs one microsecond, regardless of its real duration."""
+    """A cost model that predicts one microsecond for every token of a run."""
 
     def __init__(self) -> None:
         super().__init__(PIECE_TOKENS)
@@ -290,14 +293,14 @@ class LinearCosts(CostModel):
 
 
 class InOrder(ThroughputProfile):
-    """A profile without measurements, so every sequence is run in order."""
+    """A throughput profile without measurements. The engine runs every sequence in order."""
 
     def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
         return iter(())
 
 
 class Clock:
-    """A clock that tests move."""
+    """A clock that stands still until a test sets `now_s`."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -307,7 +310,7 @@ class Clock:
 
 
 class EngineHarness:
-    """A warmed-up engine on the fake runner, with access to its parts."""
+    """A warmed-up engine on the fake runner. Tests can read its parts."""
 
     def __init__(
         self,
@@ -321,23 +324,24 @@ class EngineHarness:
         clock: Clock | None = None,
         **changes: Any,
     ) -> None:
-        """`changes`: fields of the manifest (window, max_window, certificate) and settings; the prefix `settings_`
-        selects the setting max_window. `certified`: use the certificate of the fake runner's function. `radius`: the
-        output of the runner's windows. `cost_model`: the costs of runs. `throughput`: the layout of long sequences.
-        `puts_out_top`: if false, no step runs in columns, like with the graphs of an earlier export. `clock`: the given
-        store's."""
+        """`changes`: fields of the manifest (window, max_window, certificate) and settings. `max_window` is the field
+        of the manifest, and `settings_max_window` is the setting. `certified`: use the certificate of the fake runner's
+        function. `radius`: the output of the runner's windows. `cost_model`: the costs of runs. `throughput`: the
+        layout of long sequences. `puts_out_top`: whether the graphs output the largest logits. If false, no step runs
+        in columns, as with the graphs of an earlier export. `clock`: the clock of the given store."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = clock or Clock()
         self.metrics = Metrics()
         of_manifest = {name: changes.pop(name) for name in list(changes) if name in MANIFEST_FIELDS}
         of_settings = {name.removeprefix("settings_"): value for name, value in changes.items()}
-        # A run that a test holds would block the event loop, so by default none runs there.
+        # A run that a test holds would block the event loop. So the default here is that no run takes place in the
+        # event loop.
         self.settings = Settings(
             **{
                 "session_history_tokens": 16,
                 "max_batch_size": 8,
                 "inline_batch_max_us": 0,
-                "state_budget_bytes": 2**22,  # the default would hold millions of these small states
+                "state_budget_bytes": 2**22,  # the setting's default has room for millions of these small states
                 **of_settings,
             }
         )
@@ -374,7 +378,8 @@ class EngineHarness:
         self.runner.busy.clear()
 
     def lose_next_comparison(self, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-        """Makes the next append lose a race with another writer. Returns a list that receives its record."""
+        """Makes the next append lose a race with another writer. Returns a list to which this append adds its
+        record."""
         lost: list[object] = []
         append = self.store.append
 
@@ -388,7 +393,7 @@ class EngineHarness:
         return lost
 
     def sample(self, name: str, **labels: str) -> float:
-        """Returns the value of a metric of this engine; 0 if it has none yet."""
+        """Returns the value of one of this engine's metrics, or 0 if the metric has no value yet."""
         value = self.metrics.registry.get_sample_value(name, {"model": self.engine.name, **labels})
         return 0.0 if value is None else value
 

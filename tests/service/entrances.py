@@ -1,4 +1,4 @@
-"""The entrances of steps to an engine, with one interface: see `Entrance`."""
+"""The entrances through which an engine receives steps. All have the interface `Entrance`."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ TIMEOUT_S = Settings().request_timeout_ms / 1000
 
 
 class Call(Protocol):
-    """A sent step."""
+    """A step that the client has sent."""
 
     async def outcome(self) -> Document:
         """Returns the answer's document, or the problem document."""
         ...
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         """Disconnects without reading the answer."""
         ...
 
 
 class Entrance:
-    """One entrance. `models` has the served engine."""
+    """An entrance. `models` is the registry with the served engine."""
 
     has_task = False
-    """Whether each step has its own `asyncio.Task`."""
+    """Whether the server makes an `asyncio.Task` for each step."""
 
     def __init__(self, models: OneEngine) -> None:
         self.models = models
 
     async def send(self, session: str, **step: Any) -> Call:
-        """Sends a step: `tokens` or `input`; `expected_position`, `idempotency_key`, `mode`, `prove`."""
+        """Sends a step. `step`: the fields `tokens` or `input`, `expected_position`, `idempotency_key`, `mode` and
+        `prove`."""
         raise NotImplementedError
 
     async def step(self, session: str, **step: Any) -> Document:
@@ -59,7 +60,7 @@ class Entrance:
         await self.models.epochs.depart()
 
     async def close(self) -> None:
-        """Closes connections, and checks that all steps used this entrance."""
+        """Closes the connections. Fails if a step reached the engine through another entrance."""
 
 
 class EngineCall:
@@ -75,7 +76,7 @@ class EngineCall:
         document: Document = json.loads(encode.json_bytes(encode.answer(self._engine, answer)))
         return document
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         self._pending.cancel()
 
 
@@ -97,7 +98,7 @@ class HttpCall:
         self._idle = idle
 
     async def outcome(self) -> Document:
-        _, headers, document = await self._client.hear()
+        _, headers, document = await self._client.read_response()
         if headers.get("connection") != "close":
             self._idle.append(self._client)
         if "results" not in document:
@@ -106,12 +107,13 @@ class HttpCall:
         failure: Document | None = result.get("error")
         return failure or result
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         self._client.writer.close()
 
 
 class HttpEntrance(Entrance):
-    """POST /v1/sessions/{session}/tokens, dispatched by the server's own protocol."""
+    """POST /v1/sessions/{session}/tokens on the server's own protocol classes, which call the engine without the ASGI
+    application."""
 
     def __init__(self, server: ServerHarness) -> None:
         super().__init__(server.models)
@@ -133,7 +135,7 @@ class HttpEntrance(Entrance):
 
 
 class AsgiEntrance(HttpEntrance):
-    """Like `HttpEntrance`, on uvicorn's protocol."""
+    """Like `HttpEntrance`, but on uvicorn's protocol classes."""
 
     has_task = True
 
@@ -159,12 +161,12 @@ class WebSocketCall:
             self._idle.append(self._socket)
         return failure or document
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         await self._socket.close()
 
 
 class WebSocketEntrance(Entrance):
-    """/v1/sessions/{session}/stream, on the server's own protocol. A session's steps share a WebSocket."""
+    """/v1/sessions/{session}/stream on the server's own protocol classes. All steps of a session use one WebSocket."""
 
     is_native = True
 
@@ -189,7 +191,7 @@ class WebSocketEntrance(Entrance):
 
 
 class AsgiWebSocketEntrance(WebSocketEntrance):
-    """Like `WebSocketEntrance`, on uvicorn's protocol."""
+    """Like `WebSocketEntrance`, but on uvicorn's protocol classes."""
 
     is_native = False
 
@@ -208,7 +210,8 @@ ENTRANCES = ["engine", *NATIVE, *ASGI]
 
 @asynccontextmanager
 async def entered(name: str, harness: EngineHarness) -> AsyncIterator[Entrance]:
-    """Opens the entrance of this name to an engine with the sessions a, b and c, each after one token."""
+    """Opens the entrance of this name to an engine. The engine has the sessions a, b and c, and each has received one
+    token."""
     if name == "engine":
         await start_sessions(harness)
         yield EngineEntrance(OneEngine(harness.engine))

@@ -1,4 +1,5 @@
-"""A fake engine and registry that answer at once, or fail on request, for tests of the layers before the engine."""
+"""A fake engine and a fake registry for tests of the layers that call the engine. They answer without delay, or raise
+an exception that the test has set."""
 
 from __future__ import annotations
 
@@ -96,10 +97,10 @@ MANIFEST = Manifest.model_validate(
 
 
 class FakeEngine:
-    """Answers every request, or raises `failure` if it is set. Awaits `wait` before, if it is set.
+    """Answers every request, or raises `failure` if it is set. If `wait` is set, it first waits for that event.
 
-    `asked` lists all requests. `waiting`, `cancelled` and `closed` are set when a request waits, when it is cancelled
-    during the wait, and when a generation has ended.
+    `asked` lists all requests. The event `waiting` is set when a request begins to wait. `cancelled` is set when a
+    request is cancelled during its wait. `closed` is set when a generation has ended.
     """
 
     name = "fake"
@@ -266,8 +267,8 @@ class FakeEngine:
 
 
 class FakeRegistry:
-    """A registry of one fake engine, which is ready at once, or after `begin_loading` when `loaded` is set. Every
-    session exists except `unknown`. Every call raises `failure` if it is set."""
+    """A registry of one fake engine. The registry is ready from the start. After `begin_loading` it is ready when the
+    event `loaded` is set. Every session exists except `unknown`. If `failure` is set, every call raises it."""
 
     device = "cpu"
     default = "fake"
@@ -278,7 +279,7 @@ class FakeRegistry:
         self.epochs = Epochs()
         self.failure: Exception | None = None
         self.loaded: asyncio.Event | None = None
-        self.waiting = asyncio.Event()  # a request waits for the model
+        self.waiting = asyncio.Event()  # set when a request begins to wait for the model
         self.draining = asyncio.Event()
         self.leaving = asyncio.Event()
         self.standing = StoreHealth("memory")
@@ -307,7 +308,7 @@ class FakeRegistry:
         on_default()
 
     def begin_loading(self) -> asyncio.Event:
-        """Opens the store. The model is loaded when the returned event is set."""
+        """Sets the status to "loading". Returns an event: the model is loaded when the test sets it."""
         self.status = "loading"
         self.loaded = asyncio.Event()
         return self.loaded
@@ -340,7 +341,7 @@ class FakeRegistry:
         return self.engine
 
     def resident_engine(self, session: str) -> FakeEngine | None:
-        """Returns None, because no session's state is resident."""
+        """Returns None, because this registry keeps no resident state."""
         return None
 
     async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> FakeEngine:
@@ -374,7 +375,7 @@ class FakeRegistry:
         ]
 
     async def close(self) -> None:
-        """Waits for the engine's event, like the real registry for admitted requests."""
+        """Waits for the engine's event, like the real registry waits for admitted requests."""
         self.status = "draining"
         self.draining.set()
         if self.engine.wait is not None:

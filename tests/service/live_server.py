@@ -1,4 +1,4 @@
-"""The real server in its own process, started like an operator starts it."""
+"""The real server in its own process. It starts with the command that an operator uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 BUNDLE = str(ROOT / "models" / "bundles" / "rnn-stable")
 """The model that loads fastest."""
 TIMEOUT_S = 300
-BUNDLES = "WANE_BUNDLES"  # may be set to run these tests on other than the shipped bundles
+BUNDLES = "WANE_BUNDLES"  # an environment variable that makes these tests use other bundles than the shipped ones
 
 
 UNTESTED = """
@@ -31,11 +31,12 @@ from wane.cli import main
 
 sys.exit(main())
 """
-"""`wane` with an untested release of uvicorn."""
+"""The command `wane`, which takes the installed uvicorn for an untested release."""
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """Returns this process's environment with a test's settings, and without others except the folder of bundles."""
+    """Returns this process's environment with the test's settings. Removes all other settings of Wane except the folder
+    of bundles."""
     inherited = {name: value for name, value in os.environ.items() if name == BUNDLES or not name.startswith("WANE_")}
     return {**inherited, **settings}
 
@@ -52,7 +53,7 @@ class LiveServer:
         self.url = ""
 
     def wait_until_ready(self) -> None:
-        """Waits until the log has the URL and `ready`."""
+        """Waits until the log has the server's URL and the message `ready`."""
         self.url = self.read_until("listening")["url"]
         self.read_until("ready")
 
@@ -89,8 +90,8 @@ class LiveServer:
 def starting_server(
     *arguments: str, stdout: Any = None, plain_uvicorn: Any = False, **settings: str
 ) -> Iterator[LiveServer]:
-    """Starts a server on a free port without waiting until it is ready, and kills it after the block.
-    `plain_uvicorn`: it treats the installed uvicorn as an untested release."""
+    """Starts a server on a free port, and kills it after the block. Does not wait until the server is ready.
+    `plain_uvicorn`: makes the server treat the installed uvicorn as an untested release."""
     program = ["-c", UNTESTED] if plain_uvicorn else ["-m", "wane"]
     command = [sys.executable, *program, "serve", "--port", "0", *arguments]
     process = subprocess.Popen(
@@ -112,7 +113,7 @@ def live_server(*arguments: str, plain_uvicorn: Any = False, **settings: str) ->
 
 
 def run(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs `wane` with these arguments to its end."""
+    """Runs `wane` with these arguments, and waits until it exits."""
     return subprocess.run(
         [sys.executable, "-m", "wane", *arguments],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Small models of every cell with their certificates, run by the numpy oracle, so they need no graphs."""
+"""Small models of every cell with their certificates. The numpy oracle runs them, so they need no graphs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from wane.service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 
-# The oracle rounds states and outputs to float32 between runs: some 1e-7 of values of order 10.
+# The oracle rounds states and outputs to float32 between runs. The values are of order 10, and the relative error is
+# about 1e-7.
 ROUNDING, OF_STATES = 2e-5, 1e-5
 NAMES = tuple("abcdefghi")
 
 
 class OracleRunner:
-    """Runs graphs with the numpy oracle. With `beside`, windows have a radius, and those of gated cells their end."""
+    """Runs graphs with the numpy oracle. With `beside`, the graph "window" also outputs a radius, and for gated cells
+    the hidden stream and the errors of the steps."""
 
     device = "cpu"
 
@@ -41,7 +43,8 @@ class OracleRunner:
         self._names = [tensor.name for tensor in architecture.state_tensors()]
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """Returns the outputs of windows and of steps. Steps do not output the largest logits."""
+        """Returns the names of the outputs of the graphs "window" and "step". The graph "step" does not output the
+        largest logits."""
         if role == "step":
             return ["logits", "hidden"]
         assert role == "window"
@@ -78,12 +81,13 @@ class OracleRunner:
                 for name, step in zip(self._names[-len(bound.steps) :], bound.steps, strict=True):
                     outputs[ERROR + name] = np.nextafter(_float32(step.error[0].box[0]), np.float32(np.inf))
         if role == "scan":
-            outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)  # only for the warm-up
+            outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)  # only the warm-up runs this graph
         return outputs
 
 
 class Small:
-    """A model of eleven tokens and six units, an engine on it, and the predictions of the never-interrupted model."""
+    """A model with eleven tokens and six units, its engine, and the predictions of the full-history model: the model
+    that reads all tokens of a session without interruption."""
 
     def __init__(
         self,
@@ -97,7 +101,8 @@ class Small:
         keep: int = 24,
         **fields: object,
     ) -> None:
-        """`keep`: the largest window, and the tokens kept of a session. `fields`: other fields of the architecture."""
+        """`keep`: the largest window, and the number of tokens that the store keeps of a session. `fields`: other
+        fields of the architecture."""
         self.architecture = architecture(cell, block, layers, **fields)
         self.weights = random_weights(self.architecture, seed, recurrent=recurrent, driven=0.5)
         self.vocabulary: Vocabulary = name_vocabulary(names=NAMES)
@@ -136,7 +141,8 @@ class Small:
         return head_weight(self.weights)
 
     def uninterrupted(self, tokens: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Returns the distribution (V) and hidden (H) of the never-interrupted model after `tokens`, in float64."""
+        """Returns the distribution (V) and the hidden vector (H) of the full-history model after `tokens`, in
+        float64."""
         input_ids = [self.vocabulary.eos_id, *tokens]
         while self._past and [token for token, _, _ in self._past] != input_ids[: len(self._past)]:
             self._past.pop()

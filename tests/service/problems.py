@@ -8,7 +8,7 @@ import httpx
 
 
 def assert_problem(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """Checks the whole response, and returns its document."""
+    """Checks the status, the headers and the document of a response. Returns the document."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     document: dict[str, Any] = response.json()
@@ -19,7 +19,7 @@ def assert_problem(response: httpx.Response, status: int, code: str) -> dict[str
 
 
 def assert_members(document: dict[str, Any], status: int, code: str) -> None:
-    """Checks a problem document, such as that of a message or of an item of a batch."""
+    """Checks a problem document that is not a whole response: a WebSocket message, or an item of a batch."""
     assert document["type"] == f"urn:wane:error:{code}"
     assert document["code"] == code
     assert document["status"] == status

@@ -1,4 +1,4 @@
-"""The server over an engine harness, on a real socket, and a client that sends bytes."""
+"""The server over an engine harness on a real socket, and a client that sends raw bytes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ServerHarness(SocketServer):
         self.config = uvicorn.Config(note, port=0, **named, log_config=None)
 
     async def main_loop(self) -> None:
-        """Replaces uvicorn's, which checks ten times a second whether to end."""
+        """Waits for the end of the server. uvicorn's own loop checks ten times a second whether the server must end."""
         await self.on_tick(0)
         await self.ends.wait()
 
@@ -109,7 +109,7 @@ class ServerHarness(SocketServer):
 
 @asynccontextmanager
 async def served(harness: EngineHarness, *, native: bool = True, **changes: Any) -> AsyncIterator[ServerHarness]:
-    """Starts the server with the sessions a, b and c: each after one token, 5, and with a resident state."""
+    """Starts the server with the sessions a, b and c. Each has received one token, 5, and has a resident state."""
     await start_sessions(harness)
     server = ServerHarness(harness, native=native, **changes)
     task = asyncio.create_task(server.serve())
@@ -124,14 +124,14 @@ async def served(harness: EngineHarness, *, native: bool = True, **changes: Any)
 
 
 async def start_sessions(harness: EngineHarness) -> None:
-    """Starts the sessions a, b and c: each after one token, 5, and with a resident state."""
+    """Starts the sessions a, b and c. Each receives one token, 5, and has a resident state."""
     for name in "abc":
         await harness.engine.create_session(name)
         await harness.engine.submit(StepRequest(name, (5,)))
 
 
 class Client:
-    """A connection that sends and receives bytes."""
+    """A client's connection that sends and receives raw bytes."""
 
     def __init__(self, server: ServerHarness, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.server = server
@@ -140,16 +140,16 @@ class Client:
 
     @classmethod
     async def of(cls, server: ServerHarness) -> Client:
-        """Opens a connection, which `served` closes."""
+        """Opens a connection. `served` closes it."""
         server.clients.append(cls(server, *await asyncio.open_connection(*server.address)))
         return server.clients[-1]
 
-    async def say(self, *parts: bytes) -> None:
-        """Sends each part in its own packet, after the server has read the one before it."""
-        await self.server.say(self.writer, *parts)
+    async def send_packets(self, *parts: bytes) -> None:
+        """Sends each part in its own packet. Waits until the server has read a part before it sends the next."""
+        await self.server.send_packets(self.writer, *parts)
 
-    async def hear(self) -> tuple[int, dict[str, str], Document]:
-        """Reads the next response: status, headers, document."""
+    async def read_response(self) -> tuple[int, dict[str, str], Document]:
+        """Reads the next response. Returns its status, headers and document."""
         status, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in lines)
         body = await self.reader.readexactly(int(headers["content-length"]))
@@ -157,26 +157,27 @@ class Client:
 
     async def ask(self, *parts: bytes) -> tuple[int, Document]:
         """Sends a request. Returns the response's status and document."""
-        await self.say(*parts)
-        status, _, document = await self.hear()
+        await self.send_packets(*parts)
+        status, _, document = await self.read_response()
         return status, document
 
 
 def post(body: object, *headers: str, path: str = STEP, version: str = "1.1") -> bytes:
-    """Returns a whole request. `body`: bytes, or a value that is sent as JSON."""
+    """Returns a whole request as bytes. `body`: bytes, or a value that is encoded as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/{version}", "host: wane", f"content-length: {len(content)}", *headers]
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + content
 
 
 def in_two(request: bytes) -> tuple[bytes, bytes]:
-    """Returns the head and the body of a request. Sent in two packets, they reach the ASGI application."""
+    """Returns the head and the body of a request. A request that arrives in two packets reaches the ASGI
+    application."""
     head, _, body = request.partition(b"\r\n\r\n")
     return head + b"\r\n\r\n", body
 
 
 def repeatable(document: Any) -> Any:
-    """Returns an answer without the fields that vary between requests."""
+    """Returns a response without the fields that vary between requests."""
     if isinstance(document, list):
         return [repeatable(one) for one in document]
     if not isinstance(document, dict):

@@ -19,7 +19,8 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
 
 SOON_S, ENOUGH_S, LATE_S = 0.2, 1.5, 600.0
-"""Timeouts that must pass; that must pass, but after an action in time; and that must not pass."""
+"""SOON_S is for a timeout that the test waits for. ENOUGH_S is for a timeout that the test waits for after it has acted
+in time. LATE_S is for a timeout that must not pass."""
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
 POST = b"POST /v1/predict HTTP/1.1\r\nhost: wane\r\ncontent-length: 1000\r\n\r\n{"
@@ -42,7 +43,7 @@ WAIT_S = 120.0
 
 
 class SlowClient(SocketServer):
-    """The server over a fake engine, with the test's own settings."""
+    """The server over a fake engine. Its attributes include its metrics and its receive budget."""
 
     def __init__(self, app: Application, registry: FakeRegistry) -> None:
         super().__init__(app, registry)
@@ -54,7 +55,7 @@ class SlowClient(SocketServer):
 
 @asynccontextmanager
 async def serving(**changes: float | str) -> AsyncIterator[SlowClient]:
-    """Starts a server with long timeouts, except those in `changes`."""
+    """Starts a server with long timeouts, except for the settings in `changes`."""
     late = dict.fromkeys(("header_timeout_s", "body_timeout_s", "send_timeout_s"), LATE_S)
     settings = Settings.model_validate({"request_timeout_ms": 1000 * int(LATE_S), **late, **changes})
     registry, metrics = FakeRegistry(), Metrics()
@@ -62,9 +63,10 @@ async def serving(**changes: float | str) -> AsyncIterator[SlowClient]:
     server = SlowClient(app, registry)
     task = asyncio.create_task(server.serve())
     await server.listening.wait()
-    server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # fills quickly
+    server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # a small buffer fills quickly
     try:
-        # Shortens the wait for a WebSocket client's close, which most of these clients do not send.
+        # The server waits for the client's close frame. Most of these clients never send one, so the wait is shortened
+        # here.
         with patch("wane.service.net.websocket_protocol.DEAF_S", SOON_S):
             async with asyncio.timeout(WAIT_S):
                 yield server
@@ -74,13 +76,14 @@ async def serving(**changes: float | str) -> AsyncIterator[SlowClient]:
 
 
 async def dialogue(server: SlowClient, first: bytes, drip: bytes = b"") -> bytes:
-    """Sends `first` and then `drip` repeatedly. Returns the bytes that the server sends before it closes."""
+    """Sends `first`, and then `drip` repeatedly. Returns the bytes that the server sends before it closes the
+    connection."""
     reader, writer = await asyncio.open_connection(*server.address)
-    return await hear(reader, writer, first, drip)
+    return await send_and_read(reader, writer, first, drip)
 
 
-async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes, drip: bytes) -> bytes:
-    """Like `dialogue`, on an open connection."""
+async def send_and_read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes, drip: bytes) -> bytes:
+    """Like `dialogue`, but on an open connection."""
 
     async def keep_sending() -> None:
         while drip:
@@ -103,15 +106,15 @@ async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first
 
 
 async def conversation(server: SlowClient, first: bytes, drip: bytes = b"") -> bytes:
-    """Like `dialogue`, on a WebSocket, after its handshake."""
+    """Like `dialogue`, but on a WebSocket after its handshake."""
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(HANDSHAKE)
     await reader.readuntil(b"\r\n\r\n")
-    return await hear(reader, writer, first, drip)
+    return await send_and_read(reader, writer, first, drip)
 
 
-def never_reads(server: SlowClient) -> socket.socket:
-    """Returns a socket that accepts almost no bytes."""
+def unread_socket(server: SlowClient) -> socket.socket:
+    """Returns a socket with a small receive buffer. The caller connects it and does not read from it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     connection.setblocking(False)
@@ -119,8 +122,8 @@ def never_reads(server: SlowClient) -> socket.socket:
 
 
 def statuses(said: bytes) -> list[int]:
-    """Returns the status of every response in a server's bytes, in order. Fails unless the bytes are whole
-    responses."""
+    """Returns the status of every response in a server's bytes, in order. Fails if the bytes are not a sequence of
+    whole responses."""
     found = []
     while said:
         head, end, rest = said.partition(b"\r\n\r\n")
@@ -156,7 +159,8 @@ def frame(first: int, data: bytes = b"") -> bytes:
 
 
 async def flood(server: SlowClient, first: bytes, more: bytes, most_bytes: int) -> bytes:
-    """Sends `first` and then `more` repeatedly. Returns the server's bytes. Fails if it accepts `most_bytes`."""
+    """Sends `first`, and then `more` repeatedly. Returns the bytes that the server sends. Fails if the server reads
+    `most_bytes`."""
     reader, writer = await asyncio.open_connection(*server.address)
     said = bytearray()
 
@@ -173,7 +177,7 @@ async def flood(server: SlowClient, first: bytes, more: bytes, most_bytes: int) 
             writer.write(more)
             await writer.drain()
             sent_bytes += len(more)
-            assert sent_bytes < most_bytes, "the server accepts all of it"
+            assert sent_bytes < most_bytes, "the server reads without a limit"
             await asyncio.sleep(0)
     await listening
     writer.transport.abort()

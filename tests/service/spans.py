@@ -1,4 +1,4 @@
-"""Finished spans, like the exporter receives them."""
+"""Finished spans, as the exporter receives them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wane.service.observability.tracing import Sampling, Tracing
 
 
 class Spans:
-    """The spans of `tracing`, by name."""
+    """The finished spans of `tracing`, found by their names."""
 
     def __init__(self, sampler: str = "", share: str = "") -> None:
         self._exporter = InMemorySpanExporter()
@@ -20,7 +20,7 @@ class Spans:
 
     @property
     def all(self) -> list[ReadableSpan]:
-        """Every finished span, in order of its end."""
+        """All finished spans, in the order of their ends."""
         return list(self._exporter.get_finished_spans())
 
     def named(self, name: str) -> list[ReadableSpan]:

@@ -1,4 +1,4 @@
-"""The number of numpy's BLAS threads, in new processes."""
+"""Tests of the number of numpy's BLAS threads. Each test starts a new process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ print(*(found["num_threads"] for found in threadpool_info() if found["user_api"]
 
 
 def threads(*arguments: str, **said: str) -> set[str]:
-    """Returns the thread counts of every BLAS in a new process. The argument `spare` limits them first."""
+    """Returns the number of threads of every BLAS library in a new process. With the argument `spare`, the process
+    calls `spare_the_processors` before numpy loads."""
     environment = {name: value for name, value in os.environ.items() if name not in BLAS_VARIABLES}
     run = subprocess.run(
         [sys.executable, "-c", ASKED, *arguments], env=environment | said, check=True, capture_output=True, text=True

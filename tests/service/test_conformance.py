@@ -1,4 +1,5 @@
-"""A step behaves alike at every entrance and with every session store: behaviour x entrance x store."""
+"""A step behaves the same at every entrance and with every session store. Each test runs for every pair of an entrance
+and a store."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def store(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def open_store(store: str, request: pytest.FixtureRequest) -> AsyncIterator[Callable[[], Awaitable[Store]]]:
-    """Opens the store of another replica, which shares the sessions."""
+    """Opens the store of another replica. Both replicas share their sessions."""
     address = "memory" if store == "memory" else request.getfixturevalue("redis").url
     settings = Settings(store=address, store_namespace=f"t{id(request.node)}")
     stores: list[Store] = []
@@ -68,7 +69,7 @@ def make_replica(store: str, open_store: Callable[[], Awaitable[Store]], make_ha
 
 @pytest.fixture
 async def harness(request: pytest.FixtureRequest, make_replica: MakeReplica) -> EngineHarness:
-    """The engine behind the entrance. `request.param`: its options."""
+    """The engine behind the entrance. `request.param`: options of the harness."""
     return await make_replica(**getattr(request, "param", {}))
 
 
@@ -76,13 +77,14 @@ async def harness(request: pytest.FixtureRequest, make_replica: MakeReplica) -> 
 async def entrance(
     request: pytest.FixtureRequest, harness: EngineHarness, travel: Callable[[float], None]
 ) -> AsyncIterator[Entrance]:
-    """An entrance to the sessions a, b and c, each after one token, 5. `travel` is undone after the server stops."""
+    """An entrance to the sessions a, b and c. Each session has received one token, 5. The fixture depends on `travel`,
+    so pytest restores the clock only after the server has stopped."""
     async with entered(request.param, harness) as entrance:
         yield entrance
 
 
 def most_probable(harness: EngineHarness, *tokens: int) -> list[int]:
-    """Returns the model's own prediction after these tokens of a session."""
+    """Returns the model's prediction for a session that has received these tokens."""
     best: list[int] = np.argsort(-harness.runner.logits([EOS, *tokens]))[:5].tolist()
     return best
 
@@ -96,13 +98,13 @@ async def position(harness: EngineHarness, session: str) -> int:
 
 
 def close_gate(harness: EngineHarness) -> None:
-    """Holds all runs from now on, after they begin."""
+    """Holds every run that begins from now on."""
     harness.runner.busy.clear()
     harness.runner.gate.clear()
 
 
 async def block(harness: EngineHarness) -> Awaitable[object]:
-    """Begins a run that ends when the gate opens. Until then, other requests wait in the queue."""
+    """Begins a run that ends when the test opens the gate. Until then, other requests wait in the queue."""
     close_gate(harness)
     blocking = harness.engine.submit(StepRequest("b", (8,)))
     await harness.runner.until_busy()
@@ -117,7 +119,7 @@ async def queued(harness: EngineHarness, call: Awaitable[Call]) -> Call:
 
 
 async def running(harness: EngineHarness, call: Awaitable[Call]) -> Call:
-    """Sends a step, and waits until its run has begun. The run ends when the gate opens."""
+    """Sends a step, and waits until its run has begun. The run ends when the test opens the gate."""
     close_gate(harness)
     sent = await call
     await harness.runner.until_busy()
@@ -137,7 +139,7 @@ async def running(harness: EngineHarness, call: Awaitable[Call]) -> Call:
     ],
     ids=["one token", "two tokens", "text", "position and key"],
 )
-async def test_a_step_is_appended_and_answered_like_by_the_engine(
+async def test_every_entrance_appends_and_answers_a_step_like_the_engine(
     entrance: Entrance, harness: EngineHarness, step: Step, tokens: tuple[int, ...] | None
 ) -> None:
     tokens = tokens or tuple(harness.vocabulary.encode("ab"))
@@ -151,7 +153,7 @@ async def test_a_step_is_appended_and_answered_like_by_the_engine(
 
 @pytest.mark.parametrize("entrance", [name for name in ENTRANCES if name != "asgi"], indirect=True)
 async def test_a_step_needs_no_task(entrance: Entrance, harness: EngineHarness, store: str) -> None:
-    """`asgi` is excluded, because uvicorn makes a task for every request. A commit in Redis is a task."""
+    """`asgi` is left out, because uvicorn makes a task for every request. With Redis, the commit is a task."""
     await entrance.step("a", tokens=[6])
     created: list[object] = []
 
@@ -182,7 +184,7 @@ async def test_a_retried_step_is_answered_again_and_appended_once(
 
 
 @pytest.mark.parametrize("other", [{"tokens": [7]}, {"expected_position": 2}], ids=["tokens", "position"])
-async def test_another_step_with_the_key_of_the_last_is_refused(
+async def test_a_different_step_with_the_last_idempotency_key_is_refused(
     entrance: Entrance, harness: EngineHarness, other: Step
 ) -> None:
     step = {"tokens": [6], "expected_position": 1, "idempotency_key": "k"}
@@ -215,7 +217,9 @@ async def test_an_invalid_step_is_refused(
 # Two writers.
 
 
-async def test_two_clients_of_a_session_are_answered_one_at_a_time(entrance: Entrance, harness: EngineHarness) -> None:
+async def test_two_clients_of_a_session_are_answered_one_after_another(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
     harness.runner.calls.clear()
     first = await running(harness, entrance.send("a", tokens=[6]))
     second = await entrance.send("a", tokens=[7])
@@ -224,7 +228,7 @@ async def test_two_clients_of_a_session_are_answered_one_at_a_time(entrance: Ent
     assert harness.runner.calls == [("step", [[6]]), ("step", [[7]])]
 
 
-async def test_a_step_that_loses_a_race_is_retried_on_the_new_state(
+async def test_a_step_that_loses_a_commit_race_is_retried_on_the_new_state(
     entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
 ) -> None:
     other = await make_replica()
@@ -237,7 +241,7 @@ async def test_a_step_that_loses_a_race_is_retried_on_the_new_state(
     assert harness.sample("wane_step_conflicts_total") == 1
 
 
-async def test_a_step_with_a_position_that_loses_a_race_is_a_conflict(
+async def test_a_step_with_an_expected_position_that_loses_a_commit_race_is_a_conflict(
     entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
 ) -> None:
     other = await make_replica()
@@ -249,7 +253,7 @@ async def test_a_step_with_a_position_that_loses_a_race_is_a_conflict(
     assert await position(harness, "a") == 2
 
 
-async def test_concurrent_steps_of_two_replicas_both_commit(
+async def test_concurrent_steps_on_two_replicas_both_commit(
     entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
 ) -> None:
     other = await make_replica()
@@ -290,7 +294,7 @@ async def test_a_full_queue_refuses_and_releases_the_session(entrance: Entrance,
     assert (await entrance.step("a", tokens=[6]))["position"] == 2
 
 
-async def test_a_draining_engine_answers_admitted_steps_and_refuses_new_ones(
+async def test_a_draining_engine_answers_admitted_steps_and_refuses_new_steps(
     entrance: Entrance, harness: EngineHarness
 ) -> None:
     admitted = await running(harness, entrance.send("a", tokens=[6]))
@@ -306,7 +310,7 @@ async def test_a_draining_engine_answers_admitted_steps_and_refuses_new_ones(
 # Deadlines and disconnections.
 
 
-async def test_a_deadline_that_passes_in_the_queue_changes_nothing(
+async def test_a_step_whose_deadline_passes_in_the_queue_changes_nothing(
     entrance: Entrance, harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     blocking = await block(harness)
@@ -321,7 +325,7 @@ async def test_a_deadline_that_passes_in_the_queue_changes_nothing(
     assert harness.sample("wane_queue_dropped_total", reason="deadline") == 1
 
 
-async def test_a_deadline_that_passes_in_the_batch_fails_and_the_step_commits(
+async def test_a_step_whose_deadline_passes_during_its_run_fails_but_commits(
     entrance: Entrance, harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     call = await running(harness, entrance.send("a", tokens=[6], expected_position=1))
@@ -333,10 +337,12 @@ async def test_a_deadline_that_passes_in_the_batch_fails_and_the_step_commits(
     assert (again["replayed"], again["position"]) == (True, 2)
 
 
-async def test_a_disconnection_before_the_batch_changes_nothing(entrance: Entrance, harness: EngineHarness) -> None:
+async def test_a_step_whose_client_disconnects_before_its_run_changes_nothing(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
     blocking = await block(harness)
     call = await queued(harness, entrance.send("a", tokens=[6]))
-    await call.hang_up()
+    await call.disconnect()
     await entrance.none_in_flight()
     harness.runner.gate.set()
     await blocking
@@ -345,9 +351,11 @@ async def test_a_disconnection_before_the_batch_changes_nothing(entrance: Entran
     assert harness.sample("wane_queue_dropped_total", reason="abandoned") == 1
 
 
-async def test_a_step_commits_after_a_disconnection_in_the_batch(entrance: Entrance, harness: EngineHarness) -> None:
+async def test_a_step_whose_client_disconnects_during_its_run_commits(
+    entrance: Entrance, harness: EngineHarness
+) -> None:
     call = await running(harness, entrance.send("a", tokens=[6], expected_position=1))
-    await call.hang_up()
+    await call.disconnect()
     await entrance.none_in_flight()
     harness.runner.gate.set()
     again = await entrance.step("a", tokens=[6], expected_position=1)
@@ -361,7 +369,7 @@ with_rivals = pytest.mark.parametrize("harness", [{"certified": True, "radius": 
 
 
 async def searching(proof: FakeProof, call: Awaitable[Call]) -> Call:
-    """Sends a step, and waits until its search has begun. The search ends when the gate opens."""
+    """Sends a step, and waits until its search has begun. The search ends when the test opens the gate."""
     proof.gate.clear()
     sent = await call
     await proof.until_busy()
@@ -378,7 +386,7 @@ async def test_a_proof_is_searched_for_only_on_request(entrance: Entrance, harne
 
 
 @with_rivals
-async def test_a_deadline_that_passes_in_the_search_fails_and_releases_the_session(
+async def test_a_step_whose_deadline_passes_during_its_search_fails_and_releases_the_session(
     entrance: Entrance, harness: EngineHarness, travel: Callable[[float], None]
 ) -> None:
     proof = FakeProof(harness.engine)
@@ -392,12 +400,12 @@ async def test_a_deadline_that_passes_in_the_search_fails_and_releases_the_sessi
 
 
 @with_rivals
-async def test_a_disconnection_in_the_search_ends_it_and_the_step_commits(
+async def test_a_disconnection_during_the_search_ends_the_search_and_the_step_commits(
     entrance: Entrance, harness: EngineHarness
 ) -> None:
     proof = FakeProof(harness.engine)
     call = await searching(proof, entrance.send("a", **SEARCH))
-    await call.hang_up()
+    await call.disconnect()
     await entrance.none_in_flight()
     again = await entrance.step("a", **(SEARCH | {"prove": False}))
     assert (again["replayed"], again["position"]) == (True, 6)

@@ -1,4 +1,4 @@
-"""The server process: startup, startup errors, and shutdown without losing accepted requests."""
+"""Tests of the server process: startup, startup errors, and a shutdown that answers every accepted request."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from wane.service.settings import Settings
 
 @pytest.fixture
 def bundle(tmp_path: Path, http: httpx.Client) -> Path:
-    """A copy of the default model's bundle, for tests that corrupt it."""
+    """A copy of the default model's bundle. Tests corrupt the copy."""
     name = http.get("/v1/models").json()["data"][0]["id"]
     root = Settings.read(environment()).bundles
     return Path(shutil.copytree(root / name, tmp_path / name))
 
 
-async def test_sigterm_finishes_accepted_requests_and_refuses_new_ones(
+async def test_sigterm_finishes_accepted_requests_and_refuses_new_requests(
     server: SocketServer, engine: FakeEngine, registry: FakeRegistry
 ) -> None:
     engine.wait = asyncio.Event()
@@ -54,7 +54,7 @@ async def test_sigterm_finishes_accepted_requests_and_refuses_new_ones(
     assert server.should_exit
 
 
-async def test_a_server_is_unready_and_answers_during_the_shutdown_delay(
+async def test_a_server_is_unready_but_answers_during_the_shutdown_delay(
     server: SocketServer, registry: FakeRegistry
 ) -> None:
     server.notice_s = 3600
@@ -208,7 +208,7 @@ def test_help_lists_every_setting_with_its_unit_and_variable(capsys: pytest.Capt
 
 
 def test_requests_wait_for_models_that_are_being_loaded() -> None:
-    """Like the README's commands, pasted while the server starts."""
+    """A user who pastes the README's commands sends requests before the server is ready."""
     names = [path.name for path in PATHS]
 
     def ask(name: str) -> tuple[tuple[int, int, int], str]:
@@ -246,7 +246,7 @@ def test_a_terminal_shows_the_url_when_the_server_is_ready() -> None:
             assert httpx.post(f"{url}/v1/predict", json={"tokens": [5]}, timeout=TIMEOUT_S).status_code == 200
 
 
-def test_a_corrupt_bundle_does_not_stop_the_server_unless_it_is_required(tmp_path: Path) -> None:
+def test_only_a_corrupt_bundle_that_is_required_stops_the_server(tmp_path: Path) -> None:
     for name in ("gated", "lstm"):
         shutil.copytree(FOLDER / name, tmp_path / name)
     named = flip_a_byte(tmp_path / "gated")

@@ -82,7 +82,7 @@ def test_a_value_out_of_range_names_the_variable_and_the_limit(variable: str, va
         read(**{variable: value})
 
 
-def test_an_invalid_option_is_named() -> None:
+def test_the_error_names_an_invalid_option() -> None:
     with pytest.raises(SettingsError, match="--max-batch-size is '0'"):
         read("--max-batch-size", "0")
 
@@ -92,7 +92,7 @@ def test_help_shows_every_setting_with_its_unit_default_and_variable() -> None:
     Settings.add_arguments(parser)
     text = " ".join(parser.format_help().split())
     for name, field in Settings.model_fields.items():
-        if name == "api_keys":  # a secret, and others can read the command line
+        if name == "api_keys":  # the value is a secret, and other users can read the command line
             assert "--api-keys " not in text
             continue
         default = "none" if field.default is None else field.default
@@ -106,7 +106,7 @@ def test_settings_cannot_be_changed() -> None:
         Settings().port = 1
 
 
-def test_a_chosen_default_model_is_distinguished_from_the_default() -> None:
+def test_a_default_model_that_the_operator_chose_is_distinguished_from_the_setting_s_default() -> None:
     assert not read().default_model_is_chosen
     assert read(WANE_DEFAULT_MODEL="gated-stable").default_model_is_chosen
 
@@ -138,7 +138,9 @@ def test_states_are_stored_for_uncertified_models_by_default() -> None:
     assert (auto.states_every("m", certified=False), auto.states_every("m", certified=True)) == (8, None)
     mixed = Settings(store="redis://h", store_policy="state,m=tail,n=auto")
     assert [mixed.states_every(name, certified=True) for name in "lmn"] == [32, None, None]
-    assert Settings(store_policy="state").states_every("m", certified=False) is None  # memory keeps tails
+    assert (
+        Settings(store_policy="state").states_every("m", certified=False) is None
+    )  # the memory store keeps tokens, not states
 
 
 @pytest.mark.parametrize("policy", ["", "none", "tail,m", "tail,m=none", "m=tail", "tail,=state"])
@@ -147,7 +149,7 @@ def test_an_invalid_policy_is_refused(policy: str) -> None:
         read(WANE_STORE_POLICY=policy)
 
 
-def test_the_checkpoint_interval_is_at_most_the_tail() -> None:
+def test_the_checkpoint_interval_is_at_most_the_stored_history() -> None:
     with pytest.raises(
         SettingsError,
         match=r"^WANE_STATE_CHECKPOINT_INTERVAL_TOKENS is .9.:.* at most session_history_tokens, which is 8",

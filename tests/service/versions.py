@@ -1,4 +1,4 @@
-"""Bundles of several versions of one model, made of the shipped bundles."""
+"""Makes bundles of several versions of one model from the shipped bundles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL = "small"
 
 
 def put(folder: Path, version: str, source: str = "rnn-stable", name: str = MODEL) -> Path:
-    """Copies the shipped bundle `source` into the folder, as a version of the model. Replaces the earlier version."""
+    """Copies the shipped bundle `source` into the folder as a version of the model. Replaces an earlier version."""
     building, path = folder.parent / f".{name}-{version}", folder / name
     shutil.copytree(FOLDER / source, building)
     edit_manifest(building, "name", value=name)
@@ -29,14 +29,14 @@ def put(folder: Path, version: str, source: str = "rnn-stable", name: str = MODE
 
 
 def retokenize(path: Path) -> None:
-    """Gives the bundle a tokenizer with another digest that encodes text alike."""
+    """Changes the digest of the bundle's tokenizer. The changed tokenizer encodes every text the same."""
     file = path / "tokenizer.json"
     file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     _edit_digest(path)
 
 
 def make_eventful(path: Path) -> None:
-    """Replaces the bundle's tokens with events. `<eos>` keeps its id, and the id after it is `<unk>`."""
+    """Replaces the bundle's tokens with events. `<eos>` keeps its id, and `<unk>` has the next id."""
     file, manifest = path / "tokenizer.json", json.loads((path / "manifest.json").read_text())
     size, eos_id = manifest["vocabulary"]["size"], manifest["vocabulary"]["eos_id"]
     names = [f"event {index}" for index in range(size)]

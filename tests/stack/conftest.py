@@ -1,4 +1,4 @@
-"""The whole topology, from the files that docker-compose.yml mounts, with one certified model."""
+"""Fixtures for the whole topology: it uses the files that docker-compose.yml mounts, and serves one certified model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wane.service.settings import Settings
 MODEL = "gated-stable"
 BUNDLE = ROOT / "models" / "bundles" / MODEL
 SESSION_HISTORY_TOKENS = max(Settings().session_history_tokens, Bundle.open(BUNDLE).manifest.max_window)
-"""Tokens that a replica keeps of a session."""
+"""The number of tokens that a replica keeps of a session."""
 
 Variables = Mapping[str, str]
 MakeStack = Callable[..., Stack]
@@ -27,8 +27,9 @@ FIGURES = pytest.StashKey[list[str]]()
 
 @pytest.fixture
 def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
-    """Makes a stack on free ports, not started yet, which the test's end removes. `settings`: for every replica; `own`:
-    by replica; `balance`: HAProxy's; `whole`: with keys and Prometheus."""
+    """Makes a stack on free ports, without starting it. The fixture removes the stack at the end of the test.
+    `settings`: the variables of every replica. `own`: additional variables of single replicas. `balance`: HAProxy's
+    balancing algorithm. `whole`: adds keys and Prometheus."""
     program("redis-server")
     program("haproxy")
     with ExitStack() as made:
@@ -53,7 +54,8 @@ def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Figures:
-    """Records what a test has measured. The summary of all tests shows it, whether they passed or not."""
+    """Records the figures that a test has measured. The summary of all tests shows the figures of passed and failed
+    tests."""
 
     def figures(**measured: object) -> None:
         shown = [f"{name} {round(value, 4) if isinstance(value, float) else value}" for name, value in measured.items()]
@@ -63,6 +65,6 @@ def figures(request: pytest.FixtureRequest) -> Figures:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Prints the figures."""
+    """Prints the recorded figures."""
     for line in config.stash.get(FIGURES, []):
         terminalreporter.write_line(line)

@@ -1,4 +1,5 @@
-"""scripts/stack: one command starts everything, one signal stops it, and services that end in between are restarted."""
+"""Tests of scripts/stack. One command starts all services, and one signal stops them. The command restarts services
+that exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One replica cannot reach Redis, while the others can."""
+"""Tests of a replica that cannot reach Redis, while the other replicas can."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SESSIONS = 60
 RATE = 1.0
 
 
-async def test_a_replica_without_the_store_gets_no_requests_until_it_is_back(
+async def test_a_replica_without_the_store_gets_no_requests_until_it_reaches_the_store_again(
     make_stack: MakeStack, figures: Figures
 ) -> None:
     async with wire() as carrying:

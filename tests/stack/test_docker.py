@@ -1,7 +1,7 @@
 """Builds the image, and starts the unchanged compose file: containers, their networks, volumes and limits.
 
-All services run except Grafana, which no distribution packages, and the one that needs a GPU. The base images are
-stand-ins: see docker_engine.py. The published ports, 8000, 8404 and 9090, have to be free.
+All services run except two: Grafana, which no distribution packages, and the service that needs a GPU. The base images
+are stand-ins: see docker_engine.py. The published ports 8000, 8404 and 9090 must be free.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def size_bytes(image: str) -> int:
 
 
 def until_ready(url: str) -> dict[str, Any]:
-    """Returns the body of /readyz once it answers 200."""
+    """Waits until /readyz answers 200. Returns its body."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
@@ -67,7 +67,7 @@ def until_ready(url: str) -> dict[str, Any]:
 
 
 class Deployment:
-    """The compose file's services, with their own secrets."""
+    """The services of the compose file, with new secrets."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,7 +80,8 @@ class Deployment:
         return run("docker-compose", *project, *arguments)
 
     def up(self) -> None:
-        """Starts services that do not run, and waits until all are healthy; for HAProxy, until it finds a replica."""
+        """Starts the services that do not run. Waits until all services are healthy. Waits for HAProxy until it finds a
+        replica."""
         self.compose("up", "--detach", "--no-build", *NAMES)
         until_ready(URL)
         deadline = time.monotonic() + WAIT_S
@@ -89,31 +90,31 @@ class Deployment:
             time.sleep(ASK_EVERY_S)
 
     def inspect(self, service: str) -> dict[str, Any]:
-        """Returns the engine's description of a service's container."""
+        """Returns Docker's description of a service's container."""
         filters = ("project=" + PROJECT, "service=" + service)
         found = [f"--filter=label=com.docker.compose.{one}" for one in filters]
         document: dict[str, Any] = json.loads(docker("inspect", docker("ps", "--all", "--quiet", *found)))[0]
         return document
 
     def health(self, service: str) -> str:
-        """Returns the health that the engine reports; HAProxy has no health check."""
+        """Returns the health that Docker reports. HAProxy has no health check."""
         state = self.inspect(service)["State"]
         found: str = state["Health"]["Status"] if service != ENTRANCE else "healthy"
         return found
 
     def execute(self, service: str, *command: str) -> str:
-        """Returns the output of a command in the service's container, including its errors."""
+        """Runs a command in the service's container. Returns its output, including standard error."""
         joined = f"{' '.join(command)} 2>&1 || true"
         return docker("exec", self.inspect(service)["Id"], "sh", "-c", joined)
 
     @property
     def key(self) -> dict[str, str]:
-        """The authorization header of a client."""
+        """The authorization header of a client, with its key."""
         return {"authorization": f"Bearer {(self.secrets / secrets.CLIENT_KEY).read_text().strip()}"}
 
     @property
     def store(self) -> str:
-        """Connects to Redis at its container's address, because it publishes no port."""
+        """Connects to Redis at the address of its container, because Redis publishes no port."""
         (network,) = self.inspect(STORE)["NetworkSettings"]["Networks"].values()
         password = (self.secrets / secrets.REDIS_PASSWORD).read_text().strip()
         return f"redis://:{password}@{network['IPAddress']}:6379/0"
@@ -121,7 +122,7 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base of the server's image."""
+    """The base image of the server's image."""
     with engine(tmp_path_factory.mktemp("engine")):
         base = python_stand_in()
         with tagged(base, PYTHON):
@@ -130,9 +131,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def image(base: str) -> Iterator[str]:
-    """Builds the server's image. Drops the layers of the tests' last build that it does not share."""
+    """Builds the server's image. Removes the layers of the previous build that the new image does not share."""
     build = ("build", "--file=service/Dockerfile", f"--label={LABEL}=")
-    docker(*build, "--target=build", f"--tag={PROJECT}-build", ".")  # a named image keeps its layers for the next build
+    # Docker keeps the layers of a named image, so the next build can use them.
+    docker(*build, "--target=build", f"--tag={PROJECT}-build", ".")
     docker(*build, f"--tag={PROJECT}", ".")
     docker("image", "prune", "--force", f"--filter=label={LABEL}")
     with tagged(PROJECT, f"{SERVER}:latest"):
@@ -141,7 +143,7 @@ def image(base: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def made(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The services, not started; removed after the tests."""
+    """The services, before they are started. The fixture removes them after the tests."""
     with ExitStack() as names:
         for service in SERVICES:
             if service.image != SERVER:
@@ -245,4 +247,4 @@ def test_all_containers_stop_within_their_grace_period(deployment: Deployment) -
     deployment.compose("stop")
     states = {name: deployment.inspect(name)["State"] for name in NAMES}
     ended = {name: (state["Status"], state["ExitCode"], state["OOMKilled"]) for name, state in states.items()}
-    assert ended == dict.fromkeys(NAMES, ("exited", 0, False)), "a container that is killed ends with 137"
+    assert ended == dict.fromkeys(NAMES, ("exited", 0, False)), "a container that is killed exits with 137"

@@ -1,4 +1,4 @@
-"""The real HAProxy with its real configuration, in front of fake replicas: routing and retries."""
+"""Tests of routing and retries of the real HAProxy with its real configuration, in front of fake replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SESSIONS = [f"session-{number}" for number in range(60)]
 
 
 class Balanced:
-    """HAProxy and the replicas behind it."""
+    """HAProxy and its fake replicas."""
 
     def __init__(self, replicas: list[Replica], port: int, operations: int) -> None:
         self.replicas = replicas
@@ -33,7 +33,7 @@ class Balanced:
         self.operations = operations
 
     async def ask(self, path: str, **headers: str) -> Reply:
-        """Sends a request over its own connection."""
+        """Sends a request over a new connection."""
         connection = Connection(self.port)
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -46,12 +46,12 @@ class Balanced:
         assert reply.status == 200
         return int(reply.document["replica"])
 
-    async def homes(self) -> dict[str, int]:
-        """Returns the replica of each session."""
+    async def replica_of_each(self) -> dict[str, int]:
+        """Returns the replica that answers each session."""
         return {session: await self.replica_of(f"/v1/sessions/{session}/tokens") for session in SESSIONS}
 
     def asked(self) -> int:
-        """Returns how many requests have reached replicas."""
+        """Returns the number of requests that have reached a replica."""
         return sum(len(replica.asked) for replica in self.replicas)
 
 
@@ -87,39 +87,39 @@ async def balanced() -> AsyncIterator[Balanced]:
 
 
 async def test_a_session_stays_with_one_replica_and_sessions_are_spread(balanced: Balanced) -> None:
-    homes = await balanced.homes()
-    assert await balanced.homes() == homes
+    homes = await balanced.replica_of_each()
+    assert await balanced.replica_of_each() == homes
     shares = [list(homes.values()).count(number) for number in range(3)]
     assert min(shares) >= len(SESSIONS) / 6
 
 
 @pytest.mark.parametrize("path", ["/v1/sessions/{}", "/v1/sessions/{}/stream", "/v1/sessions/{}/rewind?x=1"])
 async def test_a_session_has_one_replica_for_every_route(balanced: Balanced, path: str) -> None:
-    homes = await balanced.homes()
+    homes = await balanced.replica_of_each()
     assert {session: await balanced.replica_of(path.format(session)) for session in SESSIONS} == homes
 
 
-async def test_a_session_in_a_header_or_percent_encoded_has_the_same_replica(
+async def test_a_session_named_in_a_header_or_with_percent_encoding_has_the_same_replica(
     balanced: Balanced,
 ) -> None:
-    homes = await balanced.homes()
+    homes = await balanced.replica_of_each()
     for session, home in homes.items():
         assert await balanced.replica_of("/v1/completions", x_session_id=session) == home
         assert await balanced.replica_of(f"/v1/sessions/{session.replace('-', '%2d')}/tokens") == home
 
 
 async def test_the_session_in_the_path_overrides_the_header(balanced: Balanced) -> None:
-    homes = await balanced.homes()
+    homes = await balanced.replica_of_each()
     other = next(session for session in SESSIONS if homes[session] != homes[SESSIONS[0]])
     assert await balanced.replica_of(f"/v1/sessions/{SESSIONS[0]}/tokens", x_session_id=other) == homes[SESSIONS[0]]
 
 
 @pytest.mark.parametrize("path", ["/v1/predict", "/v1/sessions", "/v1/sessions/tokens"])
-async def test_requests_without_a_session_go_to_the_replicas_in_turn(balanced: Balanced, path: str) -> None:
+async def test_requests_without_a_session_are_balanced_by_round_robin(balanced: Balanced, path: str) -> None:
     assert {await balanced.replica_of(path) for _ in range(12)} == {0, 1, 2}
 
 
-async def test_round_robin_gives_no_session_a_replica_of_its_own() -> None:
+async def test_round_robin_does_not_bind_sessions_to_replicas() -> None:
     async with three_replicas() as replicas, haproxy(replicas, BALANCE="roundrobin") as balanced:
         assert {await balanced.replica_of("/v1/sessions/one/tokens") for _ in range(12)} == {0, 1, 2}
 
@@ -159,26 +159,26 @@ async def test_an_answered_request_is_not_retried(balanced: Balanced, status: st
     assert balanced.asked() == 1
 
 
-async def test_a_request_that_reached_no_replica_goes_to_another(balanced: Balanced) -> None:
-    homes = await balanced.homes()
+async def test_a_request_that_its_replica_did_not_receive_goes_to_another_replica(balanced: Balanced) -> None:
+    homes = await balanced.replica_of_each()
     balanced.replicas[0].stop()
-    after = await balanced.homes()
+    after = await balanced.replica_of_each()
     assert all(after[session] == home for session, home in homes.items() if home != 0)
     assert 0 not in after.values()
 
 
-async def test_an_unready_replica_gets_no_requests_and_only_its_sessions_move(balanced: Balanced) -> None:
-    homes = await balanced.homes()
+async def test_an_unready_replica_gets_no_requests_and_only_its_sessions_move_to_others(balanced: Balanced) -> None:
+    homes = await balanced.replica_of_each()
     balanced.replicas[1].ready = False
     await until(balanced.operations, wane_2="DOWN")
-    after = await balanced.homes()
+    after = await balanced.replica_of_each()
     assert all(after[session] == home for session, home in homes.items() if home != 1)
     assert 1 not in after.values()
     balanced.replicas[1].ready = True
     await until(balanced.operations, wane_2="UP")
 
 
-async def test_if_no_replica_is_ready_any_gets_the_request(balanced: Balanced) -> None:
+async def test_if_no_replica_is_ready_the_request_goes_to_any_replica(balanced: Balanced) -> None:
     for replica in balanced.replicas:
         replica.ready, replica.answers = False, "503"
     await until(balanced.operations, wane_1="DOWN", wane_2="DOWN", wane_3="DOWN")

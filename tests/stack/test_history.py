@@ -11,12 +11,12 @@ ACKNOWLEDGED, NOT_DURABLE, UNKNOWN, REFUSED = Outcome
 
 
 def steps(*tokens: int, outcome: Outcome = ACKNOWLEDGED) -> list[Append]:
-    """Returns successive appends of one token, each at the end of the one before."""
+    """Returns successive appends of one token. Each begins at the end of the previous append."""
     return [append(token, place, outcome, 2 * place) for place, token in enumerate(tokens)]
 
 
 def append(token: int, start: int | None, outcome: Outcome = ACKNOWLEDGED, invoked_s: float = 0) -> Append:
-    """Returns an append of one token, answered a second later unless its outcome is unknown."""
+    """Returns an append of one token. It is answered a second later, unless its outcome is unknown."""
     return Append((token,), outcome, start, invoked_s, math.inf if outcome is UNKNOWN else invoked_s + 1)
 
 
@@ -24,7 +24,7 @@ def kinds(history: list[Append], *final: int) -> list[str]:
     return [fault.kind for fault in faults(history, final)]
 
 
-def test_acknowledged_tokens_in_order_are_right() -> None:
+def test_acknowledged_tokens_in_order_are_no_fault() -> None:
     assert not faults(steps(7, 8, 9), [7, 8, 9])
     assert not faults([], [])
     assert not faults(
@@ -39,10 +39,10 @@ def test_a_missing_acknowledged_token_is_lost(final: tuple[int, ...]) -> None:
 
 def test_a_missing_part_of_an_acknowledged_append_is_lost() -> None:
     (fault,) = faults([Append((7, 8, 9), ACKNOWLEDGED, 0, 0, 1)], [7, 8])
-    assert str(fault) == "lost at 0: [7, 8, 9] was acknowledged, but there is [7, 8]"
+    assert str(fault) == "lost at 0: [7, 8, 9] was acknowledged, but the session has [7, 8]"
 
 
-def test_two_acknowledgements_of_one_position_are_one_loss() -> None:
+def test_two_acknowledged_appends_at_one_position_are_one_loss() -> None:
     assert kinds([append(7, 0), append(7, 0, invoked_s=2)], 7) == ["lost"]
 
 
@@ -63,7 +63,7 @@ def test_an_append_of_unknown_outcome_may_be_applied_at_most_once() -> None:
     assert kinds(history, 7, 8, 8, 8) == ["duplicated"]
 
 
-def test_an_append_of_unknown_outcome_with_a_position_is_there_or_nowhere() -> None:
+def test_an_append_of_unknown_outcome_with_a_position_is_at_that_position_or_nowhere() -> None:
     history = [append(7, 0), append(8, 1, UNKNOWN, 2), append(9, 1, invoked_s=4)]
     assert not faults(history, [7, 9])
     assert kinds(history, 7, 9, 8) == ["reordered"]
@@ -76,7 +76,7 @@ def test_an_append_of_unknown_outcome_may_be_applied_late_but_not_early() -> Non
     assert kinds(late, 8, 7) == ["reordered"]
 
 
-def test_acknowledged_appends_are_in_the_order_of_their_times() -> None:
+def test_acknowledged_appends_must_be_in_the_order_of_their_times() -> None:
     assert kinds([append(7, 1, invoked_s=0), append(8, 0, invoked_s=2)], 8, 7) == ["reordered"]
     beside = [Append((7,), ACKNOWLEDGED, 1, 0, 5), Append((8,), ACKNOWLEDGED, 0, 1, 2)]
     assert not faults(beside, [8, 7])
@@ -107,7 +107,7 @@ def test_an_append_of_unknown_outcome_does_not_hide_a_loss() -> None:
     assert kinds(history, 7, 8) == ["reordered"]
 
 
-def test_the_right_explanation_of_several_is_found() -> None:
+def test_the_search_finds_the_only_order_that_explains_the_tokens() -> None:
     unknown = [Append((1,), UNKNOWN, None, 0), Append((1, 2), UNKNOWN, None, 0), Append((2, 1), UNKNOWN, None, 0)]
     assert not faults(unknown, [1, 2, 1])
     assert not faults(unknown, [1, 2, 1, 1, 2])
@@ -116,7 +116,7 @@ def test_the_right_explanation_of_several_is_found() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_random_honest_history_is_right_and_one_changed_token_is_not(seed: int) -> None:
+def test_a_random_valid_history_has_no_fault_and_a_changed_token_is_a_fault(seed: int) -> None:
     random_ = random.Random(seed)
     history: list[Append] = []
     final: list[int] = []

@@ -1,4 +1,4 @@
-"""Hostile clients of the whole topology: their answers, their cost in memory, and no keys in logs."""
+"""Tests of hostile clients of the whole topology: their answers, the memory that they use, and logs without keys."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ AT_ONCE = 32
 MOST_BODY_BYTES = 2**20
 BODY_TIMEOUT_S = 10
 GROWTH_BYTES = 64 * 2**20
-"""Memory that a replica may use during the attacks in addition to that of a ready one: a thousand sessions and their
-states, the bodies of a few dozen requests at a time, and the allocator's reserve."""
+"""The memory that a replica may use during the attacks, in addition to the memory of a ready replica. It covers a
+thousand sessions and their states, the bodies of a few dozen concurrent requests, and the reserve of the allocator."""
 
 TRICKS = [
     "..", "../..", "..%2f..%2fetc%2fpasswd", "%2e%2e%2f" + MODEL, f"{MODEL}%00", f"{MODEL}%2f..%2f{MODEL}", "%00", ".",
@@ -43,7 +43,7 @@ Statuses = Counter[object]
 
 
 class Keys:
-    """A file of keys, and its keys."""
+    """A key file, and the keys in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,14 +51,14 @@ class Keys:
         self.made: list[str] = []
 
     def make(self, name: str, *words: str) -> str:
-        """Makes a new key of `name`, which the next write adds to the file."""
+        """Makes a new key of `name`. The next write adds it to the file."""
         made, kept = make_key(name, words)
         self.made.append(made)
         self.kept[made] = kept
         return made
 
     def write(self) -> None:
-        """Replaces the file atomically."""
+        """Replaces the key file atomically."""
         part = self.path.with_name("part")
         part.write_text("".join(f"{key.line()}\n" for key in self.kept.values()))
         part.replace(self.path)
@@ -74,7 +74,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def many(port: int, ask: Callable[[Connection, int], Awaitable[object]], count: int) -> Statuses:
-    """Returns the answers to `count` requests, over a few connections."""
+    """Sends `count` requests over a few connections. Returns the answers."""
     numbers = iter(range(count))
     statuses: Statuses = Counter()
 
@@ -92,7 +92,7 @@ async def many(port: int, ask: Callable[[Connection, int], Awaitable[object]], c
 
 
 async def said(port: int, chunks: Sequence[bytes], every_s: float = 0.0) -> int:
-    """Returns the status for a client that sends these chunks and reads to the end."""
+    """Sends these chunks, and reads until the server closes the connection. Returns the status of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
     async def say() -> None:
@@ -111,13 +111,13 @@ async def said(port: int, chunks: Sequence[bytes], every_s: float = 0.0) -> int:
         writer.close()
 
 
-def forget_peak(pid: int) -> None:
-    """Resets the peak memory to the current one, because loading a model takes more than serving it."""
+def reset_peak(pid: int) -> None:
+    """Resets the peak memory to the current memory, because loading a model takes more memory than serving it."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def peak_bytes(pid: int) -> int:
-    """Returns the peak memory of a process."""
+    """Returns the peak resident memory of a process."""
     (line,) = [one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
@@ -125,12 +125,12 @@ def peak_bytes(pid: int) -> int:
 def secrets_in(stack: Stack, secrets: Sequence[str]) -> list[str]:
     """Returns the secrets found in a log of the stack."""
     texts = [path.read_text(errors="replace") for path in stack.logs.iterdir()]
-    assert all(texts[:1]), "there is nothing in the logs: this is a bug of the test"
+    assert all(texts[:1]), "the logs are empty, so this check has no effect"
     return [secret for secret in secrets for text in texts if secret in text]
 
 
-async def of_another(port: int, session: str, key: str) -> Statuses:
-    """Returns the answers to a key that requests another key's session by every route."""
+async def answers_for_another_owner(port: int, session: str, key: str) -> Statuses:
+    """Requests another key's session on every route. Returns the answers."""
     path, step, headers = f"/v1/sessions/{session}", {"tokens": [1]}, bearer(key)
     asked: list[tuple[str, str, object]] = [
         ("GET", path, None),
@@ -175,7 +175,7 @@ async def test_attacks_are_rejected_without_using_memory_or_leaking_secrets(
     with make_stack(settings) as stack:
         port = stack.port
         for replica in stack.replicas:
-            forget_peak(replica.pid)
+            reset_peak(replica.pid)
         before = {replica.name: peak_bytes(replica.pid) for replica in stack.replicas}
         client = Connection(port)
         own = await client.ask("POST", "/v1/sessions", {"session": "mine"}, bearer(alice))
@@ -221,8 +221,8 @@ async def test_attacks_are_rejected_without_using_memory_or_leaking_secrets(
 
         attacks = {
             "wrong keys": many(port, wrong_key, 700),
-            "others' sessions": of_another(port, "mine", mallory),
-            "others' drawn ids": of_another(port, drawn.document["session"], mallory),
+            "others' sessions": answers_for_another_owner(port, "mine", mallory),
+            "others' drawn ids": answers_for_another_owner(port, drawn.document["session"], mallory),
             "open sessions": many(port, new_session, SESSIONS),
             "large bodies": many(port, large, 24),
             "slow bodies": many(port, drip, 24),
@@ -301,12 +301,12 @@ async def test_keys_are_rotated_under_load_without_a_failed_request(make_stack: 
         async with asyncio.TaskGroup() as clients:
             for number in range(6):
                 clients.create_task(step_on("alice", f"s-{number}"))
-            clients.create_task(step_on("bob", "s-0"))  # another owner's session, of the same id
+            clients.create_task(step_on("bob", "s-0"))  # another owner's session with the same id
             new = keys.make("alice")
             keys.write()
             await until_all(answers(new, 200))
             await until_all(answers(old, 200))
-            current = new  # all of alice's keys share her sessions
+            current = new  # all keys of alice share her sessions
             del keys.kept[old]
             keys.write()
             await until_all(answers(old, 401))

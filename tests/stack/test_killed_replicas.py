@@ -1,6 +1,6 @@
-"""Replicas are killed under load: no token is lost or duplicated.
+"""Tests that no token is lost or duplicated when replicas are killed under load.
 
-`python -m benchmarks.outages` measures how long clients wait meanwhile.
+`python -m benchmarks.outages` measures how long clients wait during such an outage.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ RATE = 1.25
 KILLS = 6
 
 
-async def test_two_hundred_sessions_outlive_replicas_killed_in_turn(make_stack: MakeStack, figures: Figures) -> None:
+async def test_two_hundred_sessions_continue_while_replicas_are_killed_one_after_another(
+    make_stack: MakeStack, figures: Figures
+) -> None:
     stack = make_stack()
     await asyncio.to_thread(stack.start)
-    # A tenth of the sessions is longer than the history that is kept: their states can only be rebuilt within a bound.
+    # A tenth of the sessions have more tokens than the store keeps. Their states can be rebuilt only within an error
+    # bound.
     first = [SESSION_HISTORY_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
     async with open_clients(stack.port, first) as clients:
         async with stepping(clients, RATE):

@@ -1,5 +1,5 @@
-"""Redis is killed and restarted with its append-only file: tokens acknowledged as durable survive, in both failure
-modes."""
+"""Tests of killing Redis and restarting it with its append-only file. In both failure modes, tokens that were
+acknowledged as durable survive."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RATE = 1.0
 UP, DOWN = {f"wane_{number}": "UP" for number in (1, 2, 3)}, {f"wane_{number}": "DOWN" for number in (1, 2, 3)}
 
 
-async def test_in_mode_reject_steps_fail_until_redis_is_back_and_nothing_is_lost(
+async def test_in_mode_reject_steps_fail_until_redis_is_back_and_no_step_is_lost(
     make_stack: MakeStack, figures: Figures
 ) -> None:
     stack = make_stack({"WANE_STORE_FAILURE_MODE": "reject"})
@@ -63,7 +63,7 @@ async def test_in_mode_reject_steps_fail_until_redis_is_back_and_nothing_is_lost
         assert await histories(clients, stack.store, SESSION_HISTORY_TOKENS) == []
 
 
-async def test_in_mode_degrade_sessions_continue_and_redis_wins_once_back(
+async def test_in_mode_degrade_sessions_continue_and_the_sessions_in_redis_replace_local_ones(
     make_stack: MakeStack, figures: Figures
 ) -> None:
     stack = make_stack({"WANE_STORE_FAILURE_MODE": "degrade"})
@@ -74,11 +74,11 @@ async def test_in_mode_degrade_sessions_continue_and_redis_wins_once_back(
             await stepped(clients)
             await asyncio.to_thread(redis.kill)
             await until_each(clients, has_undurable)
-            # Tokens that only this replica has are lost with it: histories differ.
+            # If this replica stops, the tokens that only it has are lost. Then the histories differ.
             await asyncio.to_thread(victim.kill)
             victim.start()
             before = {client.session: (len(client.history), client.repeated) for client in clients}
-            await until_each(clients, lambda client: went_on(client, before[client.session]))
+            await until_each(clients, lambda client: has_progressed(client, before[client.session]))
             redis.start()
             await asyncio.to_thread(redis.wait_ready)
             await asyncio.to_thread(victim.wait_ready)
@@ -103,12 +103,12 @@ async def test_in_mode_degrade_sessions_continue_and_redis_wins_once_back(
 
 
 def has_undurable(client: SessionClient) -> bool:
-    """Returns whether an answered step is not durable."""
+    """Returns whether any answered step is not durable."""
     return any(append.outcome is Outcome.NOT_DURABLE for append in client.history)
 
 
-def went_on(client: SessionClient, before: tuple[int, int]) -> bool:
-    """Returns whether a step has ended or was retried since both counts were `before`."""
+def has_progressed(client: SessionClient, before: tuple[int, int]) -> bool:
+    """Returns whether a step has ended or was retried since the counts of both were `before`."""
     return len(client.history) > before[0] or client.repeated > before[1]
 
 

@@ -1,5 +1,5 @@
-"""Runs the manifests of Kubernetes without a cluster: replicas are added and removed as by an HPA, and no request
-fails, although no client retries. HAProxy has the file of its ConfigMap, and finds the replicas by DNS."""
+"""Runs the Kubernetes manifests without a cluster. The test adds and removes replicas like an HPA. No request fails,
+although no client retries. HAProxy uses the file of its ConfigMap, and finds the replicas with DNS."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RESOLVER = "    parse-resolv-conf\n"
 
 @pytest.fixture
 def pods() -> Iterator[ExitStack]:
-    """A list of pods that are killed at the end of the test."""
+    """A list of pods. The fixture kills them at the end of the test."""
     program("redis-server")
     program("haproxy")
     with ExitStack() as stack:
@@ -40,7 +40,7 @@ def pods() -> Iterator[ExitStack]:
 
 
 def haproxy_file(folder: Path, dns: Names) -> Path:
-    """The file of the ConfigMap. It names the DNS server that a pod's /etc/resolv.conf would name."""
+    """The file of the ConfigMap, with the address of the DNS server. In a pod, /etc/resolv.conf has this address."""
     text = get("ConfigMap", "haproxy")["data"]["haproxy.cfg"]
     assert text.count(RESOLVER) == 1
     file = folder / "haproxy.cfg"
@@ -68,7 +68,7 @@ async def test_no_request_fails_or_is_retried_while_replicas_come_and_go(
     async with names(VARIABLES["REPLICAS"]) as dns:
 
         def replica() -> Pod:
-            """Adds a replica, which DNS lists at once, ready or not."""
+            """Adds a replica. DNS lists it immediately, before it is ready."""
             pod = run("wane", free_port(), variables, {})
             dns.ports.add(pod.port)
             return pod
@@ -86,7 +86,7 @@ async def test_no_request_fails_or_is_retried_while_replicas_come_and_go(
                 third = replica()
                 await third.ready()
                 await until(addresses["haproxy", 8404], wane_3="UP")
-                # Both of the first replicas stop. DNS drops one when it starts to stop, and the other once it has
+                # The first two replicas stop. DNS removes one when it begins to stop, and the other after it has
                 # stopped.
                 dns.ports.remove(first[0].port)
                 codes = await asyncio.gather(*(pod.delete() for pod in first))

@@ -1,4 +1,5 @@
-"""A real Prometheus scrapes three replicas behind HAProxy, with keys; every query of the dashboard finds data in it."""
+"""Tests that a real Prometheus with a key scrapes three replicas behind HAProxy, and that every query of the dashboard
+finds data."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 LIMIT_S = 300
 SMALL_QUEUE = "wane-1"
 FAILURES = {"By status", "By code and key", "Rejected, dropped, failed", "Failed", "Rejected connections"}
-"""Panels whose values are all 0 unless something failed."""
+"""The panels whose values are all 0 as long as nothing has failed."""
 
 
 class Traffic:
-    """A client whose requests fill every panel of the dashboard, including failures."""
+    """A client. Its requests produce data for every panel of the dashboard, including failures."""
 
     def __init__(self, stack: Stack, http: httpx.Client) -> None:
         self.http = http
@@ -42,7 +43,7 @@ class Traffic:
         return response
 
     def round(self) -> None:
-        """Sends a few requests of every kind."""
+        """Sends a few requests of each kind."""
         for session in self.sessions:
             self.post(f"/v1/sessions/{session}/tokens", {"tokens": [5]}, 200)
         for mode in ("recurrent", "window", "both"):
@@ -114,7 +115,7 @@ def test_every_panel_of_the_dashboard_has_data_from_three_replicas_behind_haprox
                 assert prometheus.values(f'sum(wane_request_errors_total{{code="{code}",key="{key}"}})')[0] > 0
             scrapes = 'sum(wane_http_requests_total{route="/metrics",status="200"})'
             while sum(prometheus.values(scrapes)) <= len(replicas()):
-                assert time.monotonic() < end, "scrapes are counted as requests"
+                assert time.monotonic() < end, "the server must not count scrapes as requests"
             assert {rule["name"] for group in prometheus.get("rules")["groups"] for rule in group["rules"]} >= {
                 "WaneBoundViolated",
                 "WaneReplicaDown",
@@ -124,14 +125,14 @@ def test_every_panel_of_the_dashboard_has_data_from_three_replicas_behind_haprox
             )
             traces = {one["labels"]["trace_id"] for series in exemplars for one in series["exemplars"]}
         exported = {span.trace for span in collector.spans()}
-        assert traces & exported, "no exemplar names a trace that was exported"
+        assert traces & exported, "no exemplar has the id of an exported trace"
 
 
 def now() -> str:
     return str(time.time() + 1)
 
 
-def test_prometheus_without_its_key_is_rejected_and_says_so(make_stack: MakeStack) -> None:
+def test_prometheus_without_its_key_is_rejected_and_reports_the_error(make_stack: MakeStack) -> None:
     program("prometheus")
     stack = make_stack(whole=True)
     (stack.secrets / METRICS_KEY).write_text("another")

@@ -1,4 +1,4 @@
-"""Ray Serve, started by scripts/ray: sessions outlive killed, added and removed replicas."""
+"""Tests of Ray Serve, which scripts/ray starts. Sessions continue when replicas are killed, added and removed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPOOFED = {"x-forwarded-for": "6.6.6.6", "x-request-id": "a-client-that-says-it-
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with a short path, for sockets."""
+    """A folder whose path is short enough for sockets."""
     made = Path(tempfile.mkdtemp(prefix="wane-"))
     yield made
     shutil.rmtree(made)
@@ -44,7 +44,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def command(folder: Path) -> Iterator[RayCommand]:
-    """The running command, stopped at the end of the test."""
+    """The running command. The fixture stops it at the end of the test."""
     started = RayCommand(folder)
     try:
         yield started
@@ -57,7 +57,7 @@ async def a_step_each(clients: list[SessionClient]) -> None:
 
 
 async def asks_for_a_key(client: SessionClient) -> None:
-    """Requests without a key, or with another's, are rejected, and do not change the client's session."""
+    """Checks that requests without a key or with another client's key are rejected and do not change the session."""
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{client.port}", timeout=WAIT_S) as http:
         path = f"/v1/sessions/{client.session}"
         for keys, status in (({}, 401), ({"authorization": "Bearer none"}, 401), (OTHERS, 404), (OWN, 200)):
@@ -102,7 +102,7 @@ async def test_a_hundred_sessions_continue_when_replicas_are_killed_added_and_re
             client.timed.clear()
         async with stepping(clients, RATE):
             await asyncio.to_thread(command.scale, 1)
-            for stream in streams:  # a replica waits for its WebSockets before it ends
+            for stream in streams:  # a replica waits for its WebSockets before it exits
                 await stream.close()
             remaining = await asyncio.to_thread(command.until_ready, 1)
             await asyncio.to_thread(command.scale, 2)

@@ -19,7 +19,7 @@ def reference_run() -> ReferenceRun:
 
 
 def answer(position: int, **fields: Any) -> dict[str, Any]:
-    """Returns the correct answer after this number of tokens."""
+    """Returns the correct answer after the first `position` tokens."""
     bundle = Bundle.open(BUNDLE)
     reference = Reference(bundle.manifest.architecture, bundle.weights())
     state = reference.zero_state(1)
@@ -34,19 +34,20 @@ def answer(position: int, **fields: Any) -> dict[str, Any]:
 
 
 def shifted(document: dict[str, Any], by: float) -> dict[str, Any]:
-    """Returns the answer with a more probable first token, at the cost of the tokens that are not listed."""
+    """Returns the answer with a larger probability of the first token. The difference comes from tokens that are not
+    listed."""
     first, *rest = document["predictions"]
     return {**document, "predictions": [{**first, "probability": first["probability"] + by}, *rest]}
 
 
-def test_right_answers_pass_for_several_sessions_of_any_length(reference_run: ReferenceRun) -> None:
+def test_correct_answers_pass_for_several_sessions_of_any_length(reference_run: ReferenceRun) -> None:
     sessions = [(TOKENS[:2], {2: answer(2)}), (TOKENS, {1: answer(1), 5: answer(5)})]
     compared = reference_run.compare(sessions)
     assert (compared.answers, compared.proved, compared.broken) == (3, 3, ())
 
 
 @pytest.mark.parametrize(("bound", "distance", "holds"), [(0.01, 0.009, True), (0.01, 0.02, False), (0.0, 0.01, False)])
-def test_an_answer_passes_within_its_bound_only(
+def test_an_answer_passes_only_within_its_bound(
     reference_run: ReferenceRun, bound: float, distance: float, holds: bool
 ) -> None:
     document = shifted(answer(3, state="rebuilt", error_bound=bound), distance)
@@ -61,7 +62,7 @@ def test_an_answer_of_another_position_fails(reference_run: ReferenceRun) -> Non
     assert len(compared.broken) >= 1 and "session 0 at 4" in compared.broken[0]
 
 
-def test_a_proved_first_token_must_be_the_references(reference_run: ReferenceRun) -> None:
+def test_a_proved_first_token_must_equal_the_reference_s(reference_run: ReferenceRun) -> None:
     document = answer(3, error_bound=1.0)
     first, second, *rest = document["predictions"]
     document["predictions"] = [second, first, *rest]

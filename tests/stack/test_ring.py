@@ -1,4 +1,4 @@
-"""The hash ring of the fleet simulation, compared with the real HAProxy and its real configuration."""
+"""Compares the hash ring of the fleet simulation with the real HAProxy and its real configuration."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ pytestmark = pytest.mark.stack
 
 
 def owners(*servers: int) -> dict[str, int]:
-    """Returns the server by the ring; replicas count from 0, HAProxy's servers from 1."""
+    """Returns the server that the ring selects. Replicas are numbered from 0, and HAProxy's servers from 1."""
     found = Ring(full(servers)).owners(places(SESSIONS))
     return {session: int(owner) - 1 for session, owner in zip(SESSIONS, found, strict=True)}
 
 
-async def test_every_session_is_and_moves_where_the_ring_says() -> None:
+async def test_every_session_has_and_moves_to_the_server_that_the_ring_selects() -> None:
     async with three_replicas() as replicas, haproxy(replicas) as balanced:
-        assert await balanced.homes() == owners(1, 2, 3)
+        assert await balanced.replica_of_each() == owners(1, 2, 3)
         replicas[1].stop()
         await until(balanced.operations, wane_2="DOWN")
-        assert await balanced.homes() == owners(1, 3)
+        assert await balanced.replica_of_each() == owners(1, 3)

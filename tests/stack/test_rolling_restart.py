@@ -1,4 +1,4 @@
-"""Replicas are restarted one after another, as for a new version: no request fails."""
+"""Tests that no request fails while replicas are restarted one after another, as for a new version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without session affinity, answers are as correct as with it."""
+"""Tests that answers are as correct without session affinity as with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ RATE = 1.0
 STEPS = 4
 
 
-async def test_sessions_with_every_step_at_another_replica_are_right(make_stack: MakeStack, figures: Figures) -> None:
+async def test_sessions_whose_steps_all_go_to_different_replicas_are_correct(
+    make_stack: MakeStack, figures: Figures
+) -> None:
     stack = make_stack(balance="roundrobin")
     await asyncio.to_thread(stack.start)
     first = [SESSION_HISTORY_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]

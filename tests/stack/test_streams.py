@@ -1,4 +1,5 @@
-"""WebSockets through HAProxy: cut off by a killed replica, closed by a stopped one, continued at another."""
+"""Tests of WebSockets through HAProxy. A killed replica breaks them, a stopped replica closes them, and clients
+continue at another replica."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ STEPS = 40
 
 
 class Streaming:
-    """A session's client over a WebSocket. Each message has its position; when a WebSocket ends, the client opens
-    another."""
+    """A session's client over a WebSocket. Each message has an expected position. When a WebSocket ends, the client
+    opens another."""
 
     def __init__(self, client: SessionClient) -> None:
         self.client = client
@@ -35,7 +36,7 @@ class Streaming:
         self.socket: ClientConnection | None = None
 
     async def open(self) -> ClientConnection:
-        """Returns the open socket, or a new one."""
+        """Returns the open WebSocket. Opens a new one if none is open."""
         while self.socket is None:
             try:
                 self.socket = await connect(
@@ -48,7 +49,7 @@ class Streaming:
         return self.socket
 
     async def step(self) -> None:
-        """Sends one token until it is answered."""
+        """Sends one token, and repeats it until the server answers."""
         client = self.client
         token = self.random.randrange(1, VOCABULARY)
         invoked = asyncio.get_running_loop().time()
@@ -71,7 +72,7 @@ class Streaming:
         client.answers[client.position] = answer
 
     async def closed(self) -> int | None:
-        """Returns the code with which the server closed the socket; None if it still answers."""
+        """Returns the code with which the server closed the WebSocket, or None if the server still answers."""
         assert self.socket is not None
         try:
             await (await self.socket.ping())
@@ -80,7 +81,7 @@ class Streaming:
         return None
 
     async def close(self) -> None:
-        """Closes the client for good."""
+        """Closes the client. It does not reconnect."""
         if self.socket is not None:
             await self.socket.close()
 

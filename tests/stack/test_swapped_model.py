@@ -1,5 +1,6 @@
-"""Replicas load a new version of a model one after another under live sessions: no request fails, every session
-continues on the new version from its tokens, and each answer is right for the version that it names."""
+"""Tests of replicas that load a new version of a model one after another while sessions are in use. No request fails.
+Every session continues on the new version from its stored tokens. Each answer is correct for the version that it names.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ SESSIONS = 60
 LONG = 6
 RATE = 1.0
 OTHER = BUNDLE.with_name("gated-stable-truncated")
-"""Returns other weights of the same architecture and vocabulary."""
+"""Returns different weights for the same architecture and vocabulary."""
 
 
 def next_version(folder: Path) -> Path:
-    """Writes a bundle of the same name, with the next version."""
+    """Writes a bundle with the same name and the next version."""
     path = shutil.copytree(OTHER, folder / MODEL)
     edit_manifest(path, "name", value=MODEL)
     edit_manifest(path, "version", value="2")
@@ -56,7 +57,7 @@ async def test_no_request_fails_while_each_replica_loads_a_new_version(
 
     for client in clients:
         versions = [client.answers[position]["model_version"] for position in sorted(client.answers)]
-        assert versions == sorted(versions), "a session went back to the old version"
+        assert versions == sorted(versions), "a session returned to the old version"
         rebuilt = [one for one in client.answers.values() if one["state"] == "rebuilt"]
         assert len(rebuilt) <= 1, "a session was rebuilt more than once for one new version"
     for version, bundle in (("1", old), ("2", served)):

@@ -1,4 +1,5 @@
-"""Traces of the real server, exported to a real OTLP receiver, and read from its log."""
+"""Tests of the traces of the real server. The server exports them to a real OTLP receiver, and the tests read the
+receiver's log."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def parent(number: int, flags: str = "01") -> dict[str, str]:
 
 
 def ended(server: LiveServer, collector: Receiver) -> list[Received]:
-    """Returns every span of a server; it exports the last ones when it stops."""
+    """Stops the server, which then exports its last spans. Returns all spans."""
     assert server.stop() == 0
     return collector.spans()
 
@@ -46,7 +47,7 @@ def test_a_request_is_traced_from_its_client_to_the_run() -> None:
         with httpx.Client(base_url=server.url, headers=parent(1, "00"), timeout=TIMEOUT_S) as client:
             session = client.post("/v1/sessions", json={}).json()["session"]
             path = f"/v1/sessions/{session}/tokens"
-            assert client.post(path, json={"tokens": [5]}).status_code == 200  # is not sampled
+            assert client.post(path, json={"tokens": [5]}).status_code == 200  # this request is not sampled
             answer = client.post(path, json={"tokens": [7]}, headers=parent(2)).json()
         spans = ended(server, collector)
     by_name = {span.name: span for span in spans}
@@ -67,8 +68,8 @@ def test_a_request_is_traced_from_its_client_to_the_run() -> None:
     assert abs((queue.times[1] - queue.times[0]) / 1e6 - answer["latency"]["queue_ms"]) < 0.001
 
 
-async def joined(client: httpx.AsyncClient) -> float:
-    """Returns from the metrics how many items were not the first of their batch."""
+async def items_that_joined_a_batch(client: httpx.AsyncClient) -> float:
+    """Returns the number of items that were not the first of their batch, according to the metrics."""
     lines = (await client.get("/metrics")).text.splitlines()
 
     def total(name: str) -> float:
@@ -79,13 +80,13 @@ async def joined(client: httpx.AsyncClient) -> float:
 
 def test_a_batch_links_to_the_requests_of_all_its_clients() -> None:
     async def ask(url: str) -> None:
-        """Sends eight requests at once, and repeats that until some shared a batch."""
+        """Sends eight concurrent requests, and repeats them until some of them share a batch."""
         async with (
             asyncio.timeout(TIMEOUT_S),
             httpx.AsyncClient(base_url=url, headers=parent(0, "00"), timeout=TIMEOUT_S) as client,
         ):
-            before = await joined(client)
-            while await joined(client) == before:
+            before = await items_that_joined_a_batch(client)
+            while await items_that_joined_a_batch(client) == before:
                 bodies = [{"tokens": [1] * 60, "mode": "window"}] * 8
                 asked = [client.post("/v1/predict", json=body, headers=parent(n)) for n, body in enumerate(bodies)]
                 assert {response.status_code for response in await asyncio.gather(*asked)} == {200}
@@ -108,7 +109,7 @@ def test_a_batch_links_to_the_requests_of_all_its_clients() -> None:
     assert {link for span in of_others for link in span.links} == {batch.id for batch in shared}
 
 
-def test_calls_of_the_command_line_continue_its_callers_trace() -> None:
+def test_requests_of_the_command_continue_the_trace_of_its_caller() -> None:
     with receiver() as collector, live_server(**variables(collector)) as server:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
         given = {

@@ -12,12 +12,12 @@ REAL_TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
 def text_corpus(size: int = 300) -> Corpus:
-    """Returns the licence's text over a small byte-level vocabulary."""
+    """Returns a corpus of the licence's text with a small byte-level vocabulary."""
     return load_corpus(DataConfig(kind="text", path=REAL_TEXT, vocabulary_size=size))
 
 
 def experiment(model: ModelConfig | None = None, **training: object) -> Experiment:
-    """Returns a tiny experiment on the licence's text; `training` overrides its keys."""
+    """Returns a tiny experiment on the licence's text. `training` overrides its training keys."""
     keys = {"steps": 8, "batch": 4, "chunk": 8, "warmup": 2, "evaluate_every": 4, "checkpoint_every": 2, "threads": 1}
     return Experiment(
         name="tiny",
@@ -28,6 +28,6 @@ def experiment(model: ModelConfig | None = None, **training: object) -> Experime
 
 
 def write_events(path: Path, sequences: list[list[str]]) -> Path:
-    """Writes JSON lines with one list of event names each; returns the path."""
+    """Writes JSON lines. Each line is a list of event names. Returns the path."""
     path.write_text("".join(json.dumps(sequence) + "\n" for sequence in sequences))
     return path

@@ -1,4 +1,5 @@
-"""Runs that several processes train, for comparison with one process. Writes the losses and errors into a folder.
+"""Trains runs with several processes. Tests compare them with runs of one process. Writes the losses and errors into a
+folder.
 
 torchrun --standalone --nproc-per-node 2 tests/training/group_cases.py FOLDER
 """
@@ -24,7 +25,7 @@ from wane.training.loop import Trainer
 from wane.training.run_folder import RunFolder
 
 STOP = 11
-"""Number of steps after which `HANDED_ON` and `NOISY` stop."""
+"""The number of steps after which the runs `HANDED_ON` and `NOISY` stop."""
 
 HANDED_ON, NOISY = "handed-on", "noisy"
 
@@ -63,13 +64,13 @@ ALIKE = {
     "clipped": chosen(model("lstm"), optimizer="sgd", learning_rate=1.0, clip_norm=0.1),
     HANDED_ON: chosen(model("lstm"), batch=5),
 }
-"""Experiments without dropout, which train the same with any number of processes."""
+"""Experiments without dropout. They train the same with any number of processes."""
 
 DROPOUT = chosen(gated(dropout=0.3))
 
 
 def trained(one: Experiment, corpus: Corpus, folder: Path, group: Group, steps: int | None = None) -> list[float]:
-    """Trains a run to its end, or for its next `steps`; returns the losses."""
+    """Trains a run to its end, or for its next `steps` steps. Returns the losses."""
     return [progress.loss for progress in islice(Trainer(one, corpus, RunFolder(folder), group).run(), steps)]
 
 
@@ -79,7 +80,7 @@ def refusal(call: Callable[[], object]) -> str:
         call()
     except TrainingError as error:
         return f"{type(error).__name__}: {error}"
-    raise AssertionError("it was not refused")
+    raise AssertionError("`call` raised no TrainingError")
 
 
 def fail(error: TrainingError) -> None:

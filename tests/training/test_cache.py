@@ -24,7 +24,7 @@ CACHED = ModelConfig(cell="gated", hidden=16, block="residual", feed_forward=8, 
 
 
 def sampled(cache: CacheModel, size: int, count: int) -> np.ndarray:
-    """Returns a stream in which every token is drawn from the mixture of a uniform network with a cache."""
+    """Returns a random stream. Every token is drawn from the mixture of a uniform network and the cache."""
     random, stream = np.random.default_rng(0), [0]
     for _ in range(count):
         uniform = np.full(size, 1 / size)
@@ -34,7 +34,7 @@ def sampled(cache: CacheModel, size: int, count: int) -> np.ndarray:
     return np.array(stream)
 
 
-def test_a_fit_finds_the_weights_that_made_the_stream() -> None:
+def test_a_fit_finds_the_weights_from_which_the_stream_was_drawn() -> None:
     weights = tuple((0.3 + 0.3 * (row < 6), 0.2, 0.2 * (row >= 6), 0.0) for row in range(36))
     cache = CacheModel(length=LENGTH, weights=tuple((1 - sum(row[1:]), *row[1:]) for row in weights))
     size = 8
@@ -51,7 +51,7 @@ def test_a_fit_finds_the_weights_that_made_the_stream() -> None:
         assert found.weights[row][2] == pytest.approx(cache.weights[row][2], abs=0.06)
 
 
-def test_counts_that_gain_little_get_no_weight() -> None:
+def test_counts_that_hardly_improve_the_loss_get_no_weight() -> None:
     random = np.random.default_rng(1)
     stream = random.integers(0, 500, 5_000)
     found = fit_cache(cache_statistics(stream, LENGTH), np.full(len(stream) - 1, np.log(500)))
@@ -59,7 +59,7 @@ def test_counts_that_gain_little_get_no_weight() -> None:
 
 
 @pytest.mark.parametrize("start", [None, 0])
-def test_the_loss_and_the_shares_are_the_oracles(start: int | None) -> None:
+def test_the_losses_and_the_mixture_equal_the_oracle_s(start: int | None) -> None:
     random = np.random.default_rng(2)
     stream = random.integers(0, 8, 200)
     cache = random_cache(Random(3), LENGTH)
@@ -77,7 +77,7 @@ def test_the_loss_and_the_shares_are_the_oracles(start: int | None) -> None:
 
 
 @pytest.mark.parametrize("regime", ["recurrent", "truncated"])
-def test_a_resumed_run_with_a_cache_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, regime: str) -> None:
+def test_a_resumed_run_with_a_cache_has_the_losses_of_an_uninterrupted_run(tmp_path: Path, regime: str) -> None:
     corpus, chosen = text_corpus(), experiment(CACHED, regime=regime)
     whole = [progress.loss for progress in Trainer(chosen, corpus, RunFolder(tmp_path / "whole")).run()]
     list(islice(Trainer(chosen, corpus, RunFolder(tmp_path / "cut")).run(), 6))
@@ -88,18 +88,19 @@ def test_a_resumed_run_with_a_cache_has_the_losses_of_an_uninterrupted_one(tmp_p
     assert one["cache"] == other["cache"] and one["valid_loss"] == other["valid_loss"]
 
 
-def test_the_best_weights_are_those_of_the_best_mixture(tmp_path: Path) -> None:
+def test_the_best_weights_are_those_with_the_lowest_loss_of_the_mixture(tmp_path: Path) -> None:
     corpus, folder = text_corpus(), RunFolder(tmp_path)
     trainer = Trainer(experiment(CACHED, steps=60, learning_rate=1e-2, evaluate_every=20), corpus, folder)
     losses = [progress.valid_loss for progress in trainer.run() if progress.valid_loss is not None]
     assert trainer.cache is not None and trainer.best_loss == min(losses)
     found = evaluate_split(trainer.network, corpus, "valid", [1, 8], cache=trainer.cache.model)
     assert found.without_cache is not None and found.recurrent < found.without_cache
-    assert trainer.best_loss == pytest.approx(found.recurrent, abs=0.1)  # lanes begin from the zero state
+    # The trainer starts each lane from the zero state, so the losses differ.
+    assert trainer.best_loss == pytest.approx(found.recurrent, abs=0.1)
     assert found.window[8] == pytest.approx(found.recurrent_at_positions, abs=0.5)
 
 
-def test_proof_pressure_on_a_mixture_without_a_cache_is_that_on_the_network(tmp_path: Path) -> None:
+def test_the_proof_loss_of_a_mixture_without_a_cache_equals_that_of_the_network(tmp_path: Path) -> None:
     chosen = experiment(CACHED, proof={"weight": 0.1, "ramp": 1})
     trainer = Trainer(chosen, text_corpus(), RunFolder(tmp_path))
     next(trainer.run())
@@ -110,4 +111,4 @@ def test_proof_pressure_on_a_mixture_without_a_cache_is_that_on_the_network(tmp_
     assert mixed.item() == pytest.approx(network_alone.item(), rel=1e-4)
     assert of_mixture == proved
     first = trainer.pressure(10, (torch.full((lanes,), 0.05), torch.eye(size)[:lanes] * 0.95))
-    assert first[1] == 1.0, "a token that has nearly all of the probability by the cache is proved"
+    assert first[1] == 1.0, "a token is proved if the cache gives it nearly all of the probability"

@@ -30,12 +30,13 @@ def test_every_shipped_experiment_is_valid_and_named_like_its_file(path: Path) -
 @pytest.mark.parametrize("manifest", manifests(), ids=lambda manifest: manifest.name)
 def test_a_shipped_bundle_was_trained_by_the_experiment_of_its_name(manifest: Manifest) -> None:
     experiment = Experiment.read(SHIPPED[0].parent / f"{manifest.name}.toml")
-    trained = Experiment.model_validate(manifest.provenance.config)  # newer keys get their defaults
+    # Keys that are newer than the bundle get their defaults.
+    trained = Experiment.model_validate(manifest.provenance.config)
     assert trained.model_copy(update={"data": experiment.data}) == experiment
     assert trained.data == experiment.data.model_copy(update={"path": None})
 
 
-def test_the_twins_differ_only_in_the_regime() -> None:
+def test_a_truncated_twin_differs_from_its_recurrent_model_only_in_the_regime() -> None:
     folder = SHIPPED[0].parent
     recurrent = Experiment.read(folder / "gated-stable.toml")
     truncated = Experiment.read(folder / "gated-stable-truncated.toml")
@@ -67,19 +68,19 @@ def test_the_twins_differ_only_in_the_regime() -> None:
     ],
     ids=lambda value: value[1].splitlines()[-1] if isinstance(value, tuple) else None,
 )
-def test_an_invalid_key_is_named(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+def test_the_error_names_an_invalid_key(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     path = tmp_path / "one.toml"
     path.write_text(VALID.replace(*change))
     with pytest.raises(ConfigError, match=message):
         Experiment.read(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
         Experiment.read(tmp_path / "none.toml")
 
 
-def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_file_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "one.toml"
     path.write_bytes(b'name = "\xff"')
     with pytest.raises(ConfigError, match=r"one\.toml: not UTF-8 at byte 8"):

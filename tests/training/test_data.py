@@ -35,7 +35,7 @@ def test_an_unusable_text_is_named_with_the_reason(tmp_path: Path, content: byte
         load_text(path)
 
 
-def test_missing_data_is_named(tmp_path: Path) -> None:
+def test_the_error_names_missing_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"missing\.txt: No such file"):
         load_text(tmp_path / "missing.txt")
     with pytest.raises(DataError, match=r"the folder holds no files, or only empty or hidden ones"):
@@ -44,7 +44,7 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
         load_corpus(DataConfig(kind="text"))
 
 
-def test_a_folder_is_read_in_name_order_and_every_file_is_hashed(tmp_path: Path) -> None:
+def test_the_files_of_a_folder_are_read_in_the_order_of_their_names_and_hashed(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name, lines in (("b.txt", range(40, 80)), ("a.txt", range(40)), ("sub/c.py", range(80, 100))):
         (tmp_path / name).write_text("".join(f"line number {number}\n" for number in lines))
@@ -55,7 +55,7 @@ def test_a_folder_is_read_in_name_order_and_every_file_is_hashed(tmp_path: Path)
     assert corpus.vocabulary.decode(corpus.streams["test"].tolist()).endswith("line number 99\n")
 
 
-def test_the_splits_hold_every_line_once_in_order() -> None:
+def test_the_splits_contain_every_line_once_in_order() -> None:
     corpus = text_corpus()
     text = "".join(corpus.vocabulary.decode(corpus.streams[split].tolist()[1:]) for split in ("train", "valid", "test"))
     source = (Path(__file__).parents[2] / "LICENSE").read_text()
@@ -78,7 +78,7 @@ def test_the_splits_hold_every_line_once_in_order() -> None:
         ('["\\ud800"]', "not Unicode text"),
     ],
 )
-def test_an_invalid_event_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_the_error_names_an_invalid_event_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(f'["a", "b"]\n\n{line}\n')
     with pytest.raises(DataError, match=rf"events\.jsonl, line 3: .*{message}"):
@@ -131,7 +131,7 @@ def test_the_vocabulary_is_trained_on_the_training_split_alone(tmp_path: Path) -
     assert len(corpus.vocabulary.encode("zzzzzz")) == 6
 
 
-def test_events_keep_their_names_and_unknown_ones_become_unk(tmp_path: Path) -> None:
+def test_events_keep_their_names_and_unknown_events_become_unk(tmp_path: Path) -> None:
     sequences = [["log in", "view item", "view item"], ["view item", "buy"]] * 30 + [["never seen before", "buy"]] * 2
     corpus = load_corpus(DataConfig(kind="events", path=write_events(tmp_path / "events.jsonl", sequences)))
     vocabulary = corpus.vocabulary
@@ -157,7 +157,7 @@ def test_bpe_round_trips_text_byte_for_byte(text: str) -> None:
     assert vocabulary.decode(vocabulary.encode(text)) == text
 
 
-def test_a_token_of_part_of_a_character_has_its_bytes() -> None:
+def test_a_token_that_is_a_part_of_a_character_has_its_bytes() -> None:
     vocabulary = text_corpus().vocabulary
     ids = vocabulary.encode("戦")
     assert len(ids) == 3

@@ -1,6 +1,6 @@
-"""Runs the commands on a real text: train, kill -9 half-way, resume, export, serve, predict.
+"""Runs the commands on a real text: train, kill -9, resume, export, serve and predict.
 
-Commands that are killed or stopped run in separate processes.
+Commands that the test kills or stops run in separate processes.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def endless(experiment: str) -> str:
-    """Returns the experiment with a million steps and a schedule that does not depend on their number."""
+    """Returns the experiment with a million steps. Its schedule does not depend on the number of steps."""
     (steps,) = re.findall(r"^steps = \d+\n", experiment, re.MULTILINE)
     assert "schedule" not in experiment
     return experiment.replace(steps, f'{ENDLESS}schedule = "constant"\n')
 
 
 def logged(folder: Path) -> dict[int, float]:
-    """Returns training losses by step."""
+    """Returns the training loss of each step."""
     lines = (folder / "log.jsonl").read_text().splitlines() if (folder / "log.jsonl").exists() else []
     whole = [json.loads(line) for line in lines if line.endswith("}")]
     return {line["step"]: line["loss"] for line in whole if "loss" in line}
@@ -113,7 +113,7 @@ def test_a_killed_run_is_resumed_exported_and_served(tmp_path: Path, run: Callab
         assert answer["model"] == "licence"
         assert len(answer["predictions"]) == 5
         assert answer["agreement"]["top1_match"] is True
-        assert answer["agreement"]["total_variation"] < 1e-5  # the window covers the whole input
+        assert answer["agreement"]["total_variation"] < 1e-5  # the window covers the whole input, so both modes agree
     finally:
         server.send_signal(signal.SIGTERM)
         output, _ = server.communicate(timeout=TIMEOUT_S)
@@ -153,7 +153,7 @@ def test_invalid_input_is_reported_in_one_line_with_exit_status_2(
     monkeypatch.chdir(tmp_path)
     try:
         status: object = main(arguments)
-    except SystemExit as ended:  # raised by argparse
+    except SystemExit as ended:  # argparse raises it
         status = ended.code
     assert status == 2
     assert message in "".join(capsys.readouterr())

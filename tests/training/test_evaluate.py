@@ -29,7 +29,7 @@ def network(cell: Cell = "lstm") -> Network:
 
 
 def token_by_token(model: Network, stream: np.ndarray) -> list[float]:
-    """Returns the loss of every next token, computed one step at a time."""
+    """Returns the loss of every next token. Runs the model one step at a time."""
     losses, state = [], None
     with torch.inference_mode():
         for token, target in pairwise(stream):
@@ -46,7 +46,7 @@ def test_recurrent_losses_match_single_steps_across_pieces(cell: Cell, monkeypat
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
-def test_a_window_sees_only_its_last_k_tokens(k: int) -> None:
+def test_a_window_reads_only_the_last_k_tokens(k: int) -> None:
     model, stream = network(), text_corpus().streams["valid"][:40]
     positions = spread_positions(stream, 10, 8)
     expected = [token_by_token(model, stream[end - k + 1 : end + 2])[-1] for end in positions]
@@ -80,12 +80,14 @@ def test_perplexity_per_word_divides_the_total_loss_by_the_words() -> None:
         ({8: 0.99}, None),
     ],
 )
-def test_the_smallest_close_window_is_close_from_there_on(window: dict[int, float], smallest: int | None) -> None:
+def test_the_smallest_close_window_is_the_first_from_which_all_larger_windows_are_close(
+    window: dict[int, float], smallest: int | None
+) -> None:
     losses = SplitLosses(300, 100, 1.1, 10, 1.0, window)
     assert quality({"valid": losses}).window_within_half_percent == smallest
 
 
-def test_recurrent_loss_covers_the_split_and_its_pair_the_windows_positions() -> None:
+def test_recurrent_loss_covers_the_whole_split_and_is_also_given_at_the_windows_positions() -> None:
     model, corpus = network(), text_corpus()
     losses = evaluate_split(model, corpus, "test", (1, 4), count=9)
     every = recurrent_losses(model, corpus.streams["test"]).double()

@@ -1,4 +1,4 @@
-"""Compares a run of several processes, started by torchrun, with the same run of one process."""
+"""Compares a run of several processes, which torchrun starts, with the same run of one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from wane.training.run_folder import RunFolder
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 LOSS, WEIGHT = 2e-5, 2e-4
-"""Tolerances for thirty steps whose sums have another order."""
+"""The tolerances after thirty steps. Several processes add the terms of sums in another order."""
 
 EXPERIMENT = """
 name = "long"
@@ -53,7 +53,7 @@ threads = 1
 
 
 def children(process: subprocess.Popen[str]) -> dict[str, int]:
-    """Returns process ids by rank."""
+    """Returns the process id of each rank."""
     found: dict[str, int] = {}
     for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         environment = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
@@ -63,7 +63,7 @@ def children(process: subprocess.Popen[str]) -> dict[str, int]:
 
 @contextmanager
 def torchrun(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """Runs two processes with one thread each; kills the remaining ones at the end."""
+    """Runs two processes with one thread each. Kills the processes that still run at the end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
     with subprocess.Popen(
@@ -104,7 +104,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trains every case with two processes; one process begins `HANDED_ON`."""
+    """Trains every case with two processes. A single process trains the first steps of `HANDED_ON`."""
     folder = tmp_path_factory.mktemp("together")
     trained(ALIKE[HANDED_ON], text_corpus(), folder / HANDED_ON, ALONE, STOP)
     with torchrun(ROOT / "tests/training/group_cases.py", folder) as process:
@@ -118,7 +118,7 @@ def seen(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def assert_alike(found: Path, alone: Path) -> None:
-    """Asserts equal logs, decisions and last weights, within the tolerances."""
+    """Asserts that the logs, decisions and last weights are equal within the tolerances."""
     for one, other in zip(records(found), records(alone), strict=True):
         assert one == pytest.approx(other, abs=LOSS), (one, other)
     saved, expected = (RunFolder(folder).load("checkpoint.pt") for folder in (found, alone))
@@ -131,7 +131,7 @@ def assert_alike(found: Path, alone: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALIKE if name != HANDED_ON])
-def test_two_processes_train_like_one(together: Path, tmp_path: Path, name: str) -> None:
+def test_two_processes_train_like_one_process(together: Path, tmp_path: Path, name: str) -> None:
     alone = trained(ALIKE[name], text_corpus(), tmp_path / name, ALONE)
     for rank in (0, 1):
         assert seen(together, rank)["losses"][name] == pytest.approx(alone, abs=LOSS)
@@ -154,7 +154,7 @@ def test_every_process_has_bitwise_equal_losses(together: Path) -> None:
     assert seen(together, 0)["refused"] == seen(together, 1)["refused"]
 
 
-def test_dropout_differs_by_process_and_repeats_in_a_resumed_run(together: Path) -> None:
+def test_dropout_differs_between_processes_and_repeats_in_a_resumed_run(together: Path) -> None:
     first, other = (seen(together, rank)["noise"] for rank in (0, 1))
     assert first[0] == first[2] != first[1]
     assert other[0] == other[2] != other[1]
@@ -166,7 +166,7 @@ def test_dropout_differs_by_process_and_repeats_in_a_resumed_run(together: Path)
         assert torch.equal(tensor, weights(together / NOISY)[name])
 
 
-def test_dropout_is_as_strong_in_two_processes_as_in_one(together: Path, tmp_path: Path) -> None:
+def test_dropout_changes_the_losses_as_much_with_two_processes_as_with_one(together: Path, tmp_path: Path) -> None:
     alone = trained(DROPOUT, text_corpus(), tmp_path, ALONE)
     found = seen(together, 0)["losses"]["dropout"]
     assert found != pytest.approx(alone, abs=LOSS)

@@ -34,7 +34,7 @@ def best_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("regime", ["recurrent", "truncated"])
 @pytest.mark.parametrize("stop", [1, 3, 4, 7])
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, regime: str, stop: int) -> None:
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_run(tmp_path: Path, regime: str, stop: int) -> None:
     corpus, chosen = text_corpus(), experiment(regime=regime)
     whole = [progress.loss for progress in Trainer(chosen, corpus, RunFolder(tmp_path / "whole")).run()]
     assert len(whole) == 8
@@ -108,8 +108,8 @@ def test_keep_every_saves_the_same_weights_in_a_resumed_run(tmp_path: Path) -> N
     assert all(torch.equal(tensor, kept_start[name]) for name, tensor in start.items())
 
 
-def by_hand(chosen: Experiment, corpus: Corpus, steps: int) -> list[float]:
-    """Computes the losses of the recurrent regime with plain SGD; the state is reset at every epoch."""
+def handwritten_losses(chosen: Experiment, corpus: Corpus, steps: int) -> list[float]:
+    """Computes the losses of the recurrent regime with plain SGD. Resets the state at every epoch."""
     torch.manual_seed(chosen.training.seed)
     network = Network(chosen.model.architecture(corpus.vocabulary.size)).train()
     batch, chunk = chosen.training.batch, chosen.training.chunk
@@ -144,7 +144,7 @@ def test_training_matches_a_handwritten_loop_over_three_epochs(tmp_path: Path) -
     chosen = experiment(model, optimizer="sgd", learning_rate=0.5, **keys)
     assert 20 < (len(corpus.streams["train"]) - 1) // 4 // 64 < 40
     losses = [progress.loss for progress in Trainer(chosen, corpus, RunFolder(tmp_path)).run()]
-    assert losses == pytest.approx(by_hand(chosen, corpus, 80), abs=1e-4)
+    assert losses == pytest.approx(handwritten_losses(chosen, corpus, 80), abs=1e-4)
 
 
 def test_validation_runs_without_dropout_and_carries_the_state(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_dropout_changes_training_but_not_evaluation(block: str) -> None:
     assert torch.equal(once, again)
 
 
-def test_weight_decay_leaves_biases_and_gains_alone(tmp_path: Path) -> None:
+def test_weight_decay_does_not_apply_to_biases_and_gains(tmp_path: Path) -> None:
     trainer = Trainer(experiment(weight_decay=0.1), text_corpus(), RunFolder(tmp_path))
     for group in trainer.optimizer.param_groups:
         assert {parameter.ndim > 1 for parameter in group["params"]} == {group["weight_decay"] > 0}
@@ -230,7 +230,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_advice(tmp_path: Path) -> 
         list(trainer.run())
 
 
-def test_best_weights_are_those_of_the_lowest_validation_loss(tmp_path: Path) -> None:
+def test_the_best_weights_are_those_with_the_lowest_validation_loss(tmp_path: Path) -> None:
     trainer = Trainer(experiment(steps=40, learning_rate=0.05), text_corpus(), RunFolder(tmp_path))
     list(trainer.run())
     losses = {r["step"]: r["valid_loss"] for r in records(tmp_path) if "valid_loss" in r}
@@ -239,7 +239,7 @@ def test_best_weights_are_those_of_the_lowest_validation_loss(tmp_path: Path) ->
     assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == best
 
 
-def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_folder_without_weights(tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match=r"has no best\.pt"):
         RunFolder(tmp_path).load("best.pt")
 
@@ -271,7 +271,7 @@ def test_plateau_decays_when_validation_stops_improving(tmp_path: Path) -> None:
     assert decay["step"] - max(s for s in _best_steps(tmp_path) if s <= decay["step"]) >= 8
 
 
-def test_a_plateau_run_stopped_in_its_decay_resumes_the_decay(tmp_path: Path) -> None:
+def test_a_plateau_run_that_is_stopped_during_its_decay_resumes_the_decay(tmp_path: Path) -> None:
     corpus = text_corpus()
     chosen = experiment(schedule="plateau", steps=12, decay_steps=5, evaluate_every=4, checkpoint_every=3)
     whole = [(p.step, p.loss, p.learning_rate) for p in Trainer(chosen, corpus, RunFolder(tmp_path / "whole")).run()]
@@ -305,7 +305,7 @@ def test_a_run_is_not_resumed_with_fewer_steps_than_done(tmp_path: Path) -> None
         Trainer(experiment(steps=6), corpus, RunFolder(tmp_path))
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_damaged_checkpoint(tmp_path: Path) -> None:
     corpus = text_corpus()
     list(islice(Trainer(experiment(), corpus, RunFolder(tmp_path)).run(), 2))
     path = tmp_path / "checkpoint.pt"

@@ -1,4 +1,4 @@
-"""Tests the loss term for provable predictions against the bound of a request."""
+"""Tests the loss term that makes predictions provable. Compares it with the bound of a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ CONFIG = ProofConfig(weight=0.1, ramp=1)
 
 
 def network(gate_bias: float) -> Network:
-    """Returns a network with six units after a front of reach 2; `gate_bias` controls how open the gates are."""
+    """Returns a network with six units after a front that reaches 2 tokens back. A larger `gate_bias` opens the gates
+    further."""
     torch.manual_seed(3)
     architecture = Architecture(
         cell="gated",
@@ -46,7 +47,7 @@ def run(built: Network, time: int = 24, config: ProofConfig = CONFIG) -> tuple[t
     return pressed, proved, tokens
 
 
-def test_the_loss_closes_open_gates_and_ignores_closed_ones() -> None:
+def test_the_loss_closes_open_gates_and_ignores_closed_gates() -> None:
     built = network(gate_bias=6.0)
     pressed, proved, _ = run(built)
     pressed.backward()
@@ -71,7 +72,7 @@ def test_the_state_error_is_close_to_the_bound_of_the_request() -> None:
     assert (proved >= error * 0.2).all()
 
 
-def test_the_network_stays_in_training_and_the_lead_gets_no_gradient() -> None:
+def test_the_network_stays_in_training_mode_and_the_lead_gets_no_gradient() -> None:
     built = network(gate_bias=3.0)
     pressed, _, _ = run(built)
     assert built.training
@@ -85,7 +86,7 @@ def test_a_longer_window_extrapolates_the_gates() -> None:
     for window in (None, time, reach + 2 * (time - reach)):
         config = ProofConfig(weight=0.1, ramp=1, ceiling=500.0, slack=50.0, window=window)
         built = network(gate_bias=3.0)
-        with torch.no_grad():  # makes every gate the same at every token
+        with torch.no_grad():  # makes every gate constant over the tokens
             built.get_parameter("layers.0.cell.weight")[:6] = 0
         pressed[window], _, _ = run(built, time, config)
     gate = 0.98 * torch.sigmoid(torch.tensor(3.0)).item()

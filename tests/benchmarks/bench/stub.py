@@ -1,4 +1,4 @@
-"""A stub server with enough HTTP and WebSocket for the loads, on its own thread."""
+"""A stub server on its own thread. It supports as much of HTTP and WebSocket as the load generators need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 Answer = Callable[[int, bytes], bytes]
-"""Maps the number of a request and its body to the bytes of the complete answer."""
+"""A function that returns the bytes of the complete answer to a request, given the request's number and body."""
 
 
 def ok(body: bytes) -> bytes:
@@ -18,7 +18,7 @@ def ok(body: bytes) -> bytes:
 
 
 class Stub:
-    """A server with a thread per connection. asked: the bodies in order of arrival."""
+    """A server with one thread for each connection. `asked`: the bodies of the requests in the order of arrival."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -62,7 +62,7 @@ class Stub:
         connection.sendall(self._answer(number, body))
 
     def _talk(self, connection: socket.socket, read: Callable[[int], bytes]) -> None:
-        """Yields a client's messages, masked frames of at most 125 bytes."""
+        """Yields a client's messages. Each is a masked frame of at most 125 bytes."""
         while len(head := read(2)) == 2:
             mask = read(4)
             payload = bytes(byte ^ mask[index % 4] for index, byte in enumerate(read(head[1] & 0x7F)))
@@ -75,7 +75,7 @@ class Stub:
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[Stub]:
-    """Runs a stub until the context ends; its clients must have hung up by then."""
+    """Runs a stub during the block. Its clients must disconnect before the end of the block."""
     stub = Stub(answer)
     thread = threading.Thread(target=stub.accept)
     thread.start()

@@ -40,7 +40,7 @@ FOLDERS = sorted(path.name for path in PEERS.iterdir() if path.is_dir() and path
 SERVERS = [name for name, contender in contenders().items() if contender.peer]
 
 
-def test_all_required_peers_exist() -> None:
+def test_all_required_peers_are_contenders() -> None:
     assert peer_names() == ["bentoml", "litserve", "mlserver", "mosec", "ray"]
     assert peer_names("sessions") == ["fastapi-sessions", "mosec-sessions"]
     assert peer_names("handler") == [HANDLER]
@@ -54,13 +54,13 @@ def test_a_peer_has_a_server_and_requirements(name: str) -> None:
     assert peer.requirements is not None
     requirements = peer.requirements.read_text().splitlines()
     ranges = [line for line in requirements if not line.startswith("#")]
-    assert all("<" in line for line in ranges), "every requirement has an upper end"
+    assert all("<" in line for line in ranges), "every requirement must have an upper version limit"
     assert any(line.startswith(peer.package) for line in ranges)
     assert peer.programs.parts[-3:] == ("peers", peer.peer, "bin")
 
 
 def test_a_peer_s_largest_batch_equals_wane_s() -> None:
-    """Checks MLServer's setting in its file; the others use the shared constant in code."""
+    """Checks the file with MLServer's setting. The other peers use the shared constant in the code."""
     settings = tomllib.loads(
         "settings = " + (PEERS / "mlserver" / "model-settings.json").read_text().replace("\n", " ").replace('":', '" =')
     )["settings"]
@@ -124,7 +124,7 @@ def test_a_step_names_its_session_in_its_path_or_in_its_body() -> None:
     assert step_request("/inference", "a", {"tokens": [7]}) == ("/inference", '{"session":"a","tokens":[7]}')
 
 
-def test_an_unsupported_bulk_call_raises_not_understood(tmp_path: Path) -> None:
+def test_a_bulk_call_that_a_server_does_not_support_raises_not_understood(tmp_path: Path) -> None:
     said = b'{"detail":"format: there is no such field"}'
     refusal = b"HTTP/1.1 422 No\r\nContent-Length: %d\r\n\r\n%s" % (len(said), said)
     with serving(lambda number, body: refusal if b'"format"' in body else ok(b"{}")) as stub:
@@ -138,7 +138,8 @@ def test_an_unsupported_bulk_call_raises_not_understood(tmp_path: Path) -> None:
 
 
 def test_a_peer_s_sessions_keep_their_states() -> None:
-    """Compares a sequence fed token by token, in batches with another, with a window of the same tokens."""
+    """Sends a sequence token by token, in batches with another sequence. Compares the result with a window of the same
+    tokens."""
     bundle = MODELS[SHIPPED]
     model, tokens = StepModel(bundle), [0, 9, 11, 4]
     for token in tokens:
@@ -166,7 +167,7 @@ def test_an_invalid_answer_is_reported(answer: bytes) -> None:
         window_answer("tokens", answer)
 
 
-def test_another_order_or_another_probability_is_a_wrong_answer() -> None:
+def test_a_different_order_or_probability_is_a_wrong_answer() -> None:
     expected = [(1, 0.5), (2, 0.25)]
     check_ranked([(1, 0.50001), (2, 0.25)], expected)
     for given in ([(2, 0.5), (1, 0.25)], [(1, 0.51), (2, 0.25)], [(1, 0.5)]):
@@ -209,7 +210,7 @@ def test_all_processes_of_a_server_are_stopped_even_if_they_ignore_signals(
 
 
 def _runs(pid: str) -> bool:
-    """Whether the process runs and is not a zombie."""
+    """Returns whether the process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

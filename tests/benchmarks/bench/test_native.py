@@ -1,4 +1,4 @@
-"""Tests that the LSTM operator's graph computes the bundle's function."""
+"""Tests that the graph with the native LSTM operator computes the bundle's function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests a run's figures: their JSON, tables and targets."""
+"""Tests of the figures of a run: their JSON, tables and targets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EMPTY = Results(
 
 
 def measured(requests: int, items: int = 1, p50: float = 1.0, p99: float = 2.0) -> Measured:
-    """Returns the figures of `requests` in one second."""
+    """Returns the figures of a load with `requests` requests in one second."""
     return Measured(
         requests=requests,
         seconds=1,
@@ -43,7 +43,7 @@ def measured(requests: int, items: int = 1, p50: float = 1.0, p99: float = 2.0) 
 
 
 def three_rounds(loads: dict[str, dict[str, list[Measured]]], model: str = "lstm256") -> Rounds:
-    """Returns the rounds by contender and load."""
+    """Returns the rounds of each contender and load."""
     visits = [
         Visit(
             model=model,
@@ -87,7 +87,7 @@ def results(rounds: Rounds) -> Results:
     return EMPTY.having(rounds, targets(rounds))
 
 
-def test_figures_are_medians_over_the_rounds_in_the_rounds_order(rounds: Rounds, results: Results) -> None:
+def test_figures_are_medians_over_the_rounds_and_rounds_keep_their_order(rounds: Rounds, results: Results) -> None:
     summary = results.summary("lstm256", WANE, "session-64")
     assert summary is not None
     assert (summary.rate.median, summary.rate.least, summary.rate.most) == (4400, 4000, 5000)
@@ -96,13 +96,13 @@ def test_figures_are_medians_over_the_rounds_in_the_rounds_order(rounds: Rounds,
     assert results.summary("lstm256", WANE, "absent") is None
 
 
-def test_the_best_peer_has_the_best_median_and_ceilings_are_not_peers(rounds: Rounds) -> None:
+def test_the_best_peer_has_the_best_median_and_upper_limits_are_not_peers(rounds: Rounds) -> None:
     assert best_peer(rounds, "lstm256", "window-64", rate, largest=True) == "mosec"
     assert best_peer(rounds, "lstm256", "window-1", p50, largest=False) == "litserve"
     assert best_peer(rounds, "lstm256", "absent", rate, largest=True) is None
 
 
-def test_targets_have_the_ratio_of_medians_and_the_ratios_by_round(rounds: Rounds) -> None:
+def test_targets_have_the_ratio_of_medians_and_the_ratio_of_each_round(rounds: Rounds) -> None:
     found = targets(rounds)
     figures: list[tuple[str, object, bool | None]] = [(one.against, pytest.approx(one.value), one.met) for one in found]
     assert figures == [
@@ -122,7 +122,7 @@ def test_a_target_without_figures_is_left_out() -> None:
     assert [target.what for target in found] == ["one WebSocket per session, 64 of them, tokens/s"]
 
 
-def test_the_engine_is_compared_with_the_bare_loop_of_the_same_visits() -> None:
+def test_the_engine_is_compared_with_the_bare_onnxruntime_loop_of_the_same_visits() -> None:
     loop = {"step-64": three(2000, 2000, 2000, items=64), "engine-64": three(96_000, 112_000, 104_000)}
     (found,) = targets(three_rounds({BARE: loop}, SHIPPED))
     assert (found.against, found.value, found.met) == ("bare onnxruntime loop", 0.8125, True)
@@ -131,7 +131,7 @@ def test_the_engine_is_compared_with_the_bare_loop_of_the_same_visits() -> None:
     assert (small.value, small.wanted) == (0.8125, 0.6)
 
 
-def test_the_parallel_scan_is_compared_with_the_fastest_sequential_way() -> None:
+def test_the_parallel_scan_is_compared_with_the_fastest_sequential_method() -> None:
     ways = {"one call": (20, 22, 21), "in pieces": (30, 25, 28), "parallel": (140, 160, 150)}
     found = targets(three_rounds({SCAN: {f"score-{way}": three(*rounds) for way, rounds in ways.items()}}, SHIPPED))
     assert [(target.against, target.value, target.met) for target in found] == [
@@ -142,7 +142,7 @@ def test_the_parallel_scan_is_compared_with_the_fastest_sequential_way() -> None
     assert (target.against, target.value, target.met) == ("one native LSTM call, 2 threads", 1.7, False)
 
 
-def test_a_lone_window_is_compared_with_mosec_s() -> None:
+def test_the_latency_of_a_single_window_is_compared_with_mosec() -> None:
     found = {WANE: {"window-1": three(150, 160, 170)}, "mosec": {"window-1": three(250, 256, 260)}}
     (target,) = targets(three_rounds(found, SHIPPED))
     assert (target.what, target.against) == ("lone window, p50, `gated-stable`", "mosec")
@@ -150,7 +150,7 @@ def test_a_lone_window_is_compared_with_mosec_s() -> None:
     assert (target.wanted, target.most, target.met) == (1.0, True, False)
 
 
-def test_steps_are_compared_with_stateful_peers_and_other_settings_with_the_default() -> None:
+def test_steps_are_compared_with_stateful_peers_and_other_settings_with_the_default_settings() -> None:
     steps = {"session-64": three(4000, 4000, 4000), "session-1": three(2000, 2000, 2000)}
     found = targets(
         three_rounds(
@@ -168,7 +168,7 @@ def test_steps_are_compared_with_stateful_peers_and_other_settings_with_the_defa
     ]
 
 
-def test_a_baseline_is_compared_by_round_with_figure_and_cpu_time() -> None:
+def test_each_round_is_compared_with_its_baseline_by_figure_and_cpu_time() -> None:
     rounds = three_rounds(
         {
             WANE: {"session-64": three(4000, 6000, 4400), "session-1": three(2000, 2000, 1000)},

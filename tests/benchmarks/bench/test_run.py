@@ -1,4 +1,4 @@
-"""Tests a run: its order of visits, its stored results, and its resumption."""
+"""Tests of a run: the order of its visits, its stored results, and its resumption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.bench.baseline import Baseline
 from benchmarks.bench.results import Visit
 from benchmarks.bench.run import Run, visit_path
 
-# Replaces the visit's command: writes an empty visit, or fails on request.
+# Replaces the command of a visit. Writes an empty visit, or fails for the contender `fails`.
 AROUND = """
 import sys
 from pathlib import Path
@@ -38,7 +38,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def go(run: Run, folder: Path, fails: str = "") -> tuple[list[str], list[str]]:
-    """Runs once more; returns the failed and the visited contenders."""
+    """Executes the run once more. Returns the failed and the visited contenders."""
     told = folder / "told"
     told.write_text("")
     program = AROUND.format(told=told, fails=fails)
@@ -46,7 +46,7 @@ def go(run: Run, folder: Path, fails: str = "") -> tuple[list[str], list[str]]:
     return failed, told.read_text().splitlines()
 
 
-def test_every_round_has_all_contenders_and_models_in_another_order() -> None:
+def test_every_round_has_all_contenders_and_models_in_a_different_order() -> None:
     plan = Run(["a", "b", "c"], ["m", "n"], rounds=3, seconds=1).plan()
     assert len(plan) == len(set(plan)) == 18
     orders = [[name for round_, model, name in plan if (round_, model) == (number, "n")] for number in range(3)]
@@ -81,7 +81,7 @@ def test_a_visit_of_wane_without_its_baseline_is_repeated(run: Run, tmp_path: Pa
 
 
 def test_a_run_with_another_baseline_has_another_folder(tmp_path: Path) -> None:
-    """Checks that the baseline's code decides, not its path."""
+    """Checks that the code of the baseline selects the folder, and not its path."""
     folders = []
     for name, text in (("one", ""), ("two", ""), ("three", "changed = True")):
         (tmp_path / name / "service").mkdir(parents=True)

@@ -23,7 +23,7 @@ REQUESTS = 20
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replaces wrk by a few requests; returns the loaded servers in order."""
+    """Replaces wrk with a few requests. Returns the list of the loaded servers, in order."""
     urls: list[str] = []
 
     def drive(url: str, requests: Requests, connections: int, seconds: float) -> Timed:
@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["wane-redis", "wane-traced"])
-def test_a_server_and_its_baseline_take_turns_with_their_own_services(
+def test_a_server_and_its_baseline_alternate_and_have_their_own_services(
     name: str, asked: list[str], tmp_path: Path
 ) -> None:
     ours = contenders()[name]

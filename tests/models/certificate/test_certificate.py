@@ -1,4 +1,4 @@
-"""Tests the theorem: for every token, any two states in the box come closer by the factor."""
+"""Tests the theorem: every token reduces the distance of any two states in the box at least by the certified factor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def contraction(model: Architecture, weights: dict[str, np.ndarray]) -> Certific
 
 
 class TopLayer:
-    """The top layer's state map of a random model, with the layers below in states reached by a history."""
+    """The map of the top layer's state at one token, for a random model. The states of the layers below come from a
+    random history."""
 
     def __init__(self, model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> None:
         self._reference = Reference(model, weights)
@@ -52,7 +53,7 @@ class TopLayer:
         return self._generator.integers(self._vocabulary, size=PAIRS)
 
     def states(self) -> list[np.ndarray]:
-        """Returns states in the box, half of them at its corners; without a box, any states."""
+        """Returns states in the box, half of them at its corners. Uses a box of size 3 for a state without a bound."""
         states = []
         for reach in self.bound.reach:
             values = self._generator.uniform(-1, 1, (PAIRS, len(reach)))
@@ -66,7 +67,8 @@ class TopLayer:
     def ratio(
         self, first: list[np.ndarray], second: list[np.ndarray], tokens: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Returns the distance after, less float64's rounding, over that before, (PAIRS); 0 for nearly equal pairs."""
+        """Returns the ratio of the distances after and before the token, (PAIRS). Subtracts the float64 rounding from
+        the distance after. The ratio of nearly equal pairs is 0."""
         ends = self._step(first, tokens), self._step(second, tokens)
         before, after = (
             self.proof.norm.distance(*(a - b for a, b in zip(one, other, strict=True)))
@@ -82,7 +84,8 @@ class TopLayer:
 
 
 def worst_ratio(layer: TopLayer, generator: np.random.Generator) -> float:
-    """Returns the largest expansion found by sampling pairs, far apart and close, and climbing from each."""
+    """Returns the largest ratio that a random search finds. The search starts from random pairs of distant states and
+    of close states, and climbs from each pair."""
     worst = 0.0
     for spread in (1.0, 1e-3):
         first, tokens = layer.states(), layer.tokens()
@@ -119,7 +122,7 @@ def worst_ratio(layer: TopLayer, generator: np.random.Generator) -> float:
 )
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_every_pair_of_states_comes_closer_by_the_factor(
+def test_every_token_reduces_the_distance_of_every_pair_of_states_by_the_factor(
     cell: Cell, block: str, seed: int, recurrent: float, driven: float, recalled: float, layers: int, hidden: int
 ) -> None:
     caps = (0.9,) * layers if cell == "gated" and seed % 2 else ()
@@ -139,7 +142,8 @@ def test_every_pair_of_states_comes_closer_by_the_factor(
 def one_unit(
     cell: Cell, driven: list[float], recurrent: list[float], bias: list[float], recalled: list[float] | None = None
 ) -> TopLayer:
-    """Returns a one-unit layer with the tokens -1 and 1 as inputs; `recalled`: the bias of the recurrent part."""
+    """Returns a layer with one unit. The inputs of its two tokens are -1 and 1. `recalled`: the bias of the recurrent
+    part."""
     model = architecture(cell, hidden=1, embedding=1, vocabulary_size=2)
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:, 0] = (-1, 1)
@@ -151,24 +155,26 @@ def one_unit(
 
 
 def largest_ratio(layer: TopLayer, first: list[float], second: list[float]) -> float:
-    """Returns the worst token's ratio for one pair of states of one unit."""
+    """Returns the larger ratio of the two tokens, for one pair of states of one unit."""
     tokens = np.arange(PAIRS) % 2
     one, other = ([np.full((PAIRS, 1), value) for value in state] for state in (first, second))
     return float(layer.ratio(one, other, tokens).max())
 
 
 def test_the_output_gate_alone_can_attain_an_lstm_s_factor() -> None:
-    """Uses other gates that hardly see h, so |dh'| = tanh(c') W_o / 4 |dh| about h = 0, with c at the box's edge."""
+    """Only the output gate depends noticeably on h, and c is at the edge of the box. So |dh'| = tanh(c') W_o / 4 |dh|
+    near h = 0."""
     layer = one_unit("lstm", [0, 0, 0, 0], [0, 1e-3, 0, 8], [40, 0, 40, 0])
     edge = float(layer.bound.reach[1][0])
-    assert edge == pytest.approx(2, rel=1e-3)  # i g / (1 - f) with i = g = 1, f = 1/2
+    assert edge == pytest.approx(2, rel=1e-3)  # the edge is i g / (1 - f), with i = g = 1 and f = 1/2
     ratio = largest_ratio(layer, [0.001, edge], [-0.001, edge])
     assert 0.99 * layer.bound.factor < ratio <= layer.bound.factor
 
 
 @pytest.mark.parametrize("recalled", [0.5, 3.0], ids=["the candidate contracts", "the candidate expands"])
-def test_the_worse_end_of_the_update_gate_attains_a_gru_s_factor(recalled: float) -> None:
-    """Uses h' = (1 - z) tanh(r W_n h) + z h about h = 0, r = 1: the slope (1 - z) W_n + z is worst at one end of z."""
+def test_the_extreme_of_the_update_gate_attains_a_gru_s_factor(recalled: float) -> None:
+    """Uses h' = (1 - z) tanh(r W_n h) + z h near h = 0 with r = 1. The slope (1 - z) W_n + z is largest at one end of
+    the range of z."""
     layer = one_unit("gru", [0, 1, 0], [0, 0, recalled], [40, 0, 0])
     ratio = largest_ratio(layer, [0.001], [-0.001])
     ends = (1 / (1 + np.exp(-token)) for token in (-1.0, 1.0))
@@ -177,7 +183,8 @@ def test_the_worse_end_of_the_update_gate_attains_a_gru_s_factor(recalled: float
 
 
 def test_the_reset_gate_alone_can_attain_a_gru_s_factor() -> None:
-    """Uses an r that alone sees h, and the candidate tanh(8 r - 4): about h = 0 its slope is 8 r (1 - r) = 2."""
+    """Only the reset gate r depends on h. The candidate is tanh(8 r - 4), and its slope near h = 0 is 8 r (1 - r) =
+    2."""
     layer = one_unit("gru", [0, 0, 0], [1, 0, 0], [0, -6, -4], recalled=[0, 0, 8])
     ratio = largest_ratio(layer, [0.001], [-0.001])
     z = 1 / (1 + np.exp(6))
@@ -215,7 +222,7 @@ def test_an_unstable_model_is_not_contractive() -> None:
     weights = random_weights(model, seed=2, recurrent=0.3)
     assert contraction(model, weights).contractive
     weights["layers.1.cell.weight_hh_l0"] = 1.02 * np.eye(model.hidden, dtype=np.float32)
-    weights["layers.1.cell.bias_hh_l0"] += 3  # keeps every unit on the open side of the relu
+    weights["layers.1.cell.bias_hh_l0"] += 3  # keeps the input of every relu positive
     certificate = contraction(model, weights)
     assert [layer.factor < 1 for layer in certificate.layers] == [True, False]
     assert not certificate.contractive
@@ -227,7 +234,7 @@ def test_an_unstable_model_is_not_contractive() -> None:
     for _ in range(50):
         (_, _, first), (_, _, second) = reference.step(token, first), reference.step(token, second)
     parted = np.abs(first["layers.1.h"] - second["layers.1.h"])
-    assert parted.min() > 2, "the two states, once 1 apart, did part"
+    assert parted.min() > 2, "two states with the distance 1 move apart"
 
 
 def test_a_gate_cap_is_a_sufficient_proof() -> None:
@@ -255,13 +262,14 @@ def test_a_cap_is_rounded_to_float32(cap: float) -> None:
     assert contraction(model, weights).layers[0].factor == multiplies
 
     weights["layers.0.cell.weight"][:], weights["layers.0.cell.bias"][:] = 0, 40
-    weights["layers.0.cell.bias"][model.hidden :] = 0  # gates at their cap, candidates 0: states only fade
+    # The gates are at their cap and the candidates are 0, so each state is only multiplied by the cap.
+    weights["layers.0.cell.bias"][model.hidden :] = 0
     _, after = Reference(model, weights).advance(np.array([1]), {"layers.0.s": np.ones((1, model.hidden))})
     assert np.all(after["layers.0.s"] == multiplies)
 
 
 def test_cancelling_terms_do_not_hide_an_open_gate() -> None:
-    """Uses 1e20 + 30 - 1e20, which is 30 and not 0: the gate is nearly open."""
+    """Uses a gate with the input 1e20 + 30 - 1e20. Its exact value is 30 and not 0, so the gate is nearly open."""
     model = architecture("gated", hidden=3, embedding=3, vocabulary_size=2)
     weights = {name: np.zeros_like(tensor) for name, tensor in random_weights(model, seed=0).items()}
     weights["embedding.weight"][1] = (1e10, 30, 1e10)
@@ -277,7 +285,7 @@ def test_a_model_with_gates_that_may_stay_open_is_not_contractive() -> None:
 
 
 def test_an_lstm_s_certificate_contains_the_weights_of_its_norm() -> None:
-    """Checks the factor in the norm that the manifest states."""
+    """Checks the factor in the norm whose weights are in the manifest."""
     model = architecture("lstm", hidden=48, embedding=48)
     weights = random_weights(model, seed=4, recurrent=0.2)
     (stated,), (bound,) = contraction(model, weights).layers, layer_bounds(model, weights)
@@ -320,7 +328,8 @@ def test_an_lstm_without_recurrence_forgets_at_its_forget_gate() -> None:
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), forget=st.floats(0.1, 0.9))
 def test_lstms_that_meet_miller_and_hardt_s_condition_are_contractive(seed: int, forget: float) -> None:
-    """|W_i|, |W_o| < 1 - f, |W_g| <= (1 - f) / 4, |W_f| < (1 - f)^2 in the maximum norm, f the largest forget gate."""
+    """The condition is |W_i|, |W_o| < 1 - f, |W_g| <= (1 - f) / 4 and |W_f| < (1 - f)^2 in the maximum norm. f is the
+    largest value of the forget gate."""
     model = architecture("lstm")
     weights = random_weights(model, seed, driven=0.0)
     room = 1 - forget
@@ -330,7 +339,8 @@ def test_lstms_that_meet_miller_and_hardt_s_condition_are_contractive(seed: int,
     weights["layers.0.cell.bias_hh_l0"][:] = 0
     bias = weights["layers.0.cell.bias_ih_l0"]
     recalled = np.abs(matrix[model.hidden : 2 * model.hidden]).sum(axis=1)
-    bias[model.hidden : 2 * model.hidden] = np.log(forget / room) - recalled  # so that no forget gate exceeds `forget`
+    # With this bias, no forget gate exceeds `forget`.
+    bias[model.hidden : 2 * model.hidden] = np.log(forget / room) - recalled
     (bound,) = layer_bounds(model, weights)
     factors = {proof.rule: proof.factor for proof in bound.proofs}
     theirs, ours = factors["miller_hardt_inf"], factors["lstm_comparison_inf"]
@@ -343,7 +353,7 @@ def test_no_rule_certifies_an_lstm_with_a_nearly_open_forget_gate() -> None:
     model = architecture("lstm")
     weights = random_weights(model, seed=0, recurrent=0.0, driven=0.0)
     weights["layers.0.cell.bias_hh_l0"][:] = 0
-    weights["layers.0.cell.bias_ih_l0"][model.hidden : 2 * model.hidden] = 21  # 1 - 8e-10
+    weights["layers.0.cell.bias_ih_l0"][model.hidden : 2 * model.hidden] = 21  # the forget gate is about 1 - 8e-10
     (bound,) = layer_bounds(model, weights)
     assert {proof.rule for proof in bound.proofs} >= {"miller_hardt_inf", "lstm_elementwise"}
     assert all(proof.factor is not None and proof.factor >= 1 for proof in bound.proofs)

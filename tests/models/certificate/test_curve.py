@@ -1,4 +1,5 @@
-"""Tests the k-step theorem: no past changes a prediction by more than the curve's bound."""
+"""Tests the k-step theorem: no past before the last k tokens changes a prediction by more than the curve's bound for
+k."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ FRONT = {"blocks": 2, "kernel_size": 3, "feed_forward": 5}
 
 
 def bad_histories(model: Architecture, weights: Weights, seed: int, past: int = PAST, last: int = LAST) -> np.ndarray:
-    """Returns histories: random, greedy, climbing, and climbing along the gradient."""
+    """Returns histories that separate runs: random histories, greedy ones, and the results of hill climbing without and
+    with gradients."""
     generator, reference, adversary = np.random.default_rng(seed), Reference(model, weights), Adversary(model, weights)
     random = random_histories(generator, model.vocabulary_size, 8, past, last)
     greedy = greedy_histories(reference, model.vocabulary_size, past, last)
@@ -46,9 +48,10 @@ def bad_histories(model: Architecture, weights: Weights, seed: int, past: int = 
 def bad_states(
     model: Architecture, weights: Weights, layers: list[Layer], histories: np.ndarray
 ) -> tuple[State, np.ndarray]:
-    """Returns initial states within reach that climb the gradient, and the tokens from there: (N, LAST).
+    """Returns initial states within reach that an adversary finds with the gradient, and the tokens that follow, (N,
+    LAST).
 
-    None if states within reach do not stay there.
+    Returns no states if states within reach can leave it.
     """
     last = histories[-STATES:, PAST:]
     reach = reachable(model, layers)
@@ -123,7 +126,7 @@ def test_every_float32_history_stays_below_the_curve_with_the_worst_case_roundin
         hidden, states[0] = exact.advance(column, states[0])
         found, states[1] = rounded.advance(column, states[1])
         worst = max(worst, float(np.linalg.norm(found - hidden, axis=1).max()))
-    assert rounding / 2 / 10_000 < worst <= rounding / 2, "the worst case covers two runs"
+    assert rounding / 2 / 10_000 < worst <= rounding / 2, "the worst-case rounding covers two runs"
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -154,12 +157,14 @@ def test_without_rounding_a_tanh_rnn_in_float64_exceeds_its_curve() -> None:
 
 
 def test_a_repeated_token_attains_the_first_gated_layer_s_curve() -> None:
-    """Uses a unit that one token drives to its edge and another lets fade most slowly, which attains the bound."""
+    """Uses one gated unit that attains the bound. One token drives its state to the edge of the box, and then the state
+    decays as slowly as possible."""
     model = architecture("gated", hidden=1, embedding=1, vocabulary_size=2)
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:, 0] = (-1, 1)
     weights["layers.0.cell.weight"][:, 0] = (2, 5)
-    weights["layers.0.cell.bias"][:] = (0, 5)  # candidates tanh(0) and tanh(10), gates sigma(-2) and sigma(2)
+    # The candidates are tanh(0) and tanh(10), and the gates are sigmoid(-2) and sigmoid(2).
+    weights["layers.0.cell.bias"][:] = (0, 5)
     exact = Reference(model, weights)
     ones = np.ones((1, 400), dtype=np.int64)
     apart = distances(exact, ones, ones[:, :30])[0]
@@ -168,7 +173,8 @@ def test_a_repeated_token_attains_the_first_gated_layer_s_curve() -> None:
 
 
 def test_the_first_layer_is_bounded_by_the_gates_of_single_tokens() -> None:
-    """Uses units whose gates open for different tokens, so that the bound is below that of the largest gates."""
+    """Uses two units whose gates open for different tokens. So the bound is smaller than with the largest gate of each
+    unit at every token."""
     model = architecture("gated", hidden=2, embedding=2, vocabulary_size=2)
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:] = ((-1, 1), (1, -1))
@@ -183,7 +189,7 @@ def test_the_first_layer_is_bounded_by_the_gates_of_single_tokens() -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_curve_never_rises_and_covers_every_longer_window(cell: Cell, block: str) -> None:
+def test_a_curve_never_rises_and_bounds_every_longer_window(cell: Cell, block: str) -> None:
     model = architecture(cell, block, layers=2)
     weights = random_weights(model, seed=3, recurrent=0.05, driven=0.1)
     short, long = (certify(model, weights, window, None) for window in (8, 300))
@@ -206,12 +212,12 @@ def test_a_stable_model_is_certified_with_its_rounding_in_the_bound() -> None:
     rounded = certify(model, weights, 64, rounding(0.0, states=["layers.0.h"], state=1e-7))
     assert rounded.state_error == certificate.state_error
     assert rounded.rounding is not None and rounded.rounding.worst_case is not None
-    assert 1e-7 < rounded.rounding.carried < 1e-6, "one step's error, carried through the recurrence"
+    assert 1e-7 < rounded.rounding.carried < 1e-6, "the rounding error of one step, carried through the recurrence"
     expected = np.tanh(rounded.head_diameter * (rounded.state_error[9] + 2 * rounded.rounding.carried) / 4)
     assert rounded.error_bound[9] == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_layer_that_may_not_forget_is_named() -> None:
+def test_the_reason_names_the_layer_that_may_not_forget() -> None:
     model = architecture("rnn_tanh", layers=2)
     weights = random_weights(model, seed=2, recurrent=0.1)
     weights["layers.1.cell.weight_hh_l0"] = 1.5 * np.eye(model.hidden, dtype=np.float32)
@@ -224,7 +230,7 @@ def test_the_layer_that_may_not_forget_is_named() -> None:
     assert certificate.smallest_window(0.5) is None
 
 
-def test_a_model_that_forgets_too_slowly_is_not_certified_and_its_bound_is_named() -> None:
+def test_a_model_that_forgets_too_slowly_is_not_certified_and_the_reason_has_its_bound() -> None:
     model = architecture("rnn_tanh")
     certificate = certify(model, random_weights(model, seed=2, recurrent=0.3), 4, None)
     assert certificate.contractive and not certificate.certified
@@ -247,16 +253,16 @@ def test_the_lyapunov_equation_proves_a_highly_non_normal_linear_layer() -> None
     assert np.all(apart <= np.array(certificate.state_error) + 1e-9)
 
 
-def test_d_is_the_largest_distance_of_two_rows() -> None:
+def test_the_head_diameter_is_the_largest_distance_of_two_rows() -> None:
     generator = np.random.default_rng(0)
     rows = generator.normal(size=(3000, 5)) + 100
     exact = max(float(np.linalg.norm(rows - row, axis=1).max()) for row in rows)
     assert exact <= head_diameter(rows) <= exact * (1 + 1e-6)
     outlier = np.concatenate([rows, rows[:1] * 2])
     exact_outlier = float(np.linalg.norm(rows - outlier[-1], axis=1).max())
-    assert exact_outlier <= head_diameter(outlier) <= exact_outlier * (1 + 1e-6), "one block of pairs is enough"
+    assert exact_outlier <= head_diameter(outlier) <= exact_outlier * (1 + 1e-6), "all pairs fit into one block"
     many = np.tile(rows, (6, 1))
-    assert exact <= head_diameter(many) <= 2 * exact, "a large vocabulary has another bound"
+    assert exact <= head_diameter(many) <= 2 * exact, "a large vocabulary uses another bound"
 
 
 def test_two_tokens_attain_the_bound_of_total_variation() -> None:
@@ -277,14 +283,15 @@ def test_two_tokens_attain_the_bound_of_total_variation() -> None:
     apart=st.floats(1e-4, 1e3),
     epsilon=st.sampled_from([1e-5, 0.25]),
 )
-def test_the_distance_of_layer_norm_outputs_is_within_its_bound(
+def test_the_distance_of_two_layer_norm_outputs_is_within_its_bound(
     seed: int, size: float, apart: float, epsilon: float
 ) -> None:
     generator = np.random.default_rng(seed)
     first = size * generator.normal(size=(50, 6))
     moved = generator.normal(size=(50, 6))
     second = first + apart * moved / np.linalg.norm(moved, axis=1, keepdims=True)
-    second[::2] = first[::2] * (1 - apart / np.linalg.norm(first[::2], axis=1, keepdims=True))  # through the centre
+    # The line between the two points passes through the centre.
+    second[::2] = first[::2] * (1 - apart / np.linalg.norm(first[::2], axis=1, keepdims=True))
     centred = [each - each.mean(axis=1, keepdims=True) for each in (first, second)]
     outputs = [layer_norm(each, np.ones(6), np.zeros(6), epsilon) for each in (first, second)]
     found = np.linalg.norm(outputs[0] - outputs[1], axis=1)
@@ -295,7 +302,7 @@ def test_the_distance_of_layer_norm_outputs_is_within_its_bound(
         assert found[row] <= normalised_apart(distance, 6, epsilon, least) + 1e-9
 
 
-def test_the_bound_of_a_layer_norm_is_attained_across_the_centre() -> None:
+def test_two_points_on_opposite_sides_of_the_centre_attain_the_bound_of_a_layer_norm() -> None:
     vector = np.array([[1.0, -1.0, 0.0, 0.0]])
     found = 2 * np.linalg.norm(layer_norm(vector, np.ones(4), np.zeros(4), 0.25))
     assert normalised_apart(2 * np.sqrt(2), 4, 0.25) == pytest.approx(found, rel=1e-9)
@@ -308,5 +315,7 @@ def test_the_certificate_covers_units_and_front() -> None:
     )
     certificate = certify(model, random_weights(model, seed=0), 12, None)
     reach = FRONT["blocks"] * (FRONT["kernel_size"] - 1)
-    assert len(set(certificate.state_error[:reach])) == 1, "the curve is flat while the front sees the cut"
+    assert len(set(certificate.state_error[:reach])) == 1, (
+        "the curve is constant while the front still reads tokens before the window"
+    )
     assert certificate.state_error[-1] < certificate.state_error[0]

@@ -1,4 +1,5 @@
-"""Tests the theorem: a feed-forward's change and its non-linearity are within their bounds."""
+"""Tests the theorem: the change of a feed-forward layer's output and its deviation from a linear map are within their
+bounds."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ FLOAT64 = 1e-12
 def test_the_output_and_its_non_linearity_are_within_the_bounds(
     seed: int, hidden: int, wide: int, size: float, batch: int, by_unit: bool
 ) -> None:
-    """Samples inputs of a box, with bounds of the wide layer's units or only of the input."""
+    """Samples inputs in a box. Some cases also bound each unit of the hidden layer."""
     generator = np.random.default_rng(seed)
     inner = Linear(generator.normal(size=(wide, hidden)), generator.normal(size=wide))
     layer = FeedForward(inner, Linear(generator.normal(size=(hidden, wide)), generator.normal(size=hidden)))
@@ -49,7 +50,7 @@ def test_the_output_and_its_non_linearity_are_within_the_bounds(
         assert np.abs(beside).max() <= left[row] + scale * np.linalg.norm(g[row])
 
 
-def test_a_unit_that_switches_attains_its_bound() -> None:
+def test_a_relu_unit_that_changes_sign_attains_its_bound() -> None:
     layer = FeedForward(Linear(np.ones((1, 1))), Linear(np.ones((1, 1))))
     fed = layer(np.array([[0.5]]), np.array([2.0]))
     slope, left = fed.pull(np.ones((1, 1)), np.zeros(1, np.intp))

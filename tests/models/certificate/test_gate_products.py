@@ -1,4 +1,4 @@
-"""Compares the longest product with that of a full search."""
+"""Compares the longest product of gates with the result of a full search."""
 
 from __future__ import annotations
 

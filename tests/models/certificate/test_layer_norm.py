@@ -1,4 +1,5 @@
-"""Tests the theorem: functions of a LayerNorm's output stay within their bounds if its input does."""
+"""Tests the theorem: functions of a LayerNorm's output stay within their bounds if the LayerNorm's input stays within
+its bound."""
 
 from __future__ import annotations
 
@@ -21,19 +22,19 @@ ALL_BUT = 1 - 1e-6
 
 
 def normalised(x: Matrix, epsilon: float) -> Matrix:
-    """Returns the LayerNorm of x: (..., H)."""
+    """Returns the LayerNorm of x, (..., H)."""
     centred = x - x.mean(axis=-1, keepdims=True)
     result: Matrix = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon)
     return result
 
 
 def corners(box: Matrix) -> Matrix:
-    """Returns the corners of a box: (I) -> (2^I, I)."""
+    """Returns the corners of a box, (2^I, I). `box` has the shape (I)."""
     return np.array(list(itertools.product((-1.0, 1.0), repeat=len(box)))) * box
 
 
 def within(box: Matrix, generator: np.random.Generator) -> Matrix:
-    """Returns all corners of the box, as many points on its edges and faces, and as many inside."""
+    """Returns all corners of the box, and the same number of points on its edges and faces and of points inside."""
     edges = corners(box)
     inner = generator.uniform(-1, 1, edges.shape)
     faces = np.where(generator.random(edges.shape) < 0.5, inner * box, edges)
@@ -59,10 +60,11 @@ SIZES = {
 
 @settings(max_examples=200, deadline=None)
 @given(**SIZES, besides=st.sampled_from((0.0, 0.1, 1.0)))
-def test_the_inputs_of_a_reader_are_within_their_bounds(
+def test_the_change_of_each_input_of_the_next_layer_is_within_its_bound(
     seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float, besides: float
 ) -> None:
-    """Samples perturbations `source d + e`, from tiny ones to ones that reverse x, for each of a batch's rows."""
+    """Samples perturbations `source d + e` for each row of a batch. Some perturbations are tiny, and some reverse the
+    sign of x."""
     generator = np.random.default_rng(seed)
     source, inner = Linear(generator.normal(size=(hidden, units))), generator.normal(size=(3, hidden))
     reader = Linear.behind_norm(inner, np.zeros(3), generator.normal(size=hidden), generator.normal(size=hidden))
@@ -85,7 +87,7 @@ def test_the_inputs_of_a_reader_are_within_their_bounds(
 def test_a_function_s_change_is_within_its_gradient_and_second_order(
     seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float
 ) -> None:
-    """Checks both bounds of the second order, with the exact gradient's part and the exact change along x."""
+    """Checks both bounds of the second-order part. The first-order part and the change along x are exact."""
     generator = np.random.default_rng(seed)
     source = Linear(generator.normal(size=(hidden, units)))
     x = generator.normal(size=(1, hidden)) + offset
@@ -104,8 +106,8 @@ def test_a_function_s_change_is_within_its_gradient_and_second_order(
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 1.0, 5.0])
-def test_a_move_across_x_only_shortens_n(share: float) -> None:
-    """Has no first order, so that the bound is attained."""
+def test_a_move_perpendicular_to_x_attains_the_bound(share: float) -> None:
+    """The move has no first-order part, so it attains the bound."""
     generator = np.random.default_rng(0)
     lead, across = unit(generator.normal(size=(2, 8)))
     across = unit(across - lead * (lead @ across))
@@ -118,8 +120,9 @@ def test_a_move_across_x_only_shortens_n(share: float) -> None:
 
 
 @pytest.mark.parametrize("closer", [0.1, 0.5, 0.9])
-def test_a_move_toward_the_origin_magnifies_the_first_order(closer: float) -> None:
-    """Moves x by `closer` of its length along itself and a thousandth across, which nearly attains the bound."""
+def test_a_move_towards_the_origin_magnifies_the_first_order_part(closer: float) -> None:
+    """Moves x towards the origin by the share `closer` of its length, and across by a thousandth of the rest. This
+    nearly attains the bound."""
     generator = np.random.default_rng(1)
     back, across = unit(generator.normal(size=(2, 8)))
     across = unit(across - back * (back @ across))
@@ -139,11 +142,11 @@ def test_a_direction_is_unbounded_if_x_may_reach_the_origin() -> None:
     norm = Normalised(x, 1e-5, np.array([1e3]))
     assert norm.turned(g, ONE, np.array([1.0]), np.array([1e3]))[0] == np.inf
     _, left = norm.pull(g, ONE)
-    assert np.isfinite(left[0]), "the length of n still bounds it"
+    assert np.isfinite(left[0]), "the length of the normalised vector still bounds the change"
 
 
 def test_a_large_mean_adds_only_its_rounding() -> None:
-    """Checks that the second centring removes the rest of the mean."""
+    """Checks that centring a second time removes the rounding error of the mean."""
     x = np.random.default_rng(3).normal(size=(1, 6))
     near, far = (Normalised(x + offset, 1e-5, np.full(1, 1e-3)) for offset in (0.0, 2.0**30))
     assert far.remainder[0] == pytest.approx(near.remainder[0], rel=1e-3)
@@ -152,13 +155,15 @@ def test_a_large_mean_adds_only_its_rounding() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 8), units=st.integers(1, 8))
-def test_furthest_bounds_every_corner_of_a_box(seed: int, rows: int, units: int) -> None:
+def test_furthest_bounds_the_image_of_every_corner_of_a_box(seed: int, rows: int, units: int) -> None:
     generator = np.random.default_rng(seed)
     matrix, box = Linear(generator.normal(size=(rows, units))), generator.exponential(size=(3, units))
     said = matrix.furthest(box)
     farthest = [np.linalg.norm(corners(each) @ matrix.weight.T, axis=1).max() for each in box]
     assert (farthest <= said * (1 + 1e-14)).all()
-    assert (said <= np.linalg.norm(box @ matrix.magnitude.T, axis=1) * (1 + 1e-14)).all(), "nor than its rows do"
+    assert (said <= np.linalg.norm(box @ matrix.magnitude.T, axis=1) * (1 + 1e-14)).all(), (
+        "the bound is at most the bound from the rows"
+    )
 
 
 @pytest.mark.parametrize("matrix", [np.diag([1.0, -2, 3]), np.array([[1.0, 2, 3], [4, 5, 6]])], ids=["right", "sharp"])

@@ -20,13 +20,13 @@ NOTHING = 1e-12
 
 
 def rounded(of: Architecture, error: float) -> Rounding:
-    """Returns the rounding of runs whose every state is `error` from exact arithmetic."""
+    """Returns the rounding of runs in which every state differs by `error` from exact arithmetic."""
     names = [tensor.name for tensor in of.state_tensors() if tensor.name.startswith("layers.")]
     return rounding(0.0, states=names, state=error)
 
 
 def contractive(cell: Cell, block: str, seed: int, layers: int = 1, **fields: object) -> tuple[Reference, Propagation]:
-    """Returns a random model whose layers all contract."""
+    """Returns a random model in which every layer is contractive."""
     of = architecture(cell, block, layers, **fields)
     scale = 0.6
     while True:
@@ -49,19 +49,21 @@ def moved(state: State, by: Mapping[str, np.ndarray]) -> State:
     block=st.sampled_from(["plain", "residual"]),
     same=st.booleans(),
 )
-def test_every_run_with_joints_is_within_the_bound(cell: Cell, seed: int, size: float, block: str, same: bool) -> None:
+def test_every_run_with_state_errors_at_chunk_boundaries_is_within_the_bound(
+    cell: Cell, seed: int, size: float, block: str, same: bool
+) -> None:
     reference, propagation = contractive(cell, block, seed)
     random = np.random.default_rng(seed)
     width = {tensor.name: tensor.shape for tensor in reference.architecture.state_tensors()}
     joint = {name: size * random.uniform(0.1, 1, shape) for name, shape in width.items()}
     bound = propagation.apart(joint, LENGTH)
-    assume(bound is not None)  # otherwise it does not settle in time and has no bound
+    assume(bound is not None)  # without a bound, the difference does not decay within LENGTH tokens
     assert bound is not None
     tokens = np.full(5 * LENGTH, random.integers(11)) if same else random.integers(11, size=5 * LENGTH)
     whole, parts = reference.zero_state(1), reference.zero_state(1)
     for position, token in enumerate(tokens):
         if position and position % LENGTH == 0:
-            # The worst corner is unknown: use signs that keep the current error, or random ones.
+            # The worst corner of the box is unknown. Uses signs that increase the current error, or random signs.
             signs = {
                 name: np.where(parts[name] >= whole[name], 1, -1) if same else random.choice([-1, 1], shape)
                 for name, shape in width.items()
@@ -72,7 +74,7 @@ def test_every_run_with_joints_is_within_the_bound(cell: Cell, seed: int, size: 
         assert np.linalg.norm(one - other) <= bound
 
 
-def test_the_bound_grows_with_the_joints_and_is_a_few_times_the_measured_distance() -> None:
+def test_the_bound_grows_with_the_state_errors_and_is_a_few_times_the_measured_distance() -> None:
     _, propagation = contractive("rnn_tanh", "plain", 1)
     bounds = [propagation.apart({"layers.0.h": np.full(6, size)}, 1024) for size in (1e-6, 1e-5, 1e-4)]
     found = [bound for bound in bounds if bound is not None]
@@ -81,7 +83,7 @@ def test_the_bound_grows_with_the_joints_and_is_a_few_times_the_measured_distanc
     assert found[0] < 10 * np.sqrt(6) * 1e-6
 
 
-def test_joints_too_close_together_have_no_bound() -> None:
+def test_chunk_boundaries_too_close_together_have_no_bound() -> None:
     _, propagation = contractive("lstm", "plain", 2)
     joint = {name: np.full(6, 1e-4) for name in ("layers.0.h", "layers.0.c")}
     assert propagation.apart(joint, 1024) is not None
@@ -98,7 +100,7 @@ def test_the_front_s_state_is_not_counted() -> None:
     assert propagation.apart({**joint, before.name: np.ones(before.shape)}, 1024) == least
 
 
-def test_the_rounding_of_two_runs_is_added_to_every_joint() -> None:
+def test_the_rounding_of_two_runs_is_added_at_every_chunk_boundary() -> None:
     reference, _ = contractive("rnn_tanh", "plain", 1)
     of, weights = reference.architecture, random_weights(reference.architecture, 1, recurrent=0.1, driven=0.1)
     built = build_layers(of, weights)

@@ -1,4 +1,5 @@
-"""Tests the theorem: for any past, the run ends within the radius of the window's end."""
+"""Tests the theorem: after any past and the window, `hidden` differs from the window's `hidden` by at most the
+radius."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PUSHED, FLIPS = 6, 2
 
 
 def run(reference: Reference, tokens: NDArray[np.int64]) -> Array:
-    """Returns hidden after tokens (B, T), from the zero state: (B, H)."""
+    """Returns `hidden` (B, H) after tokens (B, T), from the zero state."""
     state = reference.zero_state(len(tokens))
     for column in tokens.T:
         hidden, state = reference.advance(column, state)
@@ -35,7 +36,8 @@ def after(pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.int
 
 
 def distances(reference: Reference, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> Array:
-    """Returns the distance of each past's end from the window's, (B)."""
+    """Returns the distances (B) between `hidden` after each past and the window, and `hidden` after the window
+    alone."""
     apart: Array = np.linalg.norm(run(reference, after(pasts, window)) - run(reference, window[None]), axis=1)
     return apart
 
@@ -43,7 +45,8 @@ def distances(reference: Reference, pasts: NDArray[np.int64], window: NDArray[np
 def worst_pasts(
     reference: Reference, window: NDArray[np.int64], generator: np.random.Generator
 ) -> tuple[NDArray[np.int64], Array]:
-    """Returns pasts and their distances: random ones, one repeated token, then changed to increase the distance."""
+    """Returns pasts and their distances. Starts from random pasts and from pasts of one repeated token. Changes them
+    randomly to increase the distance."""
     vocabulary = reference.architecture.vocabulary_size
     pasts = generator.integers(vocabulary, size=(PASTS, LONGEST_PAST))
     pasts[:vocabulary] = np.arange(vocabulary)[:, None]
@@ -70,7 +73,7 @@ def worst_pasts(
 )
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", CELLS)
-def test_every_past_ends_within_the_radius(
+def test_every_past_is_within_the_radius(
     cell: Cell,
     block: str,
     seed: int,
@@ -107,7 +110,8 @@ def test_every_past_ends_within_the_radius(
 
 @pytest.mark.parametrize("cap", [0.8, 0.98])
 def test_long_windows_stay_within_their_radius_with_a_cap_that_float32_rounds_up(cap: float) -> None:
-    """Uses windows that forget the cut, so that only a difference between the run and the bounded model remains."""
+    """Uses windows so long that the past has no effect. So only a difference between the run and the bounded model
+    could exceed the radius."""
     assert float(np.float32(cap)) > cap
     model = architecture("gated", "residual", gate_caps=(cap,), hidden=8, embedding=8, vocabulary_size=12)
     weights = random_weights(model, seed=0)
@@ -121,9 +125,9 @@ def test_long_windows_stay_within_their_radius_with_a_cap_that_float32_rounds_up
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", ["linear", "rnn_relu"])
 def test_states_that_may_grow_without_limit_are_unbounded(cell: Cell, block: str) -> None:
-    """Uses states that outgrow any number that represents no bound, in the past and within the window.
+    """Uses states that exceed every finite bound, both before the window and within it.
 
-    After a LayerNorm there is still a bound, because its output has a largest length.
+    After a LayerNorm there is still a bound, because the length of its output is limited.
     """
     model = architecture(cell, block)
     weights = random_weights(model, seed=0, recurrent=3)

@@ -1,4 +1,5 @@
-"""Tests the theorem by direction: for any past, every lead is within its bound, and a proved top-1 token wins."""
+"""Tests the directional theorem. A lead is the difference between the logits of two tokens. For any past, the change of
+every lead is within its bound, and a proved top-1 token stays the most probable."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def ends(
     gaps: Array,
     generator: np.random.Generator,
 ) -> Array:
-    """Returns hidden after the window, (N, H), for random pasts and for pasts that climb along the gaps."""
+    """Returns `hidden` after the window, (N, H). Uses random pasts, and pasts that an adversary changes to move
+    `hidden` along the gaps."""
     pasts, _ = worst_pasts(reference, window, generator)
     pushed = [adversary.flipped(pasts[-PUSHED:], pasts.shape[1], FLIPS, window, gap) for gap in gaps[:2]]
     return run(reference, after(np.concatenate([pasts, *pushed]), window))
@@ -47,7 +49,7 @@ def shares_of(logits: Array) -> Array:
 
 
 def leads(model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> Array:
-    """Returns two leads of one token over another and two directions, (4, H)."""
+    """Returns the directions of four leads, (4, H). Two are the leads of one token over another, and two are random."""
     head = Reference(model, weights).head
     random = generator.normal(size=(2, model.hidden)) * 10 ** generator.uniform(-2, 2, (2, 1))
     return np.concatenate([head[:2] - head[2:4], random])
@@ -67,7 +69,7 @@ def leads(model: Architecture, weights: dict[str, np.ndarray], generator: np.ran
     length=st.integers(1, 16),
 )
 @pytest.mark.parametrize("cell", CELLS)
-def test_every_past_moves_a_lead_within_its_bound_by_direction(
+def test_every_past_changes_a_lead_within_its_directional_bound(
     cell: Cell,
     seed: int,
     recurrent: float,
@@ -80,7 +82,7 @@ def test_every_past_moves_a_lead_within_its_bound_by_direction(
     front: dict[str, int] | None,
     length: int,
 ) -> None:
-    """Checks windows together and alone."""
+    """Checks the bounds of a batch of windows and of each window alone."""
     fields = {"feed_forward": feed_forward, "norm_epsilon": epsilon, "front": front, "units": hidden + seed % 3}
     model = architecture(cell, "residual", layers, hidden=hidden, embedding=hidden, **fields)
     weights, generator = random_weights(model, seed, recurrent, driven), np.random.default_rng(seed)
@@ -109,7 +111,8 @@ def test_every_past_moves_a_lead_within_its_bound_by_direction(
 def test_the_bound_is_near_the_adversary_s_result(front: dict[str, int] | None) -> None:
     """Uses one gated layer whose block amplifies little.
 
-    Every lead's bound is below ten times its change, and well below the bound by the radius.
+    The bound of every lead is below ten times the change that the adversary finds, and well below the bound from the
+    radius.
     """
     model = architecture("gated", "residual", gate_caps=(0.9,), front=front, feed_forward=5, units=8, norm_epsilon=0.25)
     for seed in range(3):
@@ -137,8 +140,9 @@ def test_no_leads_give_an_empty_result() -> None:
         assert Top1(model, weights, request).moved(bound, np.zeros((0, 6)), np.zeros(0, np.intp)).shape == (0,)
 
 
-def test_an_error_of_the_stream_counts_exactly_once() -> None:
-    """Moves the stream by `off` along a lead's gradient after the cut is forgotten, which attains the lead's bound."""
+def test_the_bound_counts_an_error_of_the_hidden_stream_exactly_once() -> None:
+    """Moves the hidden stream by `off` along the gradient of a lead. The window is so long that the past has no effect.
+    So the move nearly attains the bound of the lead."""
     model = architecture("gated", "residual", gate_caps=(0.5,), norm_epsilon=0.25)
     weights, off = random_weights(model, seed=0), 1e-3
     request, gaps = RequestBound(model, weights), leads(model, weights, np.random.default_rng(0))
@@ -146,7 +150,7 @@ def test_an_error_of_the_stream_counts_exactly_once() -> None:
     states, errors = [step.state[0] for step in exact.steps], [step.error[0].box for step in exact.steps]
     for gap in gaps:
         aim = np.ones(model.hidden)
-        for _ in range(8):  # the stream at that distance that moves the lead most
+        for _ in range(8):  # finds the stream at the distance `off` that changes the lead most
             bound = request.resume(exact.stream + off * aim / np.linalg.norm(aim), np.array([80]), states, errors, off)
             assert bound.norm is not None
             aim = bound.norm.pull((gap * weights["norm.weight"])[None], np.zeros(1, np.intp))[0][0]
@@ -157,8 +161,11 @@ def test_an_error_of_the_stream_counts_exactly_once() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("front", [None, FRONT], ids=["tokens", "front"])
-def test_bounds_of_all_tokens_at_once_are_close_to_single_bounds(front: dict[str, int] | None, layers: int) -> None:
-    """Checks also that they are never below the measured changes, and that the variation is not far above."""
+def test_bounds_computed_for_all_tokens_together_are_close_to_single_bounds(
+    front: dict[str, int] | None, layers: int
+) -> None:
+    """Also checks that the bounds are never below the measured changes, and that the bound of the total variation is
+    not far above them."""
     fields = {"feed_forward": 5, "units": 8, "norm_epsilon": 0.25, "front": front}
     model = architecture("gated", "residual", layers, gate_caps=(0.9,) * layers, **fields)
     for seed in range(3):

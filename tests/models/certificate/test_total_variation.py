@@ -1,4 +1,4 @@
-"""Tests the theorem: the total variation of distributions is bounded by the changes of their logits."""
+"""Tests the theorem: bounds of the changes of logits bound the total variation of the two distributions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ FLOAT64 = 1e-14
     loose=st.sampled_from((1.0, 1.5)),
     off=st.sampled_from((0.0, 1e-3, 0.3)),
 )
-def test_every_move_within_its_bounds_is_within_the_variation(
+def test_every_change_of_the_logits_within_their_bounds_is_within_the_bound_of_the_variation(
     seed: int, tokens: int, spread: float, size: float, loose: float, off: float
 ) -> None:
-    """Uses the largest moves within their bounds, up or down, corrected by their mean."""
+    """Moves the logits up and down within their bounds. Subtracts the mean of the moves, weighted with the
+    probabilities."""
     generator = np.random.default_rng(seed)
     shares = np.exp(generator.normal(size=tokens) * spread)
     shares /= shares.sum()
@@ -44,14 +45,14 @@ def test_two_tokens_that_swap_attain_the_bound() -> None:
     assert variation_by_token(shares, np.array([0.7, 0.7])) == pytest.approx(np.tanh(0.35), rel=1e-8)
 
 
-def test_small_moves_count_by_half_their_mean() -> None:
+def test_the_bound_for_small_changes_is_half_of_their_mean() -> None:
     generator = np.random.default_rng(0)
     shares, moved = generator.dirichlet(np.ones(50)), generator.uniform(0, 2e-6, 50)
     assert variation_by_token(shares, moved) == pytest.approx(shares @ moved / 2, rel=1e-5)
 
 
-def test_a_rare_token_with_a_large_move_costs_its_possible_share() -> None:
-    """Uses a token of probability 0.001 that may grow by e^2, and others that hardly move."""
+def test_a_large_change_of_a_rare_token_adds_at_most_its_possible_probability() -> None:
+    """Uses a token of probability 0.001 that may grow by the factor e^2. The other tokens hardly change."""
     shares, moved = np.array([0.6, 0.399, 0.001]), np.array([1e-3, 1e-3, 2.0])
     said = variation_by_token(shares, moved)
     assert said < 0.001 * (np.exp(2) - 1)
@@ -59,9 +60,9 @@ def test_a_rare_token_with_a_large_move_costs_its_possible_share() -> None:
 
 
 @pytest.mark.parametrize("moved", [np.array([0.0, 800.0]), np.array([np.inf, 0.0])])
-def test_an_unbounded_move_gives_a_variation_of_one(moved: np.ndarray) -> None:
+def test_an_unbounded_change_has_the_bound_one(moved: np.ndarray) -> None:
     assert variation_by_token(np.array([0.5, 0.5]), moved) == 1
 
 
-def test_without_moves_the_variation_is_zero() -> None:
+def test_the_bound_is_zero_if_no_logit_changes() -> None:
     assert variation_by_token(np.array([0.25, 0.75]), np.zeros(2)) == 0

@@ -1,4 +1,4 @@
-"""Costs in round numbers, for the tests."""
+"""Costs with round numbers for the tests."""
 
 from __future__ import annotations
 

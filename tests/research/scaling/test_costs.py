@@ -1,4 +1,4 @@
-"""Tests costs: their parts, windows, fleets and prices."""
+"""Tests of the costs: their parts, windows, fleets and prices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_window_s_run_is_interpolated_linearly() -> None:
     assert ROUND.window_s(1024) == pytest.approx(12e-3)
 
 
-def test_a_million_sessions_cost_the_same_in_fleets_of_any_size() -> None:
+def test_the_cost_of_a_million_sessions_does_not_depend_on_the_size_of_the_fleet() -> None:
     limits, prices = Limits(), Prices()
     costs = [
         size(ROUND, PLAN, limits, sessions, 20.0).per_million(size(ROUND, PLAN, limits, sessions, 20.0).cost(prices))
@@ -42,12 +42,12 @@ def test_doubling_both_prices_doubles_the_cost() -> None:
     assert one.cost(Prices(0.08, 0.01)) == pytest.approx(2 * one.cost(Prices(0.04, 0.005)))
 
 
-def test_the_loop_s_time_limits_a_replica_s_sessions() -> None:
+def test_the_event_loop_s_time_limits_the_sessions_of_a_replica() -> None:
     found = saturated_at(ROUND, PLAN, Limits(load=0.6), 10.0)
     assert found["replica's event loop"] == pytest.approx(0.6 / 500e-6 * 10)
 
 
-def test_a_state_with_a_more_expensive_rebuild_is_worth_keeping_longer() -> None:
+def test_a_state_that_costs_more_to_rebuild_is_worth_keeping_longer() -> None:
     prices, limits = Prices(), Limits()
     dearer = replace(ROUND, loop_rebuilt_s=2 * ROUND.loop_rebuilt_s + ROUND.window_s(64))
     assert worth_keeping_s(dearer, prices, limits) == pytest.approx(2 * worth_keeping_s(ROUND, prices, limits))
@@ -60,10 +60,12 @@ def test_a_replica_is_planned_with_the_given_load() -> None:
     assert at(ROUND, 1.5 * planned.steps_per_s, trips_s)["loop_share"] > 0.5
 
 
-def test_answers_of_one_round_wait_for_one_write() -> None:
+def test_all_commands_of_a_round_wait_for_one_write() -> None:
     slow = replace(ROUND, write_s={**ROUND.write_s, "always": (5e-3,)})
     taken_s = response_times(slow, 2000.0, 1.0, 10_000, 0)
-    round_s = 5e-3 / (1 - 2000 * 70e-6)  # a write, and the commands that arrive meanwhile
-    assert np.median(taken_s) == pytest.approx(1.5 * round_s, rel=0.05)  # half a round of waiting, then its own round
-    assert taken_s.max() < 3 * round_s  # although ten trips arrive during one write
+    # The time of a write and of the commands that arrive during it.
+    round_s = 5e-3 / (1 - 2000 * 70e-6)
+    # A command waits for half a round on average, and then for its own round.
+    assert np.median(taken_s) == pytest.approx(1.5 * round_s, rel=0.05)
+    assert taken_s.max() < 3 * round_s  # although ten round trips arrive during one write
     assert response_times(slow, 2000.0, 1.0, 5000, 0, fsync="everysec").max() < 2e-3

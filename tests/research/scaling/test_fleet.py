@@ -1,4 +1,4 @@
-"""Tests that a simulated fleet loses nothing, counts nothing twice, and repeats with the same seed."""
+"""Tests that a simulated fleet loses no step, counts no step twice, and has the same result with the same seed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_step_is_answered_once_despite_killed_replicas() -> None:
     assert fleet.lost > 0
 
 
-def test_only_the_killed_replica_s_sessions_are_rebuilt_elsewhere() -> None:
+def test_only_sessions_of_the_killed_replica_are_rebuilt_on_other_replicas() -> None:
     fleet = Fleet(ROUND, SHAPE, 3)
     own = int((fleet.owners == 1).sum())
     record = fleet.run(UNTIL_S, [(5.0, lambda: fleet.kill(1, back=False))])
@@ -40,14 +40,14 @@ def test_only_the_killed_replica_s_sessions_are_rebuilt_elsewhere() -> None:
     assert set(np.unique(fleet.owners)) == {2, 3}
 
 
-def test_returning_sessions_are_rebuilt_again() -> None:
+def test_sessions_that_return_to_a_restarted_replica_are_rebuilt_again() -> None:
     fleet = Fleet(ROUND, SHAPE, 3)
     own = int((fleet.owners == 1).sum())
     record = fleet.run(40.0, [(5.0, lambda: fleet.kill(1))])
     assert 1.5 * own <= record.arrays()[2].sum() <= 2.1 * own
 
 
-def test_times_depend_on_the_seed_alone() -> None:
+def test_simulated_times_depend_only_on_the_seed() -> None:
     first, again, other = (with_kills(seed).record for seed in (7, 7, 8))
     assert first.due_s == again.due_s
     assert first.taken_s == again.taken_s
@@ -61,7 +61,7 @@ def test_a_closed_loop_has_one_step_in_flight_per_connection() -> None:
     assert record.answered / 5.0 * taken.mean() == pytest.approx(8, rel=0.02)  # Little's law
 
 
-def test_the_share_of_rebuilt_steps_is_that_of_evicted_states() -> None:
+def test_the_share_of_steps_with_a_rebuild_equals_the_share_of_evicted_states() -> None:
     shape = Shape(replicas=1, sessions=400, rate=1.0, capacity=100)
     record = Fleet(ROUND, shape, 0).run(60.0)
     found = record.between(20.0, 60.0)

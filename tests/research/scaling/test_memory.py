@@ -1,4 +1,4 @@
-"""Tests the resident states, by session and as a population."""
+"""Tests of the resident states, as a cache of single sessions and as a population."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_population_has_the_hit_rate_of_a_state_cache(room: int) -> None:
     assert counted.count(Found.RESIDENT) / USES == pytest.approx(share, abs=0.02)
 
 
-def test_joining_sessions_are_away_until_they_step_and_leave_in_proportion() -> None:
+def test_joining_sessions_have_no_resident_state_until_they_step_and_leave_in_proportion() -> None:
     population = Population(100, 1000, np.random.default_rng(0))
     population.join(100)
     assert (population.sessions, population.away, population.resident) == (200, 100, 100)
@@ -46,7 +46,7 @@ def test_joining_sessions_are_away_until_they_step_and_leave_in_proportion() -> 
 
 
 @pytest.mark.parametrize("exponent", [0.6, 1.0])
-def test_the_approximation_for_hot_sessions_matches_a_state_cache(exponent: float) -> None:
+def test_the_approximation_for_unequal_session_rates_matches_a_state_cache(exponent: float) -> None:
     first, rest = weights(2000, exponent)
     assert first.sum() + rest == pytest.approx(1.0)
     cache, random = StateCache(200), np.random.default_rng(0)
@@ -55,7 +55,7 @@ def test_the_approximation_for_hot_sessions_matches_a_state_cache(exponent: floa
     assert resident(first, rest, 2000, 200) == pytest.approx(share, abs=0.02)
 
 
-def test_shares_of_the_remaining_ranks_add_up() -> None:
+def test_the_share_of_all_remaining_ranks_is_correct() -> None:
     first, rest = weights(3_000_000, 0.8)
     whole = np.arange(1, 3_000_001, dtype=np.float64) ** -0.8
     assert rest == pytest.approx(whole[1_000_000:].sum() / whole.sum(), rel=1e-6)

@@ -1,4 +1,4 @@
-"""Tests the ring's owners and moves."""
+"""Tests of the hash ring: the owners of sessions, and the sessions that move."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_removed_replica_moves_only_its_own_sessions(replicas: int) -> None:
     assert ((before != after) == (before == 1)).all()
 
 
-def test_the_replicas_shares_add_up_to_the_circle() -> None:
+def test_the_replicas_shares_of_the_ring_add_up_to_one() -> None:
     shares = Ring(full(range(1, 8))).shares()
     assert sum(shares.values()) == pytest.approx(1.0)
     owners = Ring(full(range(1, 8))).owners(KEYS)

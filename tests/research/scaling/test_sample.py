@@ -1,4 +1,4 @@
-"""Compares the simulation of one replica with that of the whole fleet, session by session."""
+"""Compares the simulation of one replica with the simulation of a whole fleet, which simulates every session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOST_S, UNTIL_S = 6.0, 16.0
 
 @pytest.fixture(scope="module")
 def whole() -> Fleet:
-    """Simulates ten thousand sessions by session; one replica of ten is lost."""
+    """Simulates each of ten thousand sessions on ten replicas. One replica is lost."""
     shape = Shape(replicas=REPLICAS, sessions=SESSIONS, rate=RATE, tokens=HELD)
     fleet = Fleet(ROUND, shape, 0)
     fleet.run(UNTIL_S, [(LOST_S, lambda: fleet.kill(1, back=False))])
@@ -24,8 +24,9 @@ def whole() -> Fleet:
 
 
 @pytest.fixture(scope="module")
-def thinned(whole: Fleet) -> list[Sample]:
-    """Simulates one of the nine remaining replicas several times, with trip times and moved sessions as background."""
+def sampled_replicas(whole: Fleet) -> list[Sample]:
+    """Simulates one of the nine remaining replicas several times. The times of store calls and the moved sessions are
+    inputs."""
     shard = whole.shards[0]
     trips = sum(replica.trips for replica in whole.replicas.values()) / UNTIL_S
     trips_s = response_times(ROUND, trips, shard.commands / UNTIL_S / trips, 20_000, 0)
@@ -49,30 +50,30 @@ def thinned(whole: Fleet) -> list[Sample]:
 
 @pytest.mark.parametrize(("begin_s", "end_s"), [(1.0, LOST_S), (LOST_S + 0.5, UNTIL_S)])
 def test_latencies_agree_before_and_after_a_replica_is_lost(
-    whole: Fleet, thinned: list[Sample], begin_s: float, end_s: float
+    whole: Fleet, sampled_replicas: list[Sample], begin_s: float, end_s: float
 ) -> None:
     full = whole.record.between(begin_s, end_s)
-    some = [sample.record.between(begin_s, end_s) for sample in thinned]
+    some = [sample.record.between(begin_s, end_s) for sample in sampled_replicas]
     assert np.mean([one["p50_ms"] for one in some]) == pytest.approx(full["p50_ms"], rel=0.08)
     assert np.mean([one["p99_ms"] for one in some]) == pytest.approx(full["p99_ms"], rel=0.15)
 
 
-def test_as_many_states_are_rebuilt(whole: Fleet, thinned: list[Sample]) -> None:
+def test_both_simulations_rebuild_as_many_states(whole: Fleet, sampled_replicas: list[Sample]) -> None:
     full = whole.record.between(LOST_S, UNTIL_S)
-    some = [sample.record.between(LOST_S, UNTIL_S) for sample in thinned]
+    some = [sample.record.between(LOST_S, UNTIL_S) for sample in sampled_replicas]
     moved = np.mean([one["rebuilt"] for one in some]) * (REPLICAS - 1)
     assert moved == pytest.approx(full["rebuilt"], rel=0.12)
     assert full["rebuilt"] == pytest.approx(SESSIONS / REPLICAS * -np.expm1(-RATE * (UNTIL_S - LOST_S)), rel=0.1)
 
 
-def test_as_many_steps_are_taken(whole: Fleet, thinned: list[Sample]) -> None:
+def test_both_simulations_answer_as_many_steps(whole: Fleet, sampled_replicas: list[Sample]) -> None:
     full = whole.record.between(1.0, LOST_S)["steps_per_s"]
-    some = [sample.record.between(1.0, LOST_S)["steps_per_s"] for sample in thinned]
+    some = [sample.record.between(1.0, LOST_S)["steps_per_s"] for sample in sampled_replicas]
     assert np.mean(some) * REPLICAS == pytest.approx(full, rel=0.05)
 
 
-def test_nothing_is_lost_or_counted_twice(thinned: list[Sample]) -> None:
-    for sample in thinned:
+def test_no_step_is_lost_or_counted_twice(sampled_replicas: list[Sample]) -> None:
+    for sample in sampled_replicas:
         assert sample.record.answered + sample.record.refused == sample.record.asked
         states = sample.states
         assert states.away >= 0 and states.resident + states.away == states.sessions

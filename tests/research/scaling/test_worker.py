@@ -1,4 +1,4 @@
-"""Compares the queue with theory, and tests shared processors."""
+"""Compares the waiting times of the queue with theory, and tests threads that share processors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOBS = 200_000
 
 
 def mean_wait_s(load: float, service: Callable[[np.random.Generator], float]) -> float:
-    """Returns the waiting times of a Poisson process of jobs at one worker."""
+    """Returns the mean waiting time of jobs that arrive as a Poisson process at one worker."""
     env, random = simpy.Environment(), np.random.default_rng(1)
     worker, waits = Worker(env), list[float]()
 
@@ -32,18 +32,18 @@ def mean_wait_s(load: float, service: Callable[[np.random.Generator], float]) ->
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
-def test_jobs_of_one_length_wait_by_the_pollaczek_khinchine_formula(load: float) -> None:
+def test_jobs_of_constant_length_wait_as_the_pollaczek_khinchine_formula_says(load: float) -> None:
     theory_s = SERVICE_S * load / (2 * (1 - load))
     assert mean_wait_s(load, lambda _: SERVICE_S) == pytest.approx(theory_s, rel=0.05)
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
-def test_jobs_of_exponential_length_wait_twice_as_long(load: float) -> None:
+def test_jobs_of_exponential_length_wait_twice_as_long_as_constant_ones(load: float) -> None:
     theory_s = SERVICE_S * load / (1 - load)
     assert mean_wait_s(load, lambda random: float(random.exponential(SERVICE_S))) == pytest.approx(theory_s, rel=0.07)
 
 
-def test_two_threads_on_one_processor_take_as_long_as_both_together() -> None:
+def test_two_threads_on_one_processor_take_the_sum_of_their_times() -> None:
     env = simpy.Environment()
     cores, ended = Cores(env, 1), dict[str, float]()
     first, second = Worker(env, cores), Worker(env, cores)
@@ -51,7 +51,7 @@ def test_two_threads_on_one_processor_take_as_long_as_both_together() -> None:
     second.do(0.01, lambda: ended.update(short=env.now))
     env.run()
     assert ended["long"] == pytest.approx(1.01)
-    assert ended["short"] < 0.05  # it got its turns in between
+    assert ended["short"] < 0.05  # the short job runs in turns with the long job
 
 
 def test_two_threads_on_two_processors_do_not_delay_each_other() -> None:

@@ -1,4 +1,4 @@
-"""Eager tasks wait, fail and are cancelled like an `asyncio.Task`."""
+"""Tests that eager tasks wait, fail and are cancelled like an `asyncio.Task`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME: ContextVar[str] = ContextVar("NAME")
 
 
 class Waits:
-    """An awaitable of some kind. `end` makes its result, 7, ready."""
+    """An awaitable of some kind. Its result is 7. `end` makes the result ready."""
 
     def __init__(self, kind: str) -> None:
         self._waiter = Waiter[int]()
@@ -71,7 +71,7 @@ async def turns() -> None:
 # Results.
 
 
-async def test_a_coroutine_that_never_waits_finishes_at_once() -> None:
+async def test_a_coroutine_that_never_waits_finishes_immediately() -> None:
     async def answer() -> int:
         return 7
 
@@ -167,7 +167,7 @@ async def test_an_eager_task_may_have_its_own_context() -> None:
 # Callbacks.
 
 
-async def test_a_waiter_calls_back_once_and_at_once() -> None:
+async def test_a_waiter_calls_its_callback_once_and_immediately() -> None:
     called: list[str] = []
     waiter = Waiter[int]()
     waiter.on_done(lambda _: called.append("replaced"))
@@ -180,7 +180,7 @@ async def test_a_waiter_calls_back_once_and_at_once() -> None:
     assert called == ["first", "late"]
 
 
-async def test_a_cancelled_waiter_does_not_call_back() -> None:
+async def test_a_cancelled_waiter_does_not_call_its_callback() -> None:
     called: list[str] = []
     waiter = Waiter[int]()
     waiter.on_done(lambda _: called.append("called"))
@@ -262,11 +262,11 @@ async def test_an_interrupted_coroutine_may_wait_for_something_else(waits: Waits
             await waits.awaitable
         except asyncio.CancelledError:
             return await other
-        raise AssertionError("it was not interrupted")
+        raise AssertionError("the coroutine was not interrupted")
 
     task = EagerTask(wait())
     task.interrupt()
-    waits.end()  # the task ignores this
+    waits.end()  # the task ignores this cancel
     await turns()
     assert not task.done
     other.resolve(3)
@@ -281,7 +281,7 @@ async def test_an_interrupt_cancels_the_callback_of_a_finished_future() -> None:
             await future
         except asyncio.CancelledError:
             return await other
-        raise AssertionError("it was not interrupted")
+        raise AssertionError("the coroutine was not interrupted")
 
     task = EagerTask(wait())
     future.set_result(7)
@@ -370,15 +370,15 @@ def cancel(waiter: Waiter[int], task: EagerTask[int]) -> None:
 
 
 @pytest.mark.parametrize("end", [succeed, fail, cancel])
-async def test_a_finished_task_leaves_no_garbage(
+async def test_a_finished_task_leaves_no_reference_cycle(
     end: Callable[[Waiter[int], EagerTask[int]], None],
 ) -> None:
     def run() -> None:
         waiter = Waiter[int]()
         end(waiter, EagerTask(add_one(EagerTask(in_time(waiter)))))
 
-    run()  # creates the objects that are created only once
-    while gc.collect():  # garbage of other tests may take several rounds
+    run()  # the first call creates the objects that are created only once
+    while gc.collect():  # the garbage of other tests may need several rounds
         pass
     gc.disable()
     try:

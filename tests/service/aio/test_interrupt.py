@@ -1,4 +1,5 @@
-"""Deadlines and disconnections end the body of a `with`, and nothing else, in both kinds of task."""
+"""Tests of deadlines and disconnections, with eager tasks and with asyncio's own tasks. They end only the body of a
+`with` statement."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ HOUR_S = 3600.0
 
 @pytest.fixture(params=[EagerTask, asyncio.ensure_future], ids=["eager task", "task"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Starts a coroutine. Returns an awaitable."""
+    """A function that starts a coroutine and returns an awaitable."""
     kind: Run = request.param
     return kind
 
@@ -37,7 +38,7 @@ async def turns() -> None:
 
 
 class Ended(Exception):
-    """The interrupt ended the body."""
+    """Raised if the interrupt has ended the body."""
 
 
 class interruptible:  # noqa: N801  (read as `with interruptible(...)`)
@@ -110,7 +111,7 @@ async def test_an_interrupt_that_the_body_catches_is_not_raised(run: Run) -> Non
                 await Waiter[None]()
             except asyncio.CancelledError:
                 return 7
-        raise AssertionError("it was not interrupted")
+        raise AssertionError("the coroutine was not interrupted")
 
     task = run(body())
     await turns()
@@ -135,7 +136,7 @@ async def test_an_interrupted_body_may_raise_its_own_error(run: Run) -> None:
         await task
 
 
-async def test_another_cancellation_is_not_an_interrupt() -> None:
+async def test_a_cancellation_by_another_caller_is_not_an_interrupt() -> None:
     made: list[Interrupt] = []
 
     async def body() -> None:
@@ -192,7 +193,9 @@ async def test_a_deadline_that_has_passed_ends_the_first_wait(run: Run) -> None:
         await run(body())
 
 
-async def test_a_deadline_after_the_body_and_no_deadline_do_nothing(run: Run, travel: Callable[[float], None]) -> None:
+async def test_a_deadline_that_passes_after_the_body_and_a_missing_deadline_have_no_effect(
+    run: Run, travel: Callable[[float], None]
+) -> None:
     async def body() -> int:
         for deadline in (now() + HOUR_S, None):
             with until(deadline):
@@ -263,7 +266,7 @@ async def test_a_deadline_and_an_interrupt_together_end_the_body_once(
         except (Ended, DeadlineExceeded):
             await asyncio.sleep(0)
             return 7
-        raise AssertionError("it was not ended")
+        raise AssertionError("the body was not ended")
 
     task = run(body())
     await turns()
@@ -273,7 +276,7 @@ async def test_a_deadline_and_an_interrupt_together_end_the_body_once(
 
 
 async def meet_deadlines() -> None:
-    """Sets ten deadlines in a minute, and finishes before them."""
+    """Sets ten deadlines that are in a minute, and finishes before they pass."""
     gc.collect()
     for _ in range(10):
         with until(now() + 60):
@@ -281,5 +284,5 @@ async def meet_deadlines() -> None:
     assert gc.collect() == 0
 
 
-def test_a_deadline_that_is_met_leaves_no_garbage() -> None:
+def test_a_deadline_that_is_met_leaves_no_reference_cycle() -> None:
     alone(meet_deadlines)

@@ -54,11 +54,11 @@ async def test_a_cancelled_timer_does_not_fire() -> None:
     timers().at(when + 0.02, done.set)
     timer.cancel()
     await done.wait()
-    timer.cancel()  # a second cancel does nothing
+    timer.cancel()  # a second cancel has no effect
     assert rung == []
 
 
-async def test_a_timer_may_cancel_another_of_the_same_time_and_set_a_new_one() -> None:
+async def test_a_timer_may_cancel_another_timer_of_the_same_time_and_set_a_new_timer() -> None:
     mine = Timers(asyncio.get_running_loop())
     rung: list[int] = []
     done = asyncio.Event()
@@ -74,7 +74,7 @@ async def test_a_timer_may_cancel_another_of_the_same_time_and_set_a_new_one() -
     assert len(rung) == 1
 
 
-async def test_timers_of_one_time_share_a_loop_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_timers_for_the_same_time_share_a_timer_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
     timers: list[float] = []
     monkeypatch.setattr(loop, "call_at", lambda when, *_: timers.append(when))
@@ -85,7 +85,7 @@ async def test_timers_of_one_time_share_a_loop_timer(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("seconds", [30.0, 300.0, 86_400.0])
-async def test_long_delays_share_few_loop_timers_within_their_tolerance(
+async def test_long_delays_share_timers_of_the_event_loop_within_their_tolerance(
     monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The real server twice: on Wane's protocol classes, and on uvicorn's own."""
+"""The real server, once with Wane's protocol classes and once with uvicorn's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error of invalid input names the field, the position, the id or the limit."""
+"""Tests that the error for invalid input names the field, the position, the id or the limit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_body_over_the_limit_is_refused_with_the_limit(http: httpx.Client) -> 
     assert "4194304" in assert_problem(response, 413, "too_large")["detail"]
 
 
-def test_a_body_over_the_limit_without_a_length_is_refused(http: httpx.Client) -> None:
+def test_a_body_over_the_limit_without_a_content_length_is_refused(http: httpx.Client) -> None:
     response = http.post("/v1/predict", content=(b" " * 2**16 for _ in range(65)))
     assert "4194304" in assert_problem(response, 413, "too_large")["detail"]
 
@@ -80,7 +80,9 @@ def test_a_body_over_the_limit_without_a_length_is_refused(http: httpx.Client) -
     ],
     ids=["nothing", "a form", "truncated", "two documents", "not UTF-8", "half a surrogate pair", "too deep"],
 )
-def test_a_body_that_is_not_json_is_refused_with_the_place(http: httpx.Client, content: bytes, where: str) -> None:
+def test_a_body_that_is_not_json_is_refused_with_the_place_of_the_error(
+    http: httpx.Client, content: bytes, where: str
+) -> None:
     assert where in assert_problem(http.post("/v1/predict", content=content), 400, "not_json")["detail"]
 
 
@@ -259,7 +261,7 @@ def test_a_value_of_the_wrong_type_or_size_is_refused_by_name(
 
 
 @pytest.mark.parametrize("body", [{}, {"input": "a", "tokens": [1]}, {"inputs": ["a"], "session": "s"}], ids=str)
-def test_a_prediction_without_one_source_is_refused(http: httpx.Client, body: object) -> None:
+def test_a_prediction_without_exactly_one_input_is_refused(http: httpx.Client, body: object) -> None:
     assert "exactly one" in assert_problem(http.post("/v1/predict", json=body), 422, "invalid_request")["detail"]
 
 
@@ -274,7 +276,7 @@ def test_a_batch_over_the_limit_is_refused_with_the_limit(http: httpx.Client) ->
     assert "257" in document["detail"] and "256" in document["detail"]
 
 
-def test_a_bad_input_of_a_batch_does_not_fail_the_others(http: httpx.Client, card: dict[str, Any]) -> None:
+def test_an_invalid_input_of_a_batch_does_not_fail_the_other_inputs(http: httpx.Client, card: dict[str, Any]) -> None:
     response = http.post("/v1/predict", json={"inputs": ["The", "", [1, -1], [1, 2]]})
     assert response.status_code == 200
     first, empty, negative, last = response.json()["results"]
@@ -316,7 +318,9 @@ def test_a_retried_step_is_replayed_and_appends_nothing(
 
 
 @pytest.mark.parametrize("position", [-1, 3, 10**9])
-def test_a_rewind_outside_the_tail_is_refused_with_the_range(http: httpx.Client, session: str, position: int) -> None:
+def test_a_rewind_to_a_dropped_position_is_refused_with_the_possible_range(
+    http: httpx.Client, session: str, position: int
+) -> None:
     http.post(f"/v1/sessions/{session}/tokens", json={"tokens": [5, 6]}).raise_for_status()
     response = http.post(f"/v1/sessions/{session}/rewind", json={"position": position})
     document = assert_problem(response, 422, "invalid_request")
@@ -349,7 +353,7 @@ LONG = "x" * 60_000
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_the_refusal_of_a_long_value_is_short(
+def test_the_error_for_a_long_value_is_short(
     http: httpx.Client, live: LiveServer, session: str, method: str, path: str, body: object
 ) -> None:
     response = http.request(method, path.format(session=session), json=body, headers={"x-request-id": session})

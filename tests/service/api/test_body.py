@@ -1,4 +1,4 @@
-"""Invalid and large bodies are cheap to refuse."""
+"""Tests that the server refuses invalid and large bodies at little cost."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def refusal(decoder: Decoder, model: type[Body], document: object) -> Inva
         "unknown parameters",
     ],
 )
-async def test_a_body_with_a_thousand_errors_builds_at_most_two(
+async def test_validation_of_a_body_with_a_thousand_errors_reports_at_most_two(
     decoder: Decoder, model: type[Body], document: object, field: str
 ) -> None:
     refused = await refusal(decoder, model, document)
@@ -96,7 +96,8 @@ MakeBody = Callable[[], bytes]
 
 
 def filled(before: bytes, item: bytes, after: bytes) -> MakeBody:
-    """Makes a body of the largest size, filled with copies of an item."""
+    """Returns a function that makes a body of almost BODY_BYTES bytes. It repeats `item` between `before` and
+    `after`."""
     return lambda: before + b",".join([item] * ((BODY_BYTES - len(before + after)) // (len(item) + 1))) + after
 
 
@@ -124,7 +125,7 @@ HUGE: list[tuple[str, type[Body], MakeBody, type[WaneError], str | None]] = [
 
 
 class Watched:
-    """Replaces the functions that decode and validate, and records their threads and arguments."""
+    """Wraps the functions that decode and validate. Records their arguments, and the threads that decode."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decoded_bytes: list[int] = []
@@ -150,7 +151,7 @@ class Watched:
 
 
 def values(document: object) -> int:
-    """Counts the values in a document."""
+    """Returns the number of values in a document, including nested values."""
     inner = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
     return 1 + sum(map(values, inner))
 
@@ -161,40 +162,47 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 @pytest.fixture(scope="module")
-def usual() -> Decoder:
+def default_decoder() -> Decoder:
     """A decoder with the default settings."""
     return Decoder(Settings())
 
 
 @pytest.mark.parametrize(("model", "make", "error", "field"), [one[1:] for one in HUGE], ids=[one[0] for one in HUGE])
 async def test_a_large_body_is_decoded_up_to_its_limits_and_on_the_decoder_s_thread(
-    usual: Decoder, watched: Watched, model: type[Body], make: MakeBody, error: type[WaneError], field: str | None
+    default_decoder: Decoder,
+    watched: Watched,
+    model: type[Body],
+    make: MakeBody,
+    error: type[WaneError],
+    field: str | None,
 ) -> None:
     with pytest.raises(error) as refused:
-        await usual.decode(make(), model)
+        await default_decoder.decode(make(), model)
     assert getattr(refused.value, "field", None) == field
     assert all(thread.startswith("decoder") for thread in watched.threads)
-    most = usual.most
+    most = default_decoder.most
     assert all(count <= most.values + most.containers + 2 for count in watched.values)
     if field is not None and field in model.model_fields and field != "tokens":
         assert watched.validated == [], "a list over the limit is refused before its items are validated"
 
 
 @pytest.mark.parametrize(("count", "said"), [(257, "257"), (2000, "2000"), (500_000, "at least [0-9]+")])
-async def test_lists_slightly_and_far_over_the_limit_are_refused_alike(usual: Decoder, count: int, said: str) -> None:
+async def test_lists_slightly_and_far_over_the_limit_get_the_same_error(
+    default_decoder: Decoder, count: int, said: str
+) -> None:
     for model, body in (
         (PredictBody, b'{"inputs":[' + b",".join([b'"a"'] * count) + b"]}"),
         (StepsBody, b'{"steps":[' + b",".join([b'{"session":"s"}'] * count) + b"]}"),
     ):
         with pytest.raises(InvalidRequest, match=f" holds {said} values, but must hold at most 256$") as refused:
-            await usual.decode(body, model)
+            await default_decoder.decode(body, model)
         assert refused.value.field in model.model_fields
 
 
 STEP = b'{"tokens": [' + b",".join([b"5"] * 65000) + b'], "session": "a"}'
 
 
-async def test_a_field_after_the_decoded_part_is_not_reported_missing(usual: Decoder) -> None:
+async def test_a_field_after_the_decoded_part_is_not_reported_missing(default_decoder: Decoder) -> None:
     said = "more than 266304 comma-separated values: the limit follows from max_input_tokens, max_scored_tokens and "
     for raw in (
         b'{"steps": [' + b",".join([STEP] * 5) + b"]}",
@@ -203,31 +211,33 @@ async def test_a_field_after_the_decoded_part_is_not_reported_missing(usual: Dec
     ):
         if raw.startswith(b'{"steps": [{"tokens"'):
             with pytest.raises(TooLarge, match=said):
-                await usual.decode(raw, StepsBody)
+                await default_decoder.decode(raw, StepsBody)
         else:
             with pytest.raises(InvalidRequest, match=r"unknown|must be a string"):
-                await usual.decode(raw, StepsBody)
+                await default_decoder.decode(raw, StepsBody)
 
 
-async def test_the_largest_request_that_the_settings_allow_is_decoded(usual: Decoder, watched: Watched) -> None:
+async def test_the_largest_request_that_the_settings_allow_is_decoded(
+    default_decoder: Decoder, watched: Watched
+) -> None:
     ids = list(range(1000, 1000 + Settings().max_scored_tokens))
-    scored = await usual.decode(to_json({"tokens": ids}), ScoreBody)
+    scored = await default_decoder.decode(to_json({"tokens": ids}), ScoreBody)
     assert scored.tokens == ids
     step = dict.fromkeys(("expected_position", "mode", "idempotency_key"))
     steps = [{**step, "session": f"s{index}", "top_k": 5, "tokens": [5] * 1000} for index in range(256)]
-    assert len((await usual.decode(to_json({"steps": steps}), StepsBody)).steps) == 256
+    assert len((await default_decoder.decode(to_json({"steps": steps}), StepsBody)).steps) == 256
     text = '[a], {"b": 1},\\" ' * (LARGE_BYTES // 4)
-    assert (await usual.decode(to_json({"input": text}), ScoreBody)).input == text
+    assert (await default_decoder.decode(to_json({"input": text}), ScoreBody)).input == text
     assert all(thread.startswith("decoder") for thread in watched.threads)
 
 
-def test_no_body_has_more_than_most_fields() -> None:
+def test_no_body_model_has_more_fields_than_the_decoder_allows() -> None:
     bodies = [model for model in Body.__subclasses__() for model in (model, *model.__subclasses__())]
     assert max(len(model.model_fields) for model in bodies) <= MOST_FIELDS
 
 
 async def test_a_large_body_waits_for_the_decoder_until_its_deadline(
-    usual: Decoder, monkeypatch: pytest.MonkeyPatch
+    default_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, busy = threading.Event(), threading.Event()
     excess = decoding.excess
@@ -239,11 +249,11 @@ async def test_a_large_body_waits_for_the_decoder_until_its_deadline(
 
     monkeypatch.setattr(decoding, "excess", wait)
     raw = b'{"tokens": [1' + b" " * LARGE_BYTES + b"]}"
-    first = asyncio.create_task(usual.decode(raw, PredictBody))
+    first = asyncio.create_task(default_decoder.decode(raw, PredictBody))
     assert await asyncio.to_thread(busy.wait, TIMEOUT_S)
     with pytest.raises(DeadlineExceeded):
-        await usual.decode(raw, PredictBody, asyncio.get_running_loop().time())
-    assert (await usual.decode(b'{"tokens": [2]}', PredictBody)).tokens == [2]
+        await default_decoder.decode(raw, PredictBody, asyncio.get_running_loop().time())
+    assert (await default_decoder.decode(b'{"tokens": [2]}', PredictBody)).tokens == [2]
     gate.set()
     assert (await first).tokens == [1]
 

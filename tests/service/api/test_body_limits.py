@@ -1,4 +1,4 @@
-"""The counts of values in a large body agree with a JSON decoder."""
+"""Tests that the counts of commas, fields and containers in a large body agree with a JSON decoder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ DOCUMENTS: st.SearchStrategy[Any] = st.recursive(
 
 
 def parts(document: object) -> Iterator[str]:
-    """Yields one word for each comma, colon, and opening bracket or brace in the document's JSON."""
+    """Yields "value" for each comma, "field" for each colon, and "container" for each opening bracket or brace in the
+    document's JSON."""
     if isinstance(document, dict | list):
         yield "container"
         yield from ["value"] * (len(document) - 1)
@@ -42,7 +43,7 @@ def test_the_contents_of_strings_do_not_count(document: object, ascii_only: bool
             assert excess(raw, most._replace(**{name: count - 1})) is not None
 
 
-def test_the_place_is_that_of_the_first_value_over_a_limit() -> None:
+def test_the_place_in_the_error_is_the_first_value_over_a_limit() -> None:
     assert excess(b'{"a": [1, 2, 3], "b": 4}', BodyLimits(1, 9, 9)) == (11, "1 comma-separated values")
     assert excess(b'{"a": [1, 2, 3], "b": 4}', BodyLimits(2, 1, 9)) == (15, "2 comma-separated values")
     assert excess(b'{"a": [1, 2, 3], "b": 4}', BodyLimits(9, 1, 9)) == (20, "1 fields")

@@ -1,4 +1,4 @@
-"""A disconnection cancels the request, with a real socket and a real uvicorn."""
+"""Tests that a disconnection cancels the request, with a real socket and a real uvicorn server."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_the_access_log_has_499_for_a_disconnection(
     writer.close()
     await writer.wait_closed()
     await engine.cancelled.wait()
-    server.should_exit = True  # waits for the requests in flight
+    server.should_exit = True  # waits until no request is in flight
     while server.server_state.tasks:
         await asyncio.gather(*server.server_state.tasks)
     (fields,) = [vars(record)["fields"] for record in caplog.records if record.name == "wane.access"]

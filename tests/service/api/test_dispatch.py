@@ -1,4 +1,5 @@
-"""The HTTP protocol dispatches requests that arrive whole, ASGI handles all others, and the responses are equal."""
+"""Tests of dispatched requests. The HTTP protocol passes a request that arrives in one piece directly to the engine.
+The ASGI application handles all other requests. The responses are equal."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ KEY = "alice-0123456789abcdefgh"
 
 
 def hold(server: ServerHarness) -> None:
-    """Blocks the runs of the engine from now on."""
+    """Holds every run of the engine from now on."""
     server.harness.runner.busy.clear()
     server.harness.runner.gate.clear()
 
@@ -58,7 +59,7 @@ async def test_every_dispatched_route_is_described(app: Application) -> None:
 
 
 @pytest.mark.parametrize("path", [STEP, PREDICT])
-async def test_a_dispatched_route_never_reaches_the_framework(
+async def test_a_dispatched_request_never_reaches_the_framework(
     app: Application, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     async def refuse(*_: object) -> None:
@@ -115,16 +116,16 @@ async def test_a_session_id_is_read_from_the_path(client: httpx.AsyncClient, eng
     ],
     ids=str,
 )
-async def test_a_dispatched_request_is_answered_like_one_by_asgi(
+async def test_a_dispatched_request_is_answered_like_a_request_through_asgi(
     harness: EngineHarness, path: str, body: Any, headers: list[str], status: int
 ) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
-        await client.say(post(body, "x-request-id: mine", *headers, path=path))
-        dispatched = await client.hear()
+        await client.send_packets(post(body, "x-request-id: mine", *headers, path=path))
+        dispatched = await client.read_response()
         assert server.asgi_paths == []
-        await client.say(*in_two(post(body, "x-request-id: mine", *headers, path=path.replace("/a/", "/b/"))))
-        by_asgi = await client.hear()
+        await client.send_packets(*in_two(post(body, "x-request-id: mine", *headers, path=path.replace("/a/", "/b/"))))
+        by_asgi = await client.read_response()
         assert len(server.asgi_paths) == 1
         assert dispatched[0] == by_asgi[0] == status
         assert dispatched[1].keys() == by_asgi[1].keys()
@@ -156,7 +157,7 @@ async def test_a_prediction_searches_for_a_proof_only_on_request(make_harness: M
 
         async def ask(body: Document, path: str = PREDICT) -> tuple[int, Document]:
             client.writer.write(post(body, path=path))
-            status, _, document = await client.hear()
+            status, _, document = await client.read_response()
             return status, document
 
         assert (await ask({"tokens": LONG}, STEP))[0] == 200
@@ -187,15 +188,15 @@ async def test_a_deadline_or_a_disconnection_ends_the_wait_for_a_proof(make_harn
         await until(lambda: harness.engine.admission.active == 1)
         late = await Client.of(server)
         late.writer.write(post(search, "x-request-timeout-ms: 20", path=PREDICT))
-        status, _, document = await late.hear()
+        status, _, document = await late.read_response()
         assert (status, document["code"]) == (504, "deadline_exceeded")
         proof.gate.set()
-        status, _, document = await running.hear()
+        status, _, document = await running.read_response()
         assert (status, document["top1_proved"], proof.asked) == (200, True, 1)
 
 
 @pytest.mark.parametrize("path", [STEP, PREDICT])
-async def test_a_body_over_the_limit_is_refused_whole_or_in_parts(harness: EngineHarness, path: str) -> None:
+async def test_a_body_over_the_limit_is_refused_in_one_or_several_packets(harness: EngineHarness, path: str) -> None:
     async with served(harness, max_body_bytes=1024) as server:
         padded = post(b'{"tokens": [6]}' + b" " * 2000, path=path)
         for parts in ([padded], in_two(padded)):
@@ -217,7 +218,7 @@ async def test_a_client_that_expects_100_continue_receives_it(harness: EngineHar
     head, body = in_two(post({"tokens": [6]}, "expect: 100-continue"))
     async with served(harness) as server:
         client = await Client.of(server)
-        await client.say(head)
+        await client.send_packets(head)
         assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
         assert (await client.ask(body))[0] == 200
 
@@ -225,21 +226,21 @@ async def test_a_client_that_expects_100_continue_receives_it(harness: EngineHar
 async def test_requests_in_one_packet_are_answered_in_order(harness: EngineHarness) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
-        await client.say(post({"tokens": [6]}) + post({"tokens": [7]}) + HEALTH)
-        positions = [(await client.hear())[2]["position"] for _ in range(2)]
-        assert (positions, (await client.hear())[0]) == ([2, 3], 200)
+        await client.send_packets(post({"tokens": [6]}) + post({"tokens": [7]}) + HEALTH)
+        positions = [(await client.read_response())[2]["position"] for _ in range(2)]
+        assert (positions, (await client.read_response())[0]) == ([2, 3], 200)
 
 
-async def test_a_request_waits_for_the_one_before_it(harness: EngineHarness) -> None:
+async def test_a_request_waits_for_the_previous_request(harness: EngineHarness) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         hold(server)
-        await client.say(post({"tokens": [6]}))
+        await client.send_packets(post({"tokens": [6]}))
         await harness.runner.until_busy()
-        await client.say(HEALTH)
+        await client.send_packets(HEALTH)
         harness.runner.gate.set()
-        assert (await client.hear())[2]["position"] == 2
-        assert (await client.hear())[0] == 200
+        assert (await client.read_response())[2]["position"] == 2
+        assert (await client.read_response())[0] == 200
 
 
 @pytest.mark.parametrize("bad", MALFORMED.values(), ids=MALFORMED)
@@ -249,7 +250,7 @@ async def test_a_malformed_request_is_answered_after_earlier_steps_of_its_packet
 ) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
-        await client.say(b"".join(post({"tokens": [6 + one]}) for one in range(goods)) + bad)
+        await client.send_packets(b"".join(post({"tokens": [6 + one]}) for one in range(goods)) + bad)
         assert statuses(await client.reader.read()) == [200] * goods + [400]
         assert (await position(server), server.counted(200)) == (1 + goods, goods)
 
@@ -262,9 +263,9 @@ async def test_a_malformed_request_is_answered_after_the_running_step(
     async with served(harness) as server:
         client = await Client.of(server)
         hold(server)
-        await client.say(*([first] if whole else in_two(first)))
+        await client.send_packets(*([first] if whole else in_two(first)))
         await harness.runner.until_busy()
-        await client.say(HEALTH + b"POST /v1/predict HT\r\n")
+        await client.send_packets(HEALTH + b"POST /v1/predict HT\r\n")
         await until(lambda: all(connection.discarding for connection in server.connections))
         harness.runner.gate.set()
         assert statuses(await client.reader.read()) == [200, 200, 400]
@@ -276,10 +277,10 @@ async def test_a_websocket_starts_after_the_answer_to_a_step(harness: EngineHarn
     async with served(harness) as server:
         client = await Client.of(server)
         hold(server)
-        await client.say(post({"tokens": [6]}) + HANDSHAKE.replace(b"/s/", b"/a/"))
+        await client.send_packets(post({"tokens": [6]}) + HANDSHAKE.replace(b"/s/", b"/a/"))
         await harness.runner.until_busy()
         harness.runner.gate.set()
-        status, _, document = await client.hear()
+        status, _, document = await client.read_response()
         assert (status, document["position"], server.asgi_paths) == (200, 2, [])
         assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
         client.writer.write(frame(0x81, b'{"tokens": [7]}'))
@@ -294,8 +295,8 @@ async def test_a_websocket_starts_after_the_answer_to_a_step(harness: EngineHarn
 async def test_the_connection_is_closed_after_its_last_request(harness: EngineHarness, last: bytes) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
-        await client.say(last + post({"tokens": [7]}))
-        status, headers, document = await client.hear()
+        await client.send_packets(last + post({"tokens": [7]}))
+        status, headers, document = await client.read_response()
         assert (status, headers["connection"], document["position"], server.asgi_paths) == (200, "close", 2, [])
         assert await client.reader.read() == b""
         assert await position(server) == 2
@@ -315,18 +316,18 @@ async def test_a_stopping_server_answers_running_requests_and_closes(harness: En
     async with served(harness) as server:
         client = await Client.of(server)
         hold(server)
-        await client.say(post({"tokens": [6]}))
+        await client.send_packets(post({"tokens": [6]}))
         await harness.runner.until_busy()
         for connection in server.connections:
             connection.shutdown()
         harness.runner.gate.set()
-        status, headers, _ = await client.hear()
+        status, headers, _ = await client.read_response()
         assert (status, headers["connection"]) == (200, "close")
         assert await client.reader.read() == b""
 
 
 @pytest.mark.parametrize("body", [{"tokens": [6]}, {"tokens": [6], "expected_position": 9}], ids=["200", "409"])
-async def test_a_closed_connection_leaves_no_garbage(harness: EngineHarness, body: dict[str, Any]) -> None:
+async def test_a_closed_connection_leaves_no_reference_cycle(harness: EngineHarness, body: dict[str, Any]) -> None:
     async with served(harness) as server:
         client = await Client.of(server)
         gc.disable()
@@ -339,7 +340,7 @@ async def test_a_closed_connection_leaves_no_garbage(harness: EngineHarness, bod
             gc.enable()
 
 
-# Predictions: the same tests for steps are in `tests/service/test_conformance.py`.
+# Predictions. `tests/service/test_conformance.py` has the same tests for steps.
 
 
 async def test_a_prediction_after_its_deadline_is_answered_504(harness: EngineHarness) -> None:
@@ -357,15 +358,15 @@ async def test_a_disconnection_cancels_a_queued_prediction(harness: EngineHarnes
     async with served(harness) as server:
         first, second = await Client.of(server), await Client.of(server)
         hold(server)
-        await first.say(post({"tokens": [6]}))
+        await first.send_packets(post({"tokens": [6]}))
         await harness.runner.until_busy()
-        await second.say(post({"tokens": [6], "mode": "window"}, path=PREDICT))
+        await second.send_packets(post({"tokens": [6], "mode": "window"}, path=PREDICT))
         await until(lambda: harness.sample("wane_queue_items") == 1)
         second.writer.close()
         await until(lambda: server.counted(499, PREDICT) == 1)
         harness.runner.calls.clear()
         harness.runner.gate.set()
-        assert (await first.hear())[0] == 200
+        assert (await first.read_response())[0] == 200
         assert (await first.ask(post({"tokens": [7]})))[0] == 200
         assert harness.runner.roles() == ["step"]
         await server.models.epochs.depart()
@@ -405,7 +406,7 @@ async def test_an_unexpected_failure_is_answered_500(
 # Keys and the access log.
 
 
-async def test_a_key_is_charged_once_dispatched_or_by_asgi(
+async def test_a_key_is_charged_once_for_a_dispatched_request_and_for_one_through_asgi(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charged: list[float] = []
@@ -436,7 +437,7 @@ async def test_a_step_over_the_rate_of_its_key_is_refused(
         assert (status, document["code"]) == (429, "rate_limited")
 
 
-async def test_the_access_log_is_the_same_dispatched_or_by_asgi(
+async def test_dispatched_requests_and_requests_through_asgi_have_the_same_access_log(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "wane.access")

@@ -1,4 +1,4 @@
-"""The page `/docs`: every route with its fields and examples, and nothing from other sites."""
+"""Tests that the page `/docs` shows every route with its fields and examples, and loads nothing from other sites."""
 
 from __future__ import annotations
 

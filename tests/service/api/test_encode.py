@@ -1,4 +1,4 @@
-"""The engine's answers as JSON, field by field, over an engine with known answers."""
+"""Tests of every field of the JSON answers, over a fake engine with known answers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_the_options_of_a_prediction_reach_the_engine(client: httpx.AsyncC
     ],
     ids=str,
 )
-async def test_truncated_reaches_the_engine(
+async def test_the_option_truncated_reaches_the_engine(
     client: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, object]
 ) -> None:
     (await client.post(path, json=body)).raise_for_status()
@@ -121,7 +121,7 @@ async def test_a_batch_has_an_answer_for_each_input_in_order(client: httpx.Async
     assert answer["results"][1]["error"]["code"] == "invalid_request"
 
 
-async def test_an_unexpected_error_of_an_input_is_internal_in_its_place(
+async def test_an_unexpected_error_of_one_input_is_an_internal_error_in_its_place(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.failure = ZeroDivisionError("secret")
@@ -214,7 +214,7 @@ async def test_a_generation_is_one_answer(client: httpx.AsyncClient, engine: Fak
     assert engine.closed.is_set()
 
 
-async def test_a_streamed_generation_is_an_event_for_each_token_and_a_finish(client: httpx.AsyncClient) -> None:
+async def test_a_streamed_generation_has_an_event_for_each_token_and_a_last_event(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/generate", json={"tokens": [1], "max_tokens": 2, "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["cache-control"] == "no-store"
@@ -230,7 +230,7 @@ async def test_a_streamed_generation_is_an_event_for_each_token_and_a_finish(cli
     assert json.loads(data.removeprefix("data: "))["text"] == "é"
 
 
-async def test_models_have_openai_s_fields_and_the_manifest_s(client: httpx.AsyncClient) -> None:
+async def test_models_have_openai_s_fields_and_the_fields_of_the_manifest(client: httpx.AsyncClient) -> None:
     answer = (await client.get("/v1/models")).json()
     assert answer["object"] == "list"
     (card,) = answer["data"]
@@ -253,7 +253,7 @@ async def test_a_model_has_its_certificate_and_the_list_omits_the_curve(client: 
     assert card["certificate"]["reason"] == "the bound is still 0.02"
 
 
-async def test_readiness_lists_the_models_with_the_reason_of_an_uncertified_one(
+async def test_readiness_lists_the_models_and_why_a_model_is_uncertified(
     client: httpx.AsyncClient, registry: FakeRegistry
 ) -> None:
     ready = (await client.get("/readyz")).json()

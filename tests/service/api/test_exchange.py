@@ -1,4 +1,4 @@
-"""A dispatched request whose response cannot be written."""
+"""Tests of a dispatched request whose response cannot be written to the connection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wane.service.app import Application
 
 
 class FailingSink:
-    """Fails to write a response."""
+    """A connection that raises an error when a response is written."""
 
     def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         raise OSError(f"cannot write {status}")
@@ -24,7 +24,7 @@ def dispatch(app: Application) -> None:
     app.dispatcher.dispatch(scope, b'{"tokens": [1]}', FailingSink())
 
 
-async def test_a_write_error_at_once_is_raised_to_the_connection(app: Application, engine: FakeEngine) -> None:
+async def test_an_immediate_write_error_is_raised_to_the_connection(app: Application, engine: FakeEngine) -> None:
     with pytest.raises(OSError, match="cannot write 200"):
         dispatch(app)
 

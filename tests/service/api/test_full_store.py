@@ -1,4 +1,4 @@
-"""A full Redis with the shipped configuration: the service refuses new work, and loses no stored session."""
+"""Tests of a full Redis with the shipped configuration. The server refuses new work, and loses no stored session."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ TOKENS = list(range(1, 601))
 
 
 class Sessions:
-    """The sessions of one server, each with its last acknowledged position."""
+    """The sessions of one server. `at` maps each session to its last acknowledged position."""
 
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
         self.at: dict[str, int] = {}
 
     def step(self, session: str, tokens: list[int]) -> httpx.Response:
-        """Appends tokens without a position, because a refused step must not have been taken."""
+        """Appends tokens. The step has no expected position. So if the server had committed an earlier refused step,
+        the positions would no longer agree."""
         answer = self.http.post(f"/v1/sessions/{session}/tokens", json={"tokens": tokens})
         if answer.status_code == 200:
             self.at[session] = answer.json()["position"]
         return answer
 
     def fill(self) -> httpx.Response:
-        """Starts sessions with some tokens until one is refused. Returns the refusal."""
+        """Starts sessions and steps each once, until the server refuses a request. Returns the refusal."""
         for number in range(1000):
             answer = self.http.post("/v1/sessions", json={"session": f"s{number}"})
             if answer.status_code == 201:
@@ -50,13 +51,13 @@ class Sessions:
         raise AssertionError("Redis never becomes full")
 
     def found(self) -> dict[str, int]:
-        """Returns the sessions' positions on the server."""
+        """Returns the positions of the sessions, as the server reports them."""
         answers = {session: self.http.get(f"/v1/sessions/{session}") for session in self.at}
         return {session: answer.json()["position"] for session, answer in answers.items() if answer.status_code == 200}
 
 
 def limit(redis: RedisServer, room_bytes: int | None) -> None:
-    """Leaves `room_bytes` of memory to Redis; None: no limit."""
+    """Sets the memory limit of Redis to its used memory plus `room_bytes`. None removes the limit."""
     with Redis.from_url(redis.url) as client:
         used: Any = client.info("memory")
         client.config_set("maxmemory", 0 if room_bytes is None else used["used_memory"] + room_bytes)
@@ -86,7 +87,7 @@ def test_a_full_redis_refuses_new_work_and_loses_nothing(tmp_path: Path, mode: s
         limit(redis, ROOM_BYTES)
         assert is_refusal(sessions.fill())
         assert len(sessions.at) > 20
-        limit(redis, -ROOM_BYTES // 2)  # a connection's buffers may have caused the refusal above
+        limit(redis, -ROOM_BYTES // 2)  # the buffers of a connection may have caused the refusal above
         assert is_refusal(sessions.step("s0", [7]))
         assert is_refusal(http.post("/v1/sessions", json={}))
         ready = http.get("/readyz")
@@ -109,7 +110,9 @@ def test_a_full_redis_refuses_new_work_and_loses_nothing(tmp_path: Path, mode: s
         redis.options = (*OPTIONS, "--maxmemory", "1")
         redis.start()
         server.read_until("the session store is reachable")
-        assert is_refusal(sessions.step("s4", [9])), "no fallback took this session over: Redis is available and full"
+        assert is_refusal(sessions.step("s4", [9])), (
+            "the server must not use its fallback: Redis is reachable, but full"
+        )
         back = sessions.step("s0", [9])
         if mode == "reject":
             assert is_refusal(back)

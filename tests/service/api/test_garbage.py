@@ -1,4 +1,4 @@
-"""Requests and connections leave no garbage after their end, each in its own process."""
+"""Tests that finished requests and connections leave no garbage. Each test runs in a new process."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from starlette.requests import Request
 from starlette.types import Message, Scope
 from websockets.frames import Frame
 
-from tests.service.alone import alone, left
+from tests.service.alone import alone, live_objects
 from tests.service.slow_client import GET, HANDSHAKE, frame, serving
 from wane.service.api.disconnect import until_hangup
 from wane.service.net.http_protocol import BufferedTransport, HttpProtocol
 from wane.service.net.websocket_protocol import WebSocketProtocol
 
-TURNS = 100  # turns of the event loop for cleanup
+TURNS = 100  # the number of turns of the event loop in which the server cleans up
 
 
 async def watch_a_request() -> None:
-    """Runs a request long enough that the server watches its client."""
+    """Runs a request until the server watches the connection for a disconnection."""
 
     async def receive() -> Message:
         watching.set()
@@ -31,28 +31,28 @@ async def watch_a_request() -> None:
     scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
     with until_hangup(Request(scope, receive)):
         await watching.wait()
-    await asyncio.sleep(0)  # the watcher ends
-    assert not left(until_hangup)
+    await asyncio.sleep(0)  # lets the watcher end
+    assert not live_objects(until_hangup)
 
 
 async def connect_and_leave() -> None:
-    """Opens and closes three connections, with an answer on each."""
+    """Opens three connections. Sends one request on each, reads the answer, and closes the connection."""
     async with serving() as server:
         for _ in range(3):
             reader, writer = await asyncio.open_connection(*server.address)
             writer.write(GET)
             assert (await reader.readline()).endswith(b" 200 OK\r\n")
             writer.write_eof()
-            await reader.read()  # until the server has closed it
+            await reader.read()  # until the server has closed the connection
             writer.close()
             await writer.wait_closed()
         for _ in range(TURNS):
             await asyncio.sleep(0)
-        assert not left(BufferedTransport)
+        assert not live_objects(BufferedTransport)
 
 
 async def leave_within_a_message(first: bytes) -> None:
-    """Opens three WebSockets, and closes each within the message that `first` starts."""
+    """Opens three WebSockets. Sends `first`, the start of a message, on each, and closes the connection."""
     async with serving() as server:
         for _ in range(3):
             reader, writer = await asyncio.open_connection(*server.address)
@@ -65,7 +65,12 @@ async def leave_within_a_message(first: bytes) -> None:
             await writer.wait_closed()
         for _ in range(TURNS):
             await asyncio.sleep(0)
-        assert not [*left(WebSocketProtocol), *left(Frame), *left(HttpProtocol), *left(BufferedTransport)]
+        assert not [
+            *live_objects(WebSocketProtocol),
+            *live_objects(Frame),
+            *live_objects(HttpProtocol),
+            *live_objects(BufferedTransport),
+        ]
 
 
 async def leave_within_a_frame() -> None:

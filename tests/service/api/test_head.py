@@ -1,4 +1,4 @@
-"""HEAD is answered like GET: the same head, and no body."""
+"""Tests that the answer to HEAD has the headers of GET and no body."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_head_has_the_headers_of_get(app: FastAPI, server: SocketServer) -
                     assert head.headers[name] == read.headers[name], (path, name)
 
 
-async def test_the_next_answer_follows_a_head_directly(server: SocketServer) -> None:
+async def test_an_answer_to_head_has_no_body_before_the_next_answer(server: SocketServer) -> None:
     reader, writer = await asyncio.open_connection(*server.address)
     for method in ("HEAD", "GET"):
         close = "close" if method == "GET" else "keep-alive"

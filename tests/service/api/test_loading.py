@@ -1,4 +1,5 @@
-"""Requests wait for a model that is being loaded, until their deadline."""
+"""Tests of requests for a model that the server is loading. They wait until the model is loaded or their deadline
+passes."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ async def test_a_request_that_waits_past_its_deadline_is_answered_504(
 async def test_a_step_that_waits_past_its_deadline_fails_alone(
     client: httpx.AsyncClient, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default model is ready, and another one is being loaded."""
+    """The server has loaded the default model, and is loading another model."""
     registry.begin_loading()
     monkeypatch.setattr(registry, "is_coming", lambda name=None: False)
     engine_for = registry.engine_for

@@ -1,4 +1,4 @@
-"""The middleware: request ids, deadlines, limits of bodies, the access log, and metrics."""
+"""Tests of the middleware: request ids, deadlines, body limits, the access log, and metrics."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_each_request_is_one_line_in_the_access_log(
     }
 
 
-async def test_requests_are_counted_by_route_and_not_by_path(client: httpx.AsyncClient) -> None:
+async def test_requests_are_counted_for_each_route_and_not_for_each_path(client: httpx.AsyncClient) -> None:
     for session in ("a", "b"):
         await client.get(f"/v1/sessions/{session}")
     for path in ("/a", "/b"):
@@ -97,7 +97,7 @@ async def test_requests_are_counted_by_route_and_not_by_path(client: httpx.Async
     assert "/v1/sessions/a" not in metrics
 
 
-async def test_a_body_at_the_limit_is_read_and_a_longer_one_is_refused(client: httpx.AsyncClient) -> None:
+async def test_a_body_at_the_limit_is_read_and_a_longer_body_is_refused(client: httpx.AsyncClient) -> None:
     body = b'{"tokens": [1]}'
     assert (await client.post("/v1/predict", content=body.ljust(LIMIT))).status_code == 200
     response = await client.post("/v1/predict", content=body.ljust(LIMIT + 1))

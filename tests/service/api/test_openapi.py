@@ -1,4 +1,4 @@
-"""The OpenAPI description: its examples run, and the answers match their schemas."""
+"""Tests of the OpenAPI description. Its examples run, and the answers match their schemas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from wane.service.registry import registry
 from wane.service.types import CompareRequest, GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 
 Example = tuple[str, str, object, dict[str, Any]]
-"""Method, path with its example parameters, body, and the schema of the answer."""
+"""The method, the path with its example parameters, the body, and the schema of the answer."""
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def openapi(http: httpx.Client) -> dict[str, Any]:
 
 
 def examples(openapi: dict[str, Any]) -> Iterator[Example]:
-    """Yields every example request in order. Requests that read or delete a session follow its creation, and a load
-    follows an unload."""
+    """Yields every example request, in an order in which all succeed. A session is created before it is read or
+    deleted, and a model is unloaded before it is loaded."""
     late: list[Example] = []
     for template, operations in openapi["paths"].items():
         for method, operation in operations.items():
@@ -58,14 +58,14 @@ def examples(openapi: dict[str, Any]) -> Iterator[Example]:
 
 
 def assert_as_described(name: str, document: object, openapi: dict[str, Any]) -> None:
-    """Checks that the document has exactly the described fields: validated and serialized, it is unchanged."""
+    """Checks that the document has exactly the described fields: validation and serialization must not change it."""
     adapter: TypeAdapter[object] = TypeAdapter(RESULTS[name])
     read = adapter.validate_python(document)
-    # Dataclasses leave out a None; those of a comparison are inside a document.
+    # The serialization of dataclasses leaves out fields that are None. A ComparisonDocument contains such dataclasses.
     is_result = is_dataclass(read) or name == "ComparisonDocument"
     written = json.loads(json_bytes(read)) if is_result else adapter.dump_python(read, mode="json")
     assert written == document
-    if name in openapi["components"]["schemas"]:  # which lacks the events of streams
+    if name in openapi["components"]["schemas"]:  # the description has no schemas for the events of streams
         Draft202012Validator({"$ref": f"#/components/schemas/{name}", **openapi}).validate(document)
 
 
@@ -106,7 +106,7 @@ def test_every_example_runs_and_its_answer_matches_its_schema(http: httpx.Client
             for event, document in streamed:
                 assert_as_described(EVENTS[path][event], document, openapi)
     assert checked >= 15
-    assert http.get("/v1/sessions/demo").status_code == 404  # the last example deleted it
+    assert http.get("/v1/sessions/demo").status_code == 404  # the last example has deleted the session
 
 
 def events(text: str) -> list[tuple[str, Any]]:
@@ -134,7 +134,7 @@ def test_metrics_are_described_as_text(app: FastAPI) -> None:
     assert kind == "text/plain"
 
 
-def test_the_description_is_about_the_service_and_not_its_source(app: FastAPI) -> None:
+def test_the_description_contains_no_details_of_the_source_code(app: FastAPI) -> None:
     description = app.openapi()["info"]["description"]
     assert "recurrent models" in description and "ASGI" not in description
 
@@ -152,7 +152,7 @@ def test_every_failure_is_described_as_a_problem(app: FastAPI) -> None:
             responses = operation["responses"]
             kind = "application/json" if path.startswith("/v2/") else "application/problem+json"
             assert list(responses["default"]["content"]) == [kind], path
-            assert "422" not in responses  # the framework's own shape, which is never sent
+            assert "422" not in responses  # the framework's own error schema, which the server never sends
 
 
 def test_every_reference_of_the_description_is_defined(app: FastAPI) -> None:

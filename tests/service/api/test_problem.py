@@ -1,4 +1,4 @@
-"""Failures of every route and every source have one shape."""
+"""Tests that failures on every route and from every source have the same document format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from wane.service.errors import (
     truncate_repr,
 )
 
-# A valid request to every route that the engine can fail, and to all routes. A test below finds missing routes.
+# A valid request to every route on which the engine can fail. A test below finds missing routes.
 ENGINE_ROUTES: list[tuple[str, str, object]] = [
     ("POST", "/v1/predict", {"tokens": [1]}),
     ("POST", "/v1/predict", {"session": "s"}),
@@ -117,7 +117,7 @@ def test_these_tests_cover_every_route(app: FastAPI) -> None:
         (method.upper(), path)
         for path, methods in app.openapi()["paths"].items()
         for method in methods
-        if path not in INFALLIBLE and not path.startswith("/v2/")  # another protocol: see test_repository.py
+        if path not in INFALLIBLE and not path.startswith("/v2/")  # test_repository.py tests the routes of /v2
     }
     assert described == tested
 
@@ -232,7 +232,9 @@ async def test_an_unexpected_failure_is_logged_with_its_traceback_and_request_id
     assert vars(record)["fields"] == {"request_id": "abc"}
 
 
-async def test_a_failure_is_described_once(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_is_converted_to_a_document_only_once(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     described: list[Exception] = []
 
     def counted(error: Exception) -> Failure:
@@ -254,7 +256,7 @@ async def test_a_failed_item_is_not_logged_as_the_request_s_failure(
     assert "error" not in fields
 
 
-async def test_after_the_first_byte_a_failure_is_an_event(
+async def test_a_failure_after_the_first_byte_is_an_event(
     client: httpx.AsyncClient, registry: FakeRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

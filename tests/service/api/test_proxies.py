@@ -1,4 +1,5 @@
-"""The client of a request: the peer of the connection, or the one that a trusted proxy names."""
+"""Tests of the client address of a request. It is the address of the connection's peer, or the address that a trusted
+proxy forwards."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ SPOOFED = "6.6.6.6"
 
 
 def logged_client(server: LiveServer, forwarded: str, address: str = "127.0.0.1") -> str:
-    """Sends a request from this local address with this `x-forwarded-for`. Returns the logged client."""
+    """Sends a request from this local address with this `x-forwarded-for` header. Returns the client address in the
+    log."""
     headers = {"x-forwarded-for": forwarded, "x-request-id": f"{forwarded}-{address}".replace(" ", "")}
     with httpx.Client(transport=httpx.HTTPTransport(local_address=address)) as client:
         assert client.get(f"{server.url}/v1/models", headers=headers).status_code == 200
@@ -36,7 +38,8 @@ def test_without_proxies_a_websocket_s_forwarded_for_is_ignored(live: LiveServer
 
 @pytest.fixture(scope="module")
 def behind() -> Iterator[LiveServer]:
-    """A server behind a proxy on 127.0.0.1, which is behind another proxy."""
+    """A server behind two proxies. The proxy on 127.0.0.1 connects to the server, and the other proxy connects to that
+    proxy."""
     with live_server(WANE_BUNDLES=BUNDLE, WANE_TRUSTED_PROXIES="127.0.0.1, 10.0.0.0/8") as server:
         yield server
 

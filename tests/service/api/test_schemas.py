@@ -1,9 +1,9 @@
 """The service refuses the form of a request if and only if the OpenAPI description does not allow it.
 
-Bodies are generated from the description alone: its examples, with fields added, removed, or set to values at and
-beyond the described limits. So new fields are tested without a change here.
+The tests generate bodies from the description alone. They take its examples and add fields, remove fields, or set
+fields to values at and beyond the described limits. So the tests cover new fields without a change.
 
-One rule is not in any schema: 5.0 is an integer in JSON Schema, but not in Wane.
+One rule is in no schema: Wane does not take 5.0 for an integer, but JSON Schema does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jsonschema.validators import extend
 
 Schema = dict[str, Any]
 
-SOON = {"x-request-timeout-ms": "40"}  # a request that takes longer was accepted
+SOON = {"x-request-timeout-ms": "40"}  # if a request takes longer, the server has accepted its form
 MODEL = [
     r"but the vocabulary has \d+ tokens",
     r"takes windows of 1 to \d+ tokens",
@@ -33,7 +33,7 @@ MODEL = [
     r"there is no token in the text",
     r"the history has \d+ tokens, but position is \d+: there cannot be more",
 ]
-"""Messages about a well-formed request that its model or its session cannot answer."""
+"""Messages about a request of valid form that its model or its session cannot answer."""
 
 JUNK: st.SearchStrategy[Any] = st.sampled_from(
     [None, True, False, 0, -1, 1.5, -0.5, 2**63, -(2**70), 1e300, "", "a b", "x" * 300, [], [[]], {}]
@@ -46,7 +46,7 @@ def is_integer(_: object, value: object) -> bool:
 
 
 def pattern(_: Validator, wanted: str, value: object, __: Schema) -> Iterator[ValidationError]:
-    """Checks a pattern like ECMAScript, where `$` matches only the end of the text."""
+    """Checks a pattern as ECMAScript does: `$` matches only the end of the text, and not before a final line break."""
     if isinstance(value, str) and re.search(re.sub(r"\$$", r"\\Z", wanted), value) is None:
         yield ValidationError(f"{value!r} does not match {wanted!r}")
 
@@ -59,12 +59,12 @@ StrictValidator = extend(
 
 
 def copies(item: st.SearchStrategy[Any], size: int) -> st.SearchStrategy[list[Any]]:
-    """Returns lists of one value, `size` times."""
+    """Returns lists that repeat one value `size` times."""
     return item.map(lambda one: [one] * size)
 
 
 def near(schema: Schema, name: str = "") -> st.SearchStrategy[Any]:
-    """Returns values that a schema allows or almost allows."""
+    """Returns values that the schema allows, and values just beyond its limits."""
     if "enum" in schema:
         return st.sampled_from([*schema["enum"], "other"])
     if "anyOf" in schema:
@@ -100,7 +100,7 @@ def near(schema: Schema, name: str = "") -> st.SearchStrategy[Any]:
 
 
 def objects(schema: Schema, examples: list[Any] | None = None) -> st.SearchStrategy[Any]:
-    """Returns objects: an example or the required fields, with some fields added, removed or changed."""
+    """Returns objects. Each is an example or has the required fields, and some fields are added, removed or changed."""
     fields = {name: near(one, name) for name, one in schema["properties"].items()}
 
     @st.composite
@@ -127,7 +127,7 @@ def objects(schema: Schema, examples: list[Any] | None = None) -> st.SearchStrat
 
 
 def failures(response: httpx.Response) -> list[dict[str, Any]]:
-    """Returns the errors of a request, or of items of a batch."""
+    """Returns the error of a failed request, or the errors of the items of a batch."""
     document = response.json() if "json" in response.headers.get("content-type", "") else {}
     if not response.is_success:
         return [document]
@@ -138,7 +138,7 @@ def failures(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def rejected(response: httpx.Response) -> list[dict[str, Any]]:
-    """Returns the errors about the form of a request."""
+    """Returns the errors that refuse the form of a request."""
     return [
         one
         for one in failures(response)
@@ -180,7 +180,9 @@ def test_every_body_of_the_description_is_tested(openapi: Schema) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_bodies_agree_with_their_description(http: httpx.Client, openapi: Schema, path: str) -> None:
+def test_bodies_are_accepted_if_and_only_if_the_description_allows_them(
+    http: httpx.Client, openapi: Schema, path: str
+) -> None:
     schema, examples = operation(openapi, path)
     validator = StrictValidator(schema)
     address = path.replace("{session}", "s").replace("{name}", "nobody")
@@ -207,7 +209,7 @@ def test_session_ids_agree_with_their_description(http: httpx.Client, openapi: S
         for method, described in openapi["paths"][path].items():
             (schema,) = [one["schema"] for one in described["parameters"] if one["in"] == "path"]
             if value in ("", "a/b", "a\n", ".", ".."):
-                continue  # clients change the path, or it has no route
+                continue  # clients change such a path, or no route matches it
             address = path.replace("{session}", quote(value, safe=""))
             response = http.request(method, address, json={"tokens": [5]} if method == "post" else None)
             assert bool(rejected(response)) is not StrictValidator(schema).is_valid(value), (method, response.text)

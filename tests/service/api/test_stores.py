@@ -1,4 +1,4 @@
-"""The session store over HTTP, and sessions that outlive their process."""
+"""Tests of the session store over HTTP, and of sessions that continue in the next process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from wane.service.sessions.stores.store import StoreHealth
 MEMORY = {"kind": "memory", "reachable": True, "not_durable": 0}
 
 
-async def test_a_server_is_ready_while_its_store_is(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
+async def test_a_server_is_ready_while_its_store_is_reachable(
+    client: httpx.AsyncClient, registry: FakeRegistry
+) -> None:
     ready = await client.get("/readyz")
     assert (ready.status_code, ready.json()["store"]) == (200, MEMORY)
     registry.standing = StoreHealth("redis", reachable=False, ready=False)
     away = await client.get("/readyz")
     assert (away.status_code, away.json()["ready"], away.json()["status"]) == (503, False, "store_unavailable")
     assert away.json()["store"] == {"kind": "redis", "reachable": False, "not_durable": 0}
-    assert len(away.json()["models"]) == 1  # the models are still listed
+    assert len(away.json()["models"]) == 1  # the server still lists its models
 
 
 async def test_a_server_in_fallback_is_ready_and_counts_sessions_that_are_not_durable(

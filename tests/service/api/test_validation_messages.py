@@ -1,4 +1,4 @@
-"""The error of an invalid body names the place and the expected value, without Python's terms."""
+"""Tests that the error for an invalid body names the place and the expected value, without terms of Python."""
 
 from __future__ import annotations
 

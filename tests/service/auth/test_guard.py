@@ -1,4 +1,4 @@
-"""Authentication of every route, permissions, quotas of keys, and ownership of sessions."""
+"""Tests of the authentication on every route, the permissions and quotas of keys, and the ownership of sessions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_every_route_but_the_probes_requires_a_key(guarded: FastAPI, clien
 @pytest.mark.parametrize(
     "path", ["/nowhere", "/healthz/", "/HEALTHZ", "/%2fhealthz", "/healthz%2f", "/%2e%2e/healthz", "/readyz;x"]
 )
-async def test_an_unknown_path_is_404_only_with_a_key(client: httpx.AsyncClient, path: str) -> None:
+async def test_an_unknown_path_is_answered_404_only_with_a_key(client: httpx.AsyncClient, path: str) -> None:
     assert (await client.get(path)).status_code == 401
     assert (await client.get(path, headers=bearer(ALICE))).status_code == 404
 
@@ -217,7 +217,7 @@ async def test_a_session_belongs_to_its_owner_and_has_the_owner_s_name(
     ]  # fmt: skip
 
 
-async def test_an_earlier_step_failed_error_has_the_owner_s_name(
+async def test_the_error_for_a_step_after_a_failed_step_has_the_owner_s_name(
     client: httpx.AsyncClient, models: FakeRegistry
 ) -> None:
     models.engine.failure = InvalidRequest("no")
@@ -239,7 +239,7 @@ async def test_an_id_with_another_owner_s_name_is_invalid(client: httpx.AsyncCli
     assert many.json()["results"][0]["error"]["code"] == "invalid_request"
 
 
-async def test_an_unknown_session_is_answered_alike_for_every_owner(
+async def test_every_owner_gets_the_same_answer_for_an_unknown_session(
     client: httpx.AsyncClient, models: FakeRegistry
 ) -> None:
     models.engine.failure = UnknownSession("there is no session 'demo'")
@@ -252,7 +252,7 @@ async def test_an_unknown_session_is_answered_alike_for_every_owner(
 
 
 def limited(burst: float) -> FastAPI:
-    """An application that limits alice to `burst` requests, and refills almost nothing."""
+    """An application that grants the key alice a burst of `burst` requests, and almost no rate."""
     app = create_app(
         Settings.read({"WANE_API_KEYS": KEYS}), cast(ModelRegistry, FakeRegistry()), Metrics(), on_load_failure=never
     )
@@ -262,7 +262,7 @@ def limited(burst: float) -> FastAPI:
 
 
 async def answers(burst: float, *calls: tuple[str, object]) -> list[httpx.Response]:
-    """Returns the responses to alice's calls."""
+    """Sends the calls with the key alice. Returns the responses."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(limited(burst)), base_url="http://wane") as client:
         return [await client.post(path, json=body, headers=bearer(ALICE)) for path, body in calls]
 
@@ -294,7 +294,7 @@ async def test_a_batch_counts_each_of_its_items(path: str, body: object) -> None
         ("/v1/sessions/tokens", {"steps": [{"session": name, **STEP} for name in "abcde"]}),
     ],
 )
-async def test_a_batch_over_the_burst_is_answered_on_a_full_bucket(path: str, body: object) -> None:
+async def test_a_batch_larger_than_the_burst_is_answered_if_the_bucket_is_full(path: str, body: object) -> None:
     large, next_ = await answers(3, (path, body), ("/v1/predict", STEP))
     assert [large.status_code, next_.status_code] == [200, 429]
 
@@ -369,7 +369,7 @@ async def test_responses_have_security_headers(client: httpx.AsyncClient) -> Non
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
         assert page.headers["referrer-policy"] == "no-referrer"
-        text = page.text.replace("http://127.0.0.1:8000/", "/")  # the examples for curl
+        text = page.text.replace("http://127.0.0.1:8000/", "/")  # the page shows examples for curl
         assert "<script" not in text and "http://" not in text and "https://" not in text
     assert "server" not in read.headers
 

@@ -1,4 +1,4 @@
-"""Keys: files and environment, creation, lookup, rates, and reloads."""
+"""Tests of keys: reading them from files and the environment, creation, lookup, rates, and reloads."""
 
 from __future__ import annotations
 
@@ -94,17 +94,17 @@ def test_settings_show_no_secret() -> None:
     assert "hush" not in str(caught.value)
 
 
-def test_a_short_key_is_listed_by_its_name() -> None:
+def test_a_short_key_is_reported_with_its_name() -> None:
     assert weak("alice:short,bob:" + "x" * 20) == ["alice"]
 
 
-def test_made_keys_are_unique_and_found_by_their_lines() -> None:
+def test_new_keys_are_unique_and_their_lines_identify_them() -> None:
     made, kept = make_key("alice", ["scope=use+metrics", "rate=2.5", "burst=5", "sessions=3"])
     assert of_file(f"{kept.line()}\n") == [kept]
     assert made not in kept.line()
     assert principal(Keyring([kept]), made).key == kept
     assert len({make_key("alice")[0] for _ in range(100)}) == 100
-    assert len(made) >= 43  # 256 bits
+    assert len(made) >= 43  # a key has 256 random bits
 
 
 def test_an_unknown_key_is_not_found() -> None:
@@ -114,7 +114,7 @@ def test_an_unknown_key_is_not_found() -> None:
         assert keyring.find(wrong) is None
 
 
-def test_half_of_a_digest_is_not_enough() -> None:
+def test_a_key_that_matches_half_of_a_digest_is_refused() -> None:
     key = Key("alice", digest(b"one")[:16] + bytes(16))
     assert Keyring([key]).find(b"one") is None
 
@@ -133,7 +133,7 @@ def test_a_rate_limits_requests_and_the_burst_is_refilled() -> None:
         alice.charge(1)
 
 
-def test_a_call_over_the_burst_is_granted_on_a_full_bucket_and_leaves_a_debt() -> None:
+def test_a_call_larger_than_the_burst_is_granted_if_the_bucket_is_full_and_leaves_a_debt() -> None:
     clock = Clock()
     alice = principal(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
     alice.charge(50)
@@ -144,7 +144,7 @@ def test_a_call_over_the_burst_is_granted_on_a_full_bucket_and_leaves_a_debt() -
     alice.charge(1)
 
 
-def test_a_charge_in_two_parts_is_taken_whole_or_not_at_all() -> None:
+def test_a_charge_in_two_parts_is_taken_completely_or_not_at_all() -> None:
     clock = Clock()
     alice = principal(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
     alice.charge(1)
@@ -167,7 +167,7 @@ def test_the_default_burst_is_one_second_and_at_least_one_request() -> None:
         slow.charge(1)
 
 
-def test_keys_that_stay_after_a_replacement_keep_their_buckets() -> None:
+def test_keys_that_are_also_in_the_new_file_keep_their_buckets() -> None:
     clock = Clock()
     keyring = Keyring(of_file(line("alice", "a", "rate=1 burst=5") + line("bob", "b")), clock)
     alice, bob = principal(keyring, "a"), principal(keyring, "b")
@@ -178,7 +178,7 @@ def test_keys_that_stay_after_a_replacement_keep_their_buckets() -> None:
     assert principal(keyring, "c").owner == alice.owner
     with pytest.raises(RateLimited):
         alice.charge(1)
-    with pytest.raises(Unauthorized):  # like for an open WebSocket
+    with pytest.raises(Unauthorized):  # an open WebSocket still uses this holder
         bob.charge(1)
 
 
@@ -189,7 +189,7 @@ def test_a_reduced_or_renamed_key_has_a_new_holder_with_the_same_bucket(change: 
     alice.charge(5)
     name, scope = ("zoe", "use+metrics") if change == "to zoe" else ("alice", "metrics")
     keyring.replace(of_file(line(name, "a", f"rate=1 burst=5 scope={scope}")))
-    with pytest.raises(Unauthorized):  # like for an open WebSocket
+    with pytest.raises(Unauthorized):  # an open WebSocket still uses this holder
         alice.charge(1)
     assert principal(keyring, "a").owner.name == name
     with pytest.raises(RateLimited):
@@ -215,7 +215,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def replace(path: Path, text: str) -> None:
-    """Replaces the file atomically."""
+    """Replaces the key file atomically."""
     part = path.with_name("part")
     part.write_text(text)
     part.replace(path)
@@ -297,7 +297,7 @@ def test_a_missing_file_leaves_the_keys_unchanged(path: Path, caplog: pytest.Log
     assert names(keyring) == {"a"}
 
 
-def test_a_reload_reads_the_file_at_once(path: Path) -> None:
+def test_a_reload_reads_the_file_immediately(path: Path) -> None:
     source, keyring = opened(path)
     replace(path, line("alice", "b"))
     source.reload()

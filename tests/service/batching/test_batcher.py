@@ -27,7 +27,7 @@ VOCABULARY = byte_vocabulary()
 
 
 class ThreadedRunner(FakeRunner):
-    """Records of every run whether it was on the event loop's thread."""
+    """Records for every run whether it was on the event loop's thread."""
 
     def __init__(self, vocabulary_size: int) -> None:
         super().__init__(vocabulary_size)
@@ -55,7 +55,7 @@ class Rig:
         self.tickets: list[Ticket] = []
 
     def ask(self, *tokens: int, deadline: float | None = None, binding: bool = False) -> asyncio.Task[Row]:
-        """Submits a window over `tokens`."""
+        """Submits a run of the graph "window" over `tokens`."""
         self.tickets.append(Ticket(deadline))
         work = Work("window", np.array(tokens, np.int64), binding=binding)
         return asyncio.ensure_future(self.batcher.submit(work, self.tickets[-1]))
@@ -65,7 +65,7 @@ class Rig:
         return asyncio.ensure_future(self.batcher.submit(Work("step", np.array([token])), Ticket()))
 
     async def hold(self) -> asyncio.Task[Row]:
-        """Keeps the runner busy with a first request until the gate opens."""
+        """Submits a first request that keeps the runner busy until the test opens the gate."""
         self.runner.gate.clear()
         first = self.ask(1)
         await self.runner.until_busy()
@@ -78,7 +78,7 @@ class Rig:
         return self.metrics.registry.get_sample_value("wane_queue_dropped_total", {"model": "fake", "reason": reason})
 
     def waited_s(self) -> dict[Role, float | None]:
-        """Returns the total queue time in seconds, by role."""
+        """Returns the total queue time of each role in seconds."""
         sample = self.metrics.registry.get_sample_value
         return {
             role: sample("wane_queue_wait_seconds_total", {"model": "fake", "role": role})
@@ -97,7 +97,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 async def turn() -> None:
-    """Runs every ready task up to its next wait."""
+    """Runs all ready tasks until each waits again."""
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -185,7 +185,7 @@ async def test_a_queue_full_of_sequences_refuses_no_steps(rig: Rig) -> None:
     assert rig.runner.roles()[:3] == ["window", "step", "window"]
 
 
-async def test_a_full_batch_follows_the_running_one_without_the_event_loop(
+async def test_a_full_batch_starts_after_the_running_batch_without_the_event_loop(
     rig: Rig,
 ) -> None:
     first = await rig.hold()
@@ -193,14 +193,14 @@ async def test_a_full_batch_follows_the_running_one_without_the_event_loop(
     await turn()
     rig.runner.busy.clear()
     rig.runner.gate.set()
-    assert rig.runner.busy.wait(TIMEOUT_S)  # on this thread, which is the event loop's
+    assert rig.runner.busy.wait(TIMEOUT_S)  # blocks the event loop's thread
     assert rig.sizes() == [1, 8]
     assert not first.done()
     await asyncio.gather(first, *others)
     assert rig.sizes() == [1, 8, 3]
 
 
-async def test_a_batch_that_may_still_grow_stays_in_the_queue(rig: Rig) -> None:
+async def test_a_batch_that_is_not_full_stays_in_the_queue(rig: Rig) -> None:
     first = await rig.hold()
     some = [rig.ask(token) for token in range(2, 6)]
     await turn()
@@ -211,7 +211,7 @@ async def test_a_batch_that_may_still_grow_stays_in_the_queue(rig: Rig) -> None:
     assert rig.sizes() == [1, 7]
 
 
-async def test_a_step_runs_before_a_batch_that_was_handed_over(rig: Rig) -> None:
+async def test_a_step_runs_before_a_batch_that_waits_for_the_runner_s_thread(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(token) for token in range(2, 13)]
     await turn()
@@ -238,7 +238,7 @@ async def test_work_queued_at_shutdown_is_not_run(rig: Rig) -> None:
     assert rig.sizes() == [1]
 
 
-async def test_a_cancelled_item_of_a_batch_that_was_handed_over_is_skipped(rig: Rig) -> None:
+async def test_a_cancelled_item_of_a_batch_that_waits_for_the_runner_s_thread_is_skipped(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(token) for token in range(2, 10)]
     await turn()
@@ -251,7 +251,7 @@ async def test_a_cancelled_item_of_a_batch_that_was_handed_over_is_skipped(rig: 
     assert rig.skipped("abandoned") == 7
 
 
-async def test_binding_work_that_is_taken_back_has_not_entered_a_batch(rig: Rig) -> None:
+async def test_committing_work_that_is_taken_back_has_not_entered_a_batch(rig: Rig) -> None:
     first = await rig.hold()
     others = [rig.ask(token, binding=True) for token in range(2, 10)]
     await turn()
@@ -303,7 +303,7 @@ async def test_an_item_whose_deadline_passed_in_the_queue_is_not_run(rig: Rig) -
     assert rig.skipped("deadline") == 1
 
 
-async def test_binding_work_marks_its_ticket_when_it_enters_a_batch(rig: Rig) -> None:
+async def test_committing_work_marks_its_ticket_when_it_enters_a_batch(rig: Rig) -> None:
     first = await rig.hold()
     second = rig.ask(2, binding=True)
     await turn()
@@ -314,7 +314,7 @@ async def test_binding_work_marks_its_ticket_when_it_enters_a_batch(rig: Rig) ->
     assert not rig.tickets[0].entered
 
 
-async def test_one_bad_item_fails_alone(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_invalid_item_fails_alone(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.runner.poison = 3
     rows = await asyncio.gather(*(rig.ask(token) for token in (2, 3, 4)), return_exceptions=True)
     assert isinstance(rows[0], Row)
@@ -405,7 +405,7 @@ async def test_a_ticket_splits_its_time_into_queue_and_compute(rig: Rig) -> None
     assert latency.queue_ms + latency.compute_ms <= latency.total_ms
 
 
-async def test_queue_time_of_run_and_skipped_items_is_counted_by_role(
+async def test_the_queue_time_of_run_and_skipped_items_is_counted_for_each_role(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
@@ -413,7 +413,7 @@ async def test_queue_time_of_run_and_skipped_items_is_counted_by_role(
     rig = Rig(max_batch_size=2, max_queue=4)
     assert rig.waited_s() == {"window": 0, "step": 0}
     first = await rig.hold()
-    windows = [rig.ask(token) for token in range(2, 6)]  # the first two are handed over
+    windows = [rig.ask(token) for token in range(2, 6)]  # the batcher has passed the first two to the runner's thread
     await turn()
     with pytest.raises(Overloaded):
         await rig.ask(99)
@@ -430,16 +430,16 @@ async def test_queue_time_of_run_and_skipped_items_is_counted_by_role(
     assert rig.waited_s() == {"window": 4 * 7, "step": 3 * 5}
 
 
-async def test_quick_steps_run_on_the_event_loop() -> None:
+async def test_fast_steps_run_on_the_event_loop() -> None:
     rig = Rig(inline_s=60.0)
     try:
         for _ in range(3):
             row = await rig.step(2)
             assert row.logits is not None
             assert row.logits.tolist() == rig.runner.logits([2]).tolist()
-        for _ in range(2):  # the first batch of two has no expected time yet
+        for _ in range(2):  # the first batch of two runs on the other thread, because it has no expected time yet
             await asyncio.gather(rig.step(2), rig.step(3))
-        await rig.ask(2)  # a window may be long
+        await rig.ask(2)  # a window never runs on the event loop, because it may be long
         await rig.ask(2)
         rig.runner.poison = 5
         with pytest.raises(WaneError):
@@ -477,7 +477,7 @@ async def test_steps_wait_for_a_running_window() -> None:
     assert rig.runner.inline == [False, False, True]
 
 
-async def test_a_window_starts_before_the_steps_before_it_are_handed_out() -> None:
+async def test_a_window_starts_before_the_results_of_earlier_steps_are_delivered() -> None:
     rig = Rig(inline_s=60.0)
     try:
         await rig.step(2)
@@ -494,7 +494,7 @@ async def test_a_window_starts_before_the_steps_before_it_are_handed_out() -> No
     assert idle == [False, True]
 
 
-async def test_the_event_loop_runs_one_batch_of_steps_a_turn() -> None:
+async def test_the_event_loop_runs_one_batch_of_steps_in_each_turn() -> None:
     rig = Rig(max_batch_size=2, inline_s=60.0)
     try:
         await asyncio.gather(rig.step(2), rig.step(3))
@@ -507,7 +507,7 @@ async def test_the_event_loop_runs_one_batch_of_steps_a_turn() -> None:
     assert rig.runner.inline == [False, True, True, True]
 
 
-def test_concurrent_work_of_a_request_is_traced_with_it() -> None:
+def test_concurrent_work_of_a_request_belongs_to_the_trace_of_the_request() -> None:
     traced = cast(Traced, object())
     token = CURRENT.set(traced)
     ticket = Ticket()

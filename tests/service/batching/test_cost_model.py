@@ -15,14 +15,14 @@ from wane.service.types import Mode, PredictRequest
 PIECE = 512
 
 
-def test_costs_are_linear_between_points_and_proportional_beyond() -> None:
+def test_costs_are_linear_between_measured_lengths_and_proportional_beyond_them() -> None:
     cost_model = CostModel(PIECE)
     cost_model.observe("window", 1, 16, 2.0)
     cost_model.observe("window", 1, 64, 5.0)
     assert [cost_model.window(k) for k in (1, 16, 40, 64, 128)] == [2.0, 2.0, 3.5, 5.0, 10.0]
 
 
-def test_an_item_of_a_batch_costs_its_share() -> None:
+def test_an_item_of_a_batch_costs_its_share_of_the_batch() -> None:
     cost_model = CostModel(PIECE)
     cost_model.observe("window", 4, 64, 2.0)
     assert cost_model.window(16) == 0.5
@@ -62,7 +62,7 @@ def test_a_role_without_runs_costs_nothing() -> None:
     assert CostModel(PIECE).full(10_000) == 0.0
 
 
-def test_measure_takes_the_quickest_run_of_every_role() -> None:
+def test_measure_uses_the_fastest_run_of_every_role() -> None:
     vocabulary = byte_vocabulary()
     runner, cost_model = FakeRunner(vocabulary.size), CostModel(PIECE)
     pool = StatePool(make_manifest(vocabulary).state, HIDDEN, 1 << 16)
@@ -95,7 +95,8 @@ async def test_an_engine_reports_its_measured_costs() -> None:
 
 
 class Quick(InOrder):
-    """A profile in which four parallel chunks take a tenth of the time in order, with 300 tokens of warm-up each."""
+    """A profile in which four parallel chunks need a tenth of the time of a run in order. Each chunk has 300 tokens of
+    warm-up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,14 +143,14 @@ def test_a_batch_size_is_rounded_up_to_a_power_of_two(items: int, like: int) -> 
     assert times.expected("step", like + 1) == math.inf
 
 
-def test_runs_of_the_event_loop_are_averaged() -> None:
+def test_the_expected_time_on_the_event_loop_is_an_average() -> None:
     times = RunTimeModel()
     times.took("step", 8, 0.001, here=True)
     times.took("step", 8, 0.009, here=True)
     assert times.expected("step", 8) == pytest.approx(0.001 + RUN_EMA_ALPHA * 0.008)
 
 
-def test_the_quickest_run_on_the_runners_thread_counts() -> None:
+def test_the_expected_time_on_the_runner_s_thread_is_the_fastest_run() -> None:
     times = RunTimeModel()
     for seconds in (0.004, 0.002, 0.009):
         times.took("step", 8, seconds, here=False)

@@ -1,6 +1,6 @@
-"""Sessions under load on a shipped model: every answer is right, and given once.
+"""Tests of sessions under load on a shipped model. Every answer is correct, and every token is appended once.
 
-Every test has more sessions than states, so that states are constantly evicted and rebuilt.
+Every test has more sessions than states, so the engine constantly evicts and rebuilds states.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRe
 
 MODEL = next((path for path in PATHS if path.name == "gated-stable"), PATHS[0])
 SESSIONS = 60
-STATES = 36  # a batch of steps takes two for each step: the state before, and the one after
-LOGPROB = 1e-4  # float32 rounding between different graphs and batches
+STATES = 36  # each step of a batch needs two: the state before the step and the state after it
+LOGPROB = 1e-4  # allows for float32 rounding between different graphs and batches
 
 
 class Counted:
-    """A runner that counts its runs, by role and number of rows."""
+    """A runner that counts its runs for each role and number of rows."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -49,7 +49,7 @@ class Counted:
 
 
 class Load:
-    """An engine with few states, its runner, and the tokens appended to every session."""
+    """An engine with few states, its runner, and the appended tokens of every session."""
 
     def __init__(self, max_queue: int = 1024, session_history_tokens: int | None = None) -> None:
         bundle, runner = opened(MODEL)
@@ -62,7 +62,7 @@ class Load:
         margin = MarginProof(bundle.weights())
         self.metrics = Metrics()
         self.engine = Engine(manifest, bundle.vocabulary, margin, self.runner, self.store, settings, self.metrics)
-        # The engine's own warm-up would also measure costs, which these recurrent sessions do not need.
+        # Replaces the engine's warm-up. It would also measure costs, which these recurrent sessions do not need.
         warm_up(self.runner, self.engine.state_cache, bundle.vocabulary.eos_id, window=1, max_batch_size=1)
         self.runner.rows.clear()
         self.appended: dict[str, list[int]] = {}
@@ -83,7 +83,7 @@ class Load:
         return random.randrange(2, self.engine.vocabulary.size)
 
     async def step(self, session: str) -> Answer:
-        """Appends a token at the session's position, and records it after the answer."""
+        """Appends a token at the session's position. Records the token after the answer."""
         token = self.token()
         request = StepRequest(session, (token,), expected_position=len(self.appended[session]))
         answer = await self.engine.submit(request)
@@ -92,7 +92,8 @@ class Load:
         return answer
 
     async def check(self) -> None:
-        """Asserts that every session is at its clients' position and answers like the model on all of its tokens."""
+        """Asserts that every session is at the position that its clients expect, and that it answers like the model
+        after all of its tokens."""
         for session, tokens in self.appended.items():
             answer = await self.engine.submit(PredictRequest(session=session, top_k=20))
             assert answer.position == len(tokens)
@@ -127,7 +128,7 @@ async def make_load() -> AsyncIterator[Callable[..., Load]]:
         await load.engine.close()
 
 
-async def test_sessions_answer_right_while_their_states_are_evicted(
+async def test_sessions_answer_correctly_while_their_states_are_evicted(
     make_load: Callable[..., Load],
 ) -> None:
     load = make_load()
@@ -146,7 +147,9 @@ async def test_sessions_answer_right_while_their_states_are_evicted(
     await load.check()
 
 
-async def test_sessions_that_return_together_are_rebuilt_in_one_batch(make_load: Callable[..., Load]) -> None:
+async def test_sessions_that_step_together_after_an_eviction_are_rebuilt_in_one_batch(
+    make_load: Callable[..., Load],
+) -> None:
     load = make_load()
     sessions = await load.start(16)
     await asyncio.gather(*(load.engine.submit(StepRequest(session, (5, 6, 7))) for session in sessions))
@@ -164,7 +167,9 @@ async def test_sessions_that_return_together_are_rebuilt_in_one_batch(make_load:
     await load.check()
 
 
-async def test_the_error_bound_of_a_session_rebuilt_from_a_cut_tail_holds(make_load: Callable[..., Load]) -> None:
+async def test_the_error_bound_of_a_session_rebuilt_from_a_part_of_its_tokens_holds(
+    make_load: Callable[..., Load],
+) -> None:
     load = make_load(session_history_tokens=20)
     (session,) = await load.start(1)
     tokens = tuple(load.token() for _ in range(200))
@@ -176,7 +181,7 @@ async def test_the_error_bound_of_a_session_rebuilt_from_a_cut_tail_holds(make_l
         whole = await load.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))
         assert answer.state is state
         first, second = ({one.token_id: one.probability for one in found.predictions} for found in (answer, whole))
-        # A lower bound of the total variation: over the tokens that both list.
+        # The sum over the tokens in both lists is a lower bound of the total variation.
         apart = sum(abs(first[token] - second[token]) for token in first.keys() & second.keys()) / 2
         assert answer.error_bound is not None
         assert 0 < apart <= answer.error_bound
@@ -203,7 +208,9 @@ async def test_steps_refused_by_a_full_queue_have_no_effect(make_load: Callable[
 
 
 @pytest.mark.parametrize("leave", ["cancelled", "late"])
-async def test_a_step_whose_client_leaves_is_appended_at_most_once(make_load: Callable[..., Load], leave: str) -> None:
+async def test_a_step_whose_client_disconnects_is_appended_at_most_once(
+    make_load: Callable[..., Load], leave: str
+) -> None:
     load = make_load()
     sessions = await load.start(12)
     loop = asyncio.get_running_loop()
@@ -224,7 +231,7 @@ async def test_a_step_whose_client_leaves_is_appended_at_most_once(make_load: Ca
                     await asyncio.sleep(0)
                 outcomes["left"] += step.cancel()
                 await asyncio.wait([step])
-            answer = await load.engine.submit(request)  # a retry: appended now, or replayed
+            answer = await load.engine.submit(request)  # the engine appends the retried step now, or replays its answer
             tokens.extend(request.tokens)
             outcomes["replayed"] += bool(answer.replayed)
             assert answer.position == len(tokens)
@@ -283,7 +290,7 @@ async def test_two_clients_of_one_session_without_positions_append_all_tokens(
     await load.check()
 
 
-async def test_requests_beyond_the_states_are_answered_or_refused(
+async def test_requests_that_need_more_states_than_exist_are_answered_or_refused(
     make_load: Callable[..., Load],
 ) -> None:
     load = make_load()
@@ -292,6 +299,6 @@ async def test_requests_beyond_the_states_are_answered_or_refused(
     assert all(isinstance(result, Answer | Overloaded) for result in results)
     assert sum(isinstance(result, Answer) for result in results) == sum(map(len, load.appended.values()))
     refused = [result for result in results if isinstance(result, WaneError)]
-    assert refused, "every step needs its own slot, and there are fewer"
+    assert refused, "there are fewer slots than steps, and every step needs a slot"
     assert "states are in use" in str(refused[0])
     await load.check()

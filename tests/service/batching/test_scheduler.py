@@ -19,7 +19,7 @@ class Waiting:
 
 
 class TenthOfASlice(CostModel):
-    """Ten tokens of a sequence take a tenth of a slice without steps."""
+    """A cost model in which ten tokens of a sequence need a tenth of the slice that a sequence gets without steps."""
 
     def __init__(self) -> None:
         super().__init__(512)
@@ -44,7 +44,7 @@ def make(items: Sequence[Waiting] = (), cost_model: CostModel | None = None) -> 
 
 
 def taken(queue: FairScheduler[Waiting], step_s: float = SLICE_S, window_s: float = SLICE_S) -> tuple[Role, int]:
-    """Takes the next batch, records its run time by role, and returns its role and size."""
+    """Takes the next batch, and records a run time for its role. Returns its role and size."""
     items = queue.take(stays)
     assert items and len({item.work.role for item in items}) == 1
     role = items[0].work.role
@@ -52,7 +52,7 @@ def taken(queue: FairScheduler[Waiting], step_s: float = SLICE_S, window_s: floa
     return role, len(items)
 
 
-def test_a_line_is_first_in_first_out_and_an_empty_queue_has_no_batch() -> None:
+def test_each_queue_is_first_in_first_out_and_an_empty_scheduler_has_no_batch() -> None:
     items = [waiting("step") for _ in range(10)]
     queue = make(items)
     assert [queue.take(stays), queue.take(stays), queue.take(stays)] == [items[:8], items[8:], []]
@@ -63,7 +63,7 @@ def test_steps_run_before_older_sequences() -> None:
     assert [taken(queue), taken(queue)] == [("step", 1), ("window", 3)]
 
 
-def test_two_lines_share_the_runner_equally() -> None:
+def test_steps_and_sequences_share_the_runner_equally() -> None:
     windows, steps = [waiting("window", 10) for _ in range(400)], [waiting("step") for _ in range(800)]
     queue, spent_s = make([*windows, *steps], TenthOfASlice()), {"step": 0.0, "window": 0.0}
     for _ in range(60):
@@ -76,14 +76,14 @@ def test_two_lines_share_the_runner_equally() -> None:
 def test_at_most_one_slice_runs_between_two_batches_of_steps() -> None:
     queue = make([waiting("window", 10) for _ in range(100)], TenthOfASlice())
     roles: list[Role] = []
-    for _ in range(20):  # a step arrives after every batch
+    for _ in range(20):  # queues a step after every batch
         roles.append(taken(queue, step_s=SLICE_S / 5)[0])
         queue.put(waiting("step"))
     assert "window window" not in " ".join(roles)
 
 
 @pytest.mark.parametrize("role", ["step", "window"])
-def test_a_line_that_was_empty_starts_without_debt(role: Role) -> None:
+def test_a_queue_that_was_empty_gets_no_extra_share(role: Role) -> None:
     other: Role = "window" if role == "step" else "step"
     queue = make([waiting(other) for _ in range(8 * 9)])
     for _ in range(8):
@@ -116,21 +116,21 @@ def test_a_sequence_longer_than_a_slice_runs_alone() -> None:
     assert [taken(queue), taken(queue)] == [("window", 1), ("window", 1)]
 
 
-def test_the_scheduler_does_not_cut_chunks_and_scans() -> None:
+def test_the_scheduler_does_not_split_batches_of_chunks_and_scans() -> None:
     chunks = [waiting("advance", 90, chunk=True) for _ in range(8)]
     scans = [waiting("scan", 90) for _ in range(8)]
     queue = make([*chunks, waiting("advance", 90), *scans], TenthOfASlice())
     assert [taken(queue), taken(queue), taken(queue)] == [("advance", 8), ("advance", 1), ("scan", 8)]
 
 
-def test_an_abandoned_item_is_dropped_and_the_other_line_runs() -> None:
+def test_a_cancelled_item_is_dropped_and_the_other_queue_runs() -> None:
     abandoned = Waiting(Work("step", np.zeros(1, np.int64)), left=True)
     queue = make([abandoned, waiting("window")])
     assert taken(queue) == ("window", 1)
     assert len(queue) == 0
 
 
-def test_lines_are_counted_separately_and_cleared_together() -> None:
+def test_the_two_queues_are_counted_separately_and_cleared_together() -> None:
     items = [waiting("step"), waiting("head"), waiting("window")]
     queue = make(items)
     assert (queue.before("step"), queue.before("scan"), len(queue)) == (2, 1, 3)
@@ -140,7 +140,7 @@ def test_lines_are_counted_separately_and_cleared_together() -> None:
 
 def test_a_queue_is_full_if_its_batch_cannot_grow_and_no_step_waits() -> None:
     queue = make([waiting("window", 20) for _ in range(9)], TenthOfASlice())
-    queue.take(stays)  # five fill a slice
+    queue.take(stays)  # five sequences fill a slice
     assert not queue.full
     queue.put(waiting("window", 20))
     assert queue.full
@@ -148,7 +148,7 @@ def test_a_queue_is_full_if_its_batch_cannot_grow_and_no_step_waits() -> None:
     assert not queue.full
 
 
-def test_a_batch_that_is_put_back_is_first_in_its_line() -> None:
+def test_a_batch_that_is_put_back_is_first_in_its_queue() -> None:
     items = [waiting("window", 20) for _ in range(12)]
     queue = make(items, TenthOfASlice())
     batch = queue.take(stays)

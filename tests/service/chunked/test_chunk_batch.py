@@ -17,20 +17,21 @@ def states(*values: float) -> dict[str, np.ndarray]:
 
 
 def rows(count: int) -> list[Row]:
-    """Returns rows without outputs, like those of `advance`."""
+    """Returns rows without outputs, like the rows of the graph "advance"."""
     return [Row(Outputs({}), row, None, None) for row in range(count)]
 
 
 @pytest.fixture
 def segment() -> ChunkBatch:
-    """A segment of six cells; the second chunk has a small joint, the third a large one."""
+    """A segment of six cells in three chunks. The states differ a little at the start of the second chunk, and much at
+    the start of the third chunk."""
     made = ChunkBatch("advance", LAYOUT, TOKENS, None, states(0.0))
     made.started(range(6), states(0.0, 1.0, 2.5, 3.0, 9.0, 5.0))
     made.ended(range(6), states(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), rows(6))
     return made
 
 
-def test_cells_are_numbered_along_the_sequence_and_run_by_column(segment: ChunkBatch) -> None:
+def test_cells_are_numbered_along_the_sequence_and_run_column_after_column(segment: ChunkBatch) -> None:
     assert segment.cells == 6
     assert [list(segment.column(part)) for part in range(2)] == [[0, 2, 4], [1, 3, 5]]
     assert [segment.work(cell, 0, 0, binding=False).length for cell in range(6)] == [4, 4, 4, 4, 4, 1]
@@ -41,13 +42,13 @@ def test_cells_are_numbered_along_the_sequence_and_run_by_column(segment: ChunkB
     assert [list(short.column(part)) for part in range(2)] == [[0, 2, 4], [1, 3]]
 
 
-def test_a_joint_is_where_a_cell_starts_from_another_state(segment: ChunkBatch) -> None:
+def test_the_states_differ_where_a_cell_does_not_start_from_the_end_of_the_previous_cell(segment: ChunkBatch) -> None:
     assert segment.residuals().tolist() == [0.0, 0.0, 0.5, 0.0, 5.0, 0.0]
     assert [segment.residual(cell) for cell in range(1, 6)] == [0.0, 0.5, 0.0, 5.0, 0.0]
     assert segment.joints()["s"].tolist() == [5.0]
 
 
-def test_a_repeated_cell_moves_its_joint(segment: ChunkBatch) -> None:
+def test_repeating_a_cell_moves_the_difference_to_the_end_of_the_cell(segment: ChunkBatch) -> None:
     segment.started(range(4, 5), segment.end(3))
     segment.ended(range(4, 5), states(4.75), rows(1))
     assert segment.residuals().tolist() == [0.0, 0.0, 0.5, 0.0, 0.0, 0.25]

@@ -32,11 +32,12 @@ from wane.service.types import (
 )
 
 WIDTH = 4
-STEPS = 16  # tokens of a cell at the profile's slow pace
+STEPS = 16  # the number of tokens of a cell at the profile's slow pace
 
 
 class FixedProfile(InOrder):
-    """A profile in which four parallel chunks are quickest; `warm_ups` gives the warm-up tokens by limit."""
+    """A profile in which four parallel chunks are fastest. `warm_ups` maps a limit of the residual to the number of
+    warm-up tokens."""
 
     def __init__(self, warm_ups: Mapping[float, int]) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ def text(count: int, seed: int = 0) -> tuple[int, ...]:
 async def both(
     harness: EngineHarness | Served, tokens: tuple[int, ...], tolerance: float | None
 ) -> tuple[Score, Score]:
-    """Scores in order and in parallel chunks."""
+    """Scores the tokens in order and in parallel chunks. Returns both scores."""
     in_order = await harness.engine.score(ScoreRequest(tokens))
     parallel_cost = await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, tolerance))
     return in_order, parallel_cost
@@ -101,7 +102,7 @@ async def test_chunks_of_a_model_that_does_not_forget_are_repeated_until_exact(
     in_order, parallel_cost = await both(harness, tokens, 0)
     assert parallel_cost.logprobs == in_order.logprobs
     cells = -(-len(tokens) // STEPS)
-    assert parallel_cost.rounds == 1 + cells - cells // WIDTH  # all but the first chunk's
+    assert parallel_cost.rounds == 1 + cells - cells // WIDTH  # all cells except the first chunk's are repeated
     assert (parallel_cost.chunks, parallel_cost.max_residual, parallel_cost.error_bound) == (WIDTH, 0.0, 0.0)
 
 
@@ -139,7 +140,7 @@ async def test_often_repeated_chunks_get_a_longer_warm_up(
     assert {150 % STEPS, 300 % STEPS} <= warm_ups
 
 
-async def test_cells_are_repeated_only_until_they_meet_the_first_states(
+async def test_cells_are_repeated_only_until_they_reach_a_state_of_the_first_run(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
     harness = make_harness(throughput=FixedProfile({0.0: 16}))
@@ -155,12 +156,12 @@ async def test_without_a_tolerance_the_residual_is_small_and_reported(
     harness = make_harness(throughput=FixedProfile({RESIDUAL: 16}))
     in_order, parallel_cost = await both(harness, text(2048), None)
     assert 0 < parallel_cost.max_residual <= RESIDUAL
-    assert parallel_cost.error_bound is None  # nothing is proved of this model
+    assert parallel_cost.error_bound is None  # this model has no certificate
     assert parallel_cost.logprobs != in_order.logprobs
     assert parallel_cost.logprobs == pytest.approx(in_order.logprobs, abs=1e-3)
 
 
-async def test_an_unproved_model_meets_a_tolerance_by_an_exact_run(
+async def test_a_model_without_a_certificate_meets_a_tolerance_only_by_an_exact_run(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
     harness = make_harness(throughput=FixedProfile({RESIDUAL: 16, 0.0: 32}))
@@ -171,10 +172,13 @@ async def test_an_unproved_model_meets_a_tolerance_by_an_exact_run(
 
 @pytest.mark.parametrize("name", ["rnn-stable", "lstm-stable"])
 @pytest.mark.parametrize("tolerance", [None, 1e-2, 2e-4, 1e-7])
-async def test_the_bound_of_joints_is_within_the_tolerance_and_holds(name: str, tolerance: float | None) -> None:
+async def test_the_bound_of_the_chunk_boundaries_is_within_the_tolerance_and_holds(
+    name: str, tolerance: float | None
+) -> None:
     served = Served(name, {RESIDUAL: 128, 0.0: 256})
     size = served.bundle.vocabulary.size
-    # One token repeated, few tokens, and all: which the model forgets least is unknown.
+    # Repeats one token, draws from three tokens, and draws from all tokens. It is unknown which of these the model
+    # forgets most slowly.
     random = np.random.default_rng(2)
     documents = [random.integers(0, count, size=1400) + low for count, low in ((1, 7), (3, 11), (size, 0))]
     for document in documents:
@@ -182,7 +186,8 @@ async def test_the_bound_of_joints_is_within_the_tolerance_and_holds(name: str, 
         bound = parallel_cost.error_bound
         assert bound is not None and bound <= (2e-3 if tolerance is None else tolerance)
         seen = np.abs(np.exp(known(parallel_cost.logprobs)) - np.exp(known(in_order.logprobs))).max()
-        assert seen <= bound or (bound == 0 and seen < 1e-6)  # a bound of 0 ignores the rounding of other batches
+        # A bound of 0 does not cover rounding differences between batches.
+        assert seen <= bound or (bound == 0 and seen < 1e-6)
     await served.engine.close()
 
 
@@ -202,7 +207,7 @@ async def test_a_warm_up_that_the_curve_covers_accepts_a_large_residual(
 
 
 class Strict(Propagation):
-    """Accepts no joint."""
+    """Rejects every chunk boundary at which the states differ."""
 
     def __init__(self) -> None:
         pass
@@ -211,7 +216,9 @@ class Strict(Propagation):
         return 1e6 if any(joint.any() for joint in joints.values()) else 0.0
 
 
-async def test_joints_over_the_tolerance_are_removed(make_harness: Callable[..., EngineHarness]) -> None:
+async def test_chunks_are_repeated_where_their_boundary_exceeds_the_tolerance(
+    make_harness: Callable[..., EngineHarness],
+) -> None:
     harness = make_harness(certified=True, max_window=200, throughput=FixedProfile({RESIDUAL: 100}))
     harness.engine.scorer.propagation = Strict()
     tolerance = 1e-4
@@ -232,7 +239,7 @@ async def test_chunks_are_exact_if_rounding_alone_exceeds_the_tolerance() -> Non
     assert parallel_cost.logprobs == pytest.approx(in_order.logprobs, abs=1e-5)
 
 
-async def test_a_short_text_and_one_in_order_are_one_chunk(make_harness: Callable[..., EngineHarness]) -> None:
+async def test_a_short_text_and_a_text_in_order_are_one_chunk(make_harness: Callable[..., EngineHarness]) -> None:
     harness = make_harness(throughput=FixedProfile({0.0: 100}))
     for request in (ScoreRequest(text(40), ScoreMethod.PARALLEL, 0), ScoreRequest(text(2000), tolerance=0.1)):
         summary = await harness.engine.score(request)
@@ -268,7 +275,7 @@ async def test_a_hundred_thousand_tokens_take_bounded_memory(
     make_harness: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 8192)
-    monkeypatch.setattr(layout, "RUN_SECONDS", 1e9)  # long cells, because the fake is slow
+    monkeypatch.setattr(layout, "RUN_SECONDS", 1e9)  # long cells, because the fake runner is slow
     harness = make_harness(throughput=FixedProfile({0.0: 300}))
 
     async def peak(count: int) -> int:
@@ -287,7 +294,7 @@ async def test_a_hundred_thousand_tokens_take_bounded_memory(
             tracemalloc.stop()
 
     shorter, longer = await peak(20_000), await peak(100_000)
-    assert longer - shorter < 80_000 * 32  # the tokens, at most three times; not their states
+    assert longer - shorter < 80_000 * 32  # memory for three copies of the tokens, but not for their states
 
 
 async def test_other_requests_are_answered_while_a_document_is_scored(
@@ -314,10 +321,10 @@ async def test_a_cancelled_score_releases_its_states(make_harness: Callable[...,
     async with aclosing(await harness.engine.scoring(ScoreRequest(text(2700), ScoreMethod.PARALLEL, 0))) as streamed:
         await anext(streamed)
         await anext(streamed)
-    # The harness checks at its end that no slot is in use.
+    # When the harness closes, it checks that no slot is in use.
 
 
-async def test_a_deadline_ends_a_document_in_the_middle(
+async def test_a_deadline_ends_the_scoring_of_a_document(
     make_harness: Callable[..., EngineHarness], travel: Callable[[float], None]
 ) -> None:
     harness = make_harness(throughput=FixedProfile({0.0: 300}))

@@ -40,7 +40,7 @@ def test_sequences_run_in_order_if_chunks_are_no_quicker() -> None:
     assert lay_out(65_536, 16, "scan", FLAT, FLAT) is None
 
 
-def test_the_cost_of_warm_up_is_counted() -> None:
+def test_the_layout_includes_the_cost_of_the_warm_up() -> None:
     wide = lay_out(4096, 30, "scan", STEEP, STEEP)
     assert wide is not None and wide.chunks == 64
     narrow = lay_out(4096, 30, "scan", STEEP, {**STEEP, 64: 1e-4})
@@ -48,7 +48,7 @@ def test_the_cost_of_warm_up_is_counted() -> None:
     assert lay_out(4096, 30, "scan", STEEP, dict.fromkeys(STEEP, 0.001)) is None
 
 
-def test_without_a_pace_all_sequences_run_in_order() -> None:
+def test_all_sequences_run_in_order_if_no_pace_is_measured() -> None:
     assert lay_out(65_536, 16, "scan", {}, {}) is None
     assert lay_out(65_536, 16, "scan", STEEP, {}) is None
 
@@ -66,7 +66,7 @@ def test_a_run_takes_at_most_run_seconds() -> None:
 
 
 def result(measuring: Generator[None, None, T]) -> T:
-    """Runs a measurement and returns its result."""
+    """Runs a measurement to its end. Returns its result."""
     while True:
         try:
             next(measuring)
@@ -74,10 +74,10 @@ def result(measuring: Generator[None, None, T]) -> T:
             return end.value  # type: ignore[no-any-return]
 
 
-def test_the_warm_up_is_the_fewest_tokens_with_a_lasting_small_residual() -> None:
+def test_the_warm_up_is_the_smallest_length_from_which_the_residual_stays_small() -> None:
     seen = ThroughputProfile([(16, 1e-1), (32, 1e-4), (64, 1e-3), (128, 1e-6), (256, 0.0)])
     assert seen.warm_up(1e-1) == 32
-    assert seen.warm_up(1e-3) == 128  # at 64 it is over a quarter again
+    assert seen.warm_up(1e-3) == 128  # at 64 tokens the residual is again above MARGIN times the limit
     assert seen.warm_up(0.0) == 256
     assert ThroughputProfile([(16, 0.0), (32, 1.0)]).warm_up(1.0) is None
     assert ThroughputProfile([]).warm_up(1.0) is None
@@ -96,7 +96,7 @@ def test_residuals_are_measured_between_runs_over_the_same_tokens(harness: Engin
 
 
 @pytest.mark.parametrize("role", ["advance", "scan"])
-def test_the_pace_of_a_width_is_its_quickest_run(
+def test_the_pace_of_a_width_comes_from_its_fastest_run(
     harness: EngineHarness, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "POSITIONS", 64)
@@ -105,12 +105,12 @@ def test_the_pace_of_a_width_is_its_quickest_run(
         "scan" if role == "scan" else "advance", harness.runner, harness.engine.state_cache, 0, 8, lambda: next(ticks)
     )
     found = result(measuring)
-    # Runs take 1, 2, 3 s, ..., in turn: 1 x 64 tokens, 4 x 16, 8 x 16.
+    # Successive runs take 1 s, 2 s, 3 s, and so on. They have 1 x 64, 4 x 16 and 8 x 16 tokens.
     assert found == {1: 1 / 64, 4: 2 / 64, 8: 3 / 128}
     assert {ran for ran, _ in harness.runner.calls} == {role}
 
 
-def test_nothing_is_known_before_the_measurement(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_is_empty_before_the_measurement(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "POSITIONS", 64)
     throughput = ThroughputProfile()
     assert (throughput.pace("scan"), throughput.pace("advance"), throughput.warm_up(1.0)) == ({}, {}, None)

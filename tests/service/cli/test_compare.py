@@ -1,4 +1,4 @@
-"""`wane compare` and `report`, against a real server."""
+"""Tests of `wane compare` and `wane report` against a real server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = 24
 
 @pytest.fixture(scope="module")
 def compared(live: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The JSON of one comparison over a few tokens of the sample; its plot is in the same folder."""
+    """The JSON document of one comparison over STEPS tokens of the sample text. The fixture also checks the plot."""
     folder = tmp_path_factory.mktemp("compared")
     files = ["--json", str(folder / "compared.json"), "--plot", str(folder / "compared.png")]
     assert main(["compare", live.url, "--tokens", str(STEPS), *files]) == 0
@@ -59,11 +59,11 @@ def test_agreement_is_counted_over_every_token(compared: dict[str, Any]) -> None
     assert 0 <= agreement["total_variation_mean"] <= agreement["total_variation_max"] <= 1
 
 
-def test_agreement_is_shown_by_window_size(compared: dict[str, Any]) -> None:
+def test_agreement_is_shown_for_each_window_size(compared: dict[str, Any]) -> None:
     sizes = [line["window"] for line in compared["windows"]]
     assert sizes == sorted(set(sizes)) and compared["k"] in sizes and 1 in sizes
     assert {line["agreement"]["compared"] for line in compared["windows"]} == {COMPARED_POSITIONS}
-    # A window that reaches back to the start is the recurrent model.
+    # A window that reaches back to the first token equals the recurrent model.
     for line in compared["windows"]:
         if line["window"] >= STEPS:
             assert line["agreement"]["total_variation_max"] < 1e-5
@@ -113,7 +113,7 @@ def test_the_sample_is_long_enough_for_the_default(http: httpx.Client) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_impossible_comparison_says_why(
+def test_the_error_of_an_impossible_comparison_has_the_reason(
     live: LiveServer, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
 ) -> None:
     assert main(["compare", live.url, "--tokens", "4", *arguments]) == 2
@@ -149,7 +149,9 @@ def test_a_file_that_is_not_text_is_rejected(
 
 @pytest.mark.parametrize("command", ["compare", "report"])
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nowhere"])
-def test_a_server_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str], command: str, url: str) -> None:
+def test_the_error_names_a_server_that_does_not_answer(
+    capsys: pytest.CaptureFixture[str], command: str, url: str
+) -> None:
     assert main([command, url]) == 2
     assert f"error: {url} does not answer" in capsys.readouterr().err.strip().splitlines()[-1]
 
@@ -163,7 +165,7 @@ def test_a_server_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[st
     ],
     ids=["a problem", "a proxy's page", "other JSON"],
 )
-def test_an_error_is_shown_in_the_servers_words(response: httpx.Response, told: str) -> None:
+def test_the_message_of_the_server_s_error_is_shown(response: httpx.Response, told: str) -> None:
     with (
         Client("http://wane", httpx.MockTransport(lambda request: response)) as client,
         pytest.raises(ClientError, match="DELETE /v1/sessions/s") as raised,
@@ -211,18 +213,18 @@ def test_quantiles_are_interpolated() -> None:
     assert Quantiles.of([1.0, 2.0, 3.0]) == Quantiles(2.0, 2.8, 2.98)
 
 
-def test_there_is_no_bound_if_one_pair_has_none() -> None:
+def test_the_comparison_has_no_bound_if_one_pair_has_no_bound() -> None:
     pair = {"top1_match": True, "top1_proved": False, "total_variation": 0.1, "max_logit_difference": 1.0}
     bounded = AgreementSummary.of([{**pair, "error_bound": 0.2}, {**pair, "error_bound": 0.3}])
     assert bounded.error_bound == 0.3
     assert AgreementSummary.of([{**pair, "error_bound": 0.2}, {**pair, "error_bound": None}]).error_bound is None
 
 
-def test_replicas_reports_are_merged_and_an_unreachable_one_is_named(
+def test_the_reports_of_replicas_are_merged_and_an_unreachable_replica_is_named(
     live: LiveServer, http: httpx.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = http.post("/v1/predict", json={"tokens": [1]}).json()
-    again = live.url.replace("127.0.0.1", "localhost")  # the same server by another name
+    again = live.url.replace("127.0.0.1", "localhost")  # the same server under another name
     assert main(["report", live.url, again, "--json"]) == 0
     merged = json.loads(capsys.readouterr().out)
     once = http.get("/v1/report").json()
@@ -240,8 +242,8 @@ def test_replicas_reports_are_merged_and_an_unreachable_one_is_named(
 
 
 @contextmanager
-def stranger(page: bytes) -> Iterator[str]:
-    """The address of a server that answers every request with the same page."""
+def other_server(page: bytes) -> Iterator[str]:
+    """Yields the address of a server that answers every request with the same page."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -274,10 +276,10 @@ PAGES = {
 
 
 @pytest.mark.parametrize(("page", "why"), PAGES.values(), ids=PAGES)
-def test_a_url_of_another_server_is_named_and_the_others_are_reported(
+def test_a_url_that_is_not_a_wane_server_is_named_and_the_other_servers_are_reported(
     live: LiveServer, capsys: pytest.CaptureFixture[str], page: bytes, why: str
 ) -> None:
-    with stranger(page) as url:
+    with other_server(page) as url:
         assert main(["report", url, live.url + "/", live.url, "--json"]) == 2
         printed = capsys.readouterr()
         assert json.loads(printed.out)["replicas"] == 1
@@ -298,7 +300,7 @@ def test_a_report_that_cannot_be_merged_is_named_and_skipped(
     for model in other["models"]:
         for mode in model["modes"].values():
             mode["latency"]["queue"]["buckets"][0]["le_ms"] = 1e-9
-    with stranger(json.dumps(other).encode()) as url:
+    with other_server(json.dumps(other).encode()) as url:
         assert main(["report", live.url, url, "--json"]) == 2
     printed = capsys.readouterr()
     assert json.loads(printed.out)["replicas"] == 1

@@ -1,4 +1,4 @@
-"""The merged reports of replicas equal the report of one process with all of their work."""
+"""Tests that the merged reports of replicas equal the report of one process that has answered all their requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def document(report: Stats, sessions: int = 0) -> dict[str, Any]:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Asserts equality up to the rounding of sums of floats."""
+    """Asserts that two reports are equal up to the rounding of floating-point sums."""
     if isinstance(expected, dict):
         assert set(found) == set(expected)
         for name, value in expected.items():
@@ -63,7 +63,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @settings(deadline=None)
 @given(some.lists(answered), some.lists(compared), some.lists(shadowed), some.lists(where))
-def test_merging_equals_what_one_process_would_have_reported(
+def test_merged_reports_equal_the_report_of_a_single_process(
     answers: list[Any], pairs: list[Any], shadows: list[Any], sessions: list[int]
 ) -> None:
     parts, whole = [Stats(Metrics(), "m") for _ in range(REPLICAS)], Stats(Metrics(), "m")
@@ -94,7 +94,7 @@ def test_merging_equals_what_one_process_would_have_reported(
 
 @settings(deadline=None)
 @given(some.lists(milliseconds, min_size=1))
-def test_a_quantile_is_in_the_bucket_of_its_value(values: list[float]) -> None:
+def test_a_quantile_is_within_the_bucket_of_the_exact_quantile(values: list[float]) -> None:
     counts = [sum(value <= bound for value in values) for bound in BUCKETS_MS] + [len(values)]
     for wanted in (0.5, 0.9, 0.99):
         found = quantile([*BUCKETS_MS, None], counts, wanted)

@@ -1,13 +1,15 @@
-"""Plays one random history of steps on two engines, of which only one takes steps in columns.
+"""Plays the same random history of steps on two engines. Only one of the engines takes steps in columns, which means
+that it processes a batch of one-token steps in shared arrays.
 
     python -m tests.service.engine.columns_fuzz --steps 1000000
     python -m tests.service.engine.columns_fuzz --steps 100000 --cache
     python -m tests.service.engine.columns_fuzz --steps 50000 --bundle models/bundles/lstm
 
-Compares every answer, error and session record, bit for bit, except for latencies and, with a bundle, rounding.
+Compares every answer, error and session record bit for bit. Does not compare latencies. Allows rounding differences if
+a bundle is given.
 
-An episode is one history on two new engines. Every second one has room for all states. In the others the two engines
-evict states at different times, so the source of an answer's state is not compared.
+An episode is one history on two new engines. In every second episode the engines have room for all states. In the other
+episodes the two engines evict states at different times, so the fuzz does not compare the source of an answer's state.
 """
 
 from __future__ import annotations
@@ -42,29 +44,31 @@ from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
 from wane.service.types import Answer, History, Mode, Prediction, PredictRequest, SessionView, StepRequest
 
-TOKENS = 24  # tokens of ordinary steps; POISON fails its run, and HOT ends in NaN
+TOKENS = 24  # tokens of ordinary steps; the token POISON makes its run fail, and HOT makes its state NaN
 POISON, HOT, UNKNOWN = TOKENS, TOKENS + 1, 1_000_000
 SESSIONS = 40
 MAX_BATCH = 8
 EPISODE_STEPS = 2_000
 TTL_S = 512.0
 CACHE_TOKENS = 12
-BRANCH_BITS = 32  # low bits of a revision; the higher ones are random
+BRANCH_BITS = 32  # the number of counting bits of a revision; the higher bits are random
 SLOTS_OF_FEW = 2 + 3 * MAX_BATCH
 FIELDS = [field.name for field in fields(Answer) if field.name != "latency"]
 OF_STATES = ("state", "error_bound", "state_error_bound")
-"""Fields that depend on the source of a state."""
+"""The fields of an answer that depend on the source of the state."""
 OF_BITS = ("predictions", "top1_proved")
-"""Fields that rounding changes. A run that rebuilds a state does not output the sum of all logits, which is then
-computed with more digits; and rows of a real run depend on the number of other rows."""
-ROUNDING = 1e-4  # largest difference of two log-probabilities
+"""The fields of an answer that rounding may change. There are two causes. A run that rebuilds a state does not output
+the sum over all logits, so the engine computes it in higher precision. And a row of a real run depends on the number of
+rows in its batch."""
+ROUNDING = 1e-4  # the largest allowed difference of two log-probabilities
 
 
 MakeEngine = Callable[[Store, Clock, Settings], tuple[Engine, Metrics, Any]]
 
 
 class PlainStore:
-    """A store in memory whose sessions are not buffered, like any store other than `MemoryStore`."""
+    """A store that is no `MemoryStore`, so the engine does not take its steps in columns. It keeps the sessions in a
+    `MemoryStore`."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -75,7 +79,7 @@ class PlainStore:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An action on which the two engines differ."""
+    """An action whose results differ between the two engines."""
 
     episode: int
     turn: int
@@ -87,7 +91,8 @@ class Difference:
 def fake_engine(
     store: Store, clock: Clock, settings: Settings, cache: CacheModel | None = None
 ) -> tuple[Engine, Metrics, Any]:
-    """Makes an engine on the fake runner, of a model with the given cache; returns it with its metrics and runner."""
+    """Makes an engine on the fake runner. `cache`: the cache of its model. Returns the engine with its metrics and
+    runner."""
     vocabulary = name_vocabulary(names=[f"t{index}" for index in range(TOKENS)])
     given = settings.model_dump(exclude_unset=True)
     harness = EngineHarness(vocabulary=vocabulary, store=store, certified=True, clock=clock, cache=cache, **given)
@@ -96,12 +101,12 @@ def fake_engine(
 
 
 def cached_engine(store: Store, clock: Clock, settings: Settings) -> tuple[Engine, Metrics, Any]:
-    """Like `fake_engine`, of a model with a cache of a few tokens."""
+    """Like `fake_engine`, but the model has a cache of a few tokens."""
     return fake_engine(store, clock, settings, random_cache(Random(4), CACHE_TOKENS))
 
 
 def bundle_engine(path: Path) -> MakeEngine:
-    """Returns a maker of engines on a bundle's graphs, run by ONNX Runtime."""
+    """Returns a function that makes engines on a bundle's graphs. ONNX Runtime runs the graphs."""
     bundle = Bundle.read(path)
     runner = OnnxRunner(bundle, "cpu", threads=1)
     margin = MarginProof(bundle.weights())
@@ -147,7 +152,8 @@ class Side:
 
 @dataclass(slots=True)
 class Turn:
-    """Requests of one turn of the event loop, and the indexes of those that are cancelled or late."""
+    """The requests of one turn of the event loop. `leave`: the indexes of the requests that are cancelled. `late`: the
+    indexes of the requests whose deadline has passed."""
 
     requests: list[StepRequest | PredictRequest]
     leave: set[int]
@@ -158,7 +164,7 @@ class Turn:
 
 
 class Episode:
-    """One history on two new engines."""
+    """One random history on two new engines."""
 
     def __init__(self, make: MakeEngine, seed: int, number: int) -> None:
         self.random = Random(f"{seed}.{number}")
@@ -173,7 +179,7 @@ class Episode:
         self._make = make
 
     async def run(self, steps: int, progress: Callable[[int], object]) -> None:
-        """Plays the history until it has `steps` steps, or the engines differ."""
+        """Plays the history until it has `steps` steps or the engines differ."""
         self.sides = [self._side(in_columns=True), self._side(in_columns=False)]
         try:
             while self.counted["steps"] < steps and not self.differences:
@@ -231,7 +237,7 @@ class Episode:
             await self._play(self._turn())
 
     def _session(self) -> str:
-        """Draws a session that nearly always exists."""
+        """Returns a random session. The session nearly always exists."""
         if self.positions and self.random.random() < 0.99:
             return self.random.choice([*self.positions])
         return f"s{self.random.randrange(SESSIONS)}"
@@ -252,7 +258,8 @@ class Episode:
                 continue
             step = self._step(session, 2 + index if held else random.randrange(2, TOKENS))
             turn.requests.append(step)
-            # The general procedure recognises a repeated step early, and touches its session even after a cancel.
+            # The general procedure recognises a repeated step before it queues it. So even a cancelled repeat resets
+            # the session's idle time, and such steps are not cancelled here.
             may_leave = step.expected_position is None and step.idempotency_key is None
             if random.random() < 0.05 and not held and may_leave:
                 turn.leave.add(len(turn.requests) - 1)
@@ -301,7 +308,7 @@ class Episode:
 
     async def _play(self, turn: Turn) -> None:
         running = [await self._submit(side, turn) for side in self.sides]
-        if turn.held:  # cancels some of the steps that run on both sides
+        if turn.held:  # cancels some of the steps that run on both engines
             both = [index for index in range(len(turn.requests)) if all(index in one[2] for one in running)]
             leaving = {index for index in both if self.random.random() < 0.3}
             for side, (pending, _, _) in zip(self.sides, running, strict=True):
@@ -333,7 +340,8 @@ class Episode:
     async def _submit(self, side: Side, turn: Turn) -> tuple[list[Pending[Answer]], list[asyncio.Task[None]], set[int]]:
         """Submits a turn's requests in one turn of the event loop.
 
-        Returns the pending results, the deletions and, for a held turn, the indexes of the steps that run."""
+        Returns the pending results, the tasks of the deletions and, for a held turn, the indexes of the steps that run.
+        """
         if turn.held:
             side.runner.gate.clear()
         passed = asyncio.get_running_loop().time() - 1
@@ -377,7 +385,7 @@ class Episode:
             self.differences.append(Difference(self.number, self.turns, action, one, other))
 
     def _shown(self, result: object) -> object:
-        """Returns the part of a result that is compared."""
+        """Returns the part of a result that the fuzz compares."""
         hidden: tuple[str, ...] = () if self.is_exact else OF_STATES
         if not (self.is_exact and self.sides[0].runner):
             hidden += OF_BITS
@@ -392,7 +400,7 @@ class Episode:
 
 
 def alike(some: Sequence[Prediction], others: Sequence[Prediction]) -> bool:
-    """Returns whether the log-probabilities are equal up to rounding, by rank and by token."""
+    """Returns whether the log-probabilities of each rank and of each token are equal up to rounding."""
     known = {one.token_id: one.logprob for one in some}
     pairs = [(one.logprob, other.logprob) for one, other in zip(some, others, strict=True)]
     pairs += [(known[one.token_id], one.logprob) for one in others if one.token_id in known]
@@ -400,7 +408,7 @@ def alike(some: Sequence[Prediction], others: Sequence[Prediction]) -> bool:
 
 
 async def outcome(waited: Awaitable[Any]) -> object:
-    """Returns the result, or the error that was raised."""
+    """Returns the result, or the error that the request raised."""
     try:
         return await waited
     except Exception as error:
@@ -410,7 +418,8 @@ async def outcome(waited: Awaitable[Any]) -> object:
 async def run(
     steps: int, seed: int, make: MakeEngine = fake_engine, progress: Callable[[int], object] = lambda _: None
 ) -> tuple[Counter[str], list[Difference]]:
-    """Plays episodes of `steps` steps in total. Returns the counts, and the differences of the first that has any."""
+    """Plays episodes with `steps` steps in total. Stops after the first episode with a difference. Returns the counts
+    and that episode's differences."""
     counted: Counter[str] = Counter()
     number = 0
     while counted["steps"] < steps:
@@ -429,7 +438,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.service.engine.columns_fuzz", description=__doc__)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--bundle", type=Path, help="a bundle to run in place of the fake model")
+    parser.add_argument("--bundle", type=Path, help="the bundle to run in place of the fake model")
     parser.add_argument("--cache", action="store_true", help="give the fake model a cache")
     given = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)

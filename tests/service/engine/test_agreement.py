@@ -31,7 +31,7 @@ def test_distances_match_their_definitions() -> None:
     assert agreement.top1_match is False
 
 
-def test_a_shift_of_all_logits_does_not_change_the_variation() -> None:
+def test_adding_a_constant_to_all_logits_does_not_change_the_total_variation() -> None:
     agreement = compare(P, P + 2, HERE, HERE, None, False)
     assert agreement.total_variation == pytest.approx(0.0, abs=1e-6)
     assert agreement.max_logit_difference == pytest.approx(2.0)
@@ -55,7 +55,7 @@ def test_an_agreement_has_its_bounds_and_proof(
     ("bound", "distance", "violated"),
     [(None, 1.0, False), (0.1, 0.09, False), (0.1, 0.11, True), (0.0, 1e-6, False), (0.0, 1e-4, True)],
 )
-def test_a_distance_over_the_bound_plus_rounding_violates_it(
+def test_a_distance_over_the_bound_plus_rounding_violates_the_bound(
     bound: float | None, distance: float, violated: bool
 ) -> None:
     assert violates(make(error_bound=bound, total_variation=distance)) is violated
@@ -64,7 +64,9 @@ def test_a_distance_over_the_bound_plus_rounding_violates_it(
 @pytest.mark.parametrize(
     ("bound", "distance", "violated"), [(None, 9.0, False), (0.1, 0.1, False), (0.1, 0.11, True), (0.0, 1e-6, False)]
 )
-def test_states_further_apart_than_their_bound_violate_it(bound: float | None, distance: float, violated: bool) -> None:
+def test_two_states_further_apart_than_their_bound_violate_the_bound(
+    bound: float | None, distance: float, violated: bool
+) -> None:
     assert violates(make(state_error_bound=bound, state_distance=distance)) is violated
 
 

@@ -1,4 +1,5 @@
-"""Long requests are admitted if they can finish by their deadlines, and otherwise refused immediately."""
+"""Tests that the backlog admits long requests if they can finish by their deadlines, and otherwise refuses them
+immediately."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from wane.service.types import CompareRequest, GenerateRequest, Mode, PredictReq
 
 
 class Requests:
-    """A backlog, and the admitted requests in flight."""
+    """A backlog, and the admitted requests that are in flight."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -57,7 +58,7 @@ def test_a_request_that_cannot_finish_in_time_is_refused_with_retry_after(
     assert requests.backlog.seconds == 24
 
 
-def test_a_request_alone_is_always_admitted(requests: Requests) -> None:
+def test_the_only_request_is_always_admitted(requests: Requests) -> None:
     requests.enter(1000, 30)
 
 
@@ -84,7 +85,7 @@ def test_a_short_request_is_neither_refused_nor_counted(requests: Requests) -> N
 def test_a_shorter_request_finishes_before_longer_ones(requests: Requests) -> None:
     for _ in range(2):
         requests.enter(10, None)
-    requests.enter(1, MARGIN * 3 + 0.01)  # three take turns until it finishes
+    requests.enter(1, MARGIN * 3 + 0.01)  # three requests take turns until the short request finishes
     with pytest.raises(Overloaded):
         requests.enter(1, MARGIN * 3)
 
@@ -96,7 +97,7 @@ def test_progress_reduces_the_backlog(requests: Requests) -> None:
     requests.clock.now_s += 10
     first.progress(0.5)
     assert requests.backlog.seconds == 10
-    first.progress(0.25)  # progress never goes back
+    first.progress(0.25)  # a smaller progress value has no effect
     assert requests.backlog.seconds == 10
     requests.enter(4, 30)
 
@@ -126,7 +127,7 @@ def test_a_request_that_ends_early_does_not_change_the_pace(requests: Requests) 
 def test_the_end_of_a_request_does_not_change_the_pace_of_another(requests: Requests) -> None:
     first = requests.enter(10, None)
     with requests.backlog.share(10, None):
-        requests.clock.now_s += 16  # 8 s for each
+        requests.clock.now_s += 16  # each request gets 8 s
     requests.clock.now_s += 2
     first.progress(1)
     assert requests.backlog.pace == 1
@@ -141,7 +142,7 @@ def test_time_spent_waiting_for_a_client_does_not_count(requests: Requests) -> N
     first.resume()
     requests.clock.now_s += 1
     second.resume()
-    requests.clock.now_s += 2  # 1 s for each
+    requests.clock.now_s += 2  # each request gets 1 s
     first.progress(0.2)
     second.progress(0.1)
     assert requests.backlog.pace == 1
@@ -165,7 +166,9 @@ def test_requests_past_their_deadlines_do_not_count(requests: Requests) -> None:
     assert requests.backlog.seconds == 7
 
 
-def test_a_check_reads_each_request_a_few_times(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_admission_check_reads_each_request_only_a_few_times(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for seconds in range(1, 401):
         requests.enter(seconds, None)
     reads, left = 0, vars(Share)["left_s"]
@@ -182,7 +185,7 @@ def test_a_check_reads_each_request_a_few_times(requests: Requests, monkeypatch:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_requests_are_admitted_by_the_formula(requests: Requests, seed: int) -> None:
+def test_requests_are_admitted_as_the_formula_says(requests: Requests, seed: int) -> None:
     random, admitted, answers = Random(seed), list[tuple[float, float]](), set[bool]()
 
     def finish_s(left: float, *others: float) -> float:

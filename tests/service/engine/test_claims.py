@@ -1,4 +1,5 @@
-"""Bounds and proofs of answers hold against the never-interrupted model: random models, streams, cuts, rebuilds."""
+"""Tests that the bounds and proofs of answers hold against the full-history model, which reads all tokens without
+interruption. The models, token streams, truncations and rebuilds are random."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ ACTIONS = ("step", "step", "step", "window", "both", "recall", "evict", "rewind"
 
 @dataclass
 class Tally:
-    """Counts of answers, of those with a non-trivial bound, and of those with a proof."""
+    """The number of all answers, of answers with a non-trivial bound, and of answers with a proof."""
 
     answers: int = 0
     bounded: int = 0
     proved: int = 0
 
     def check(self, small: Small, tokens: list[int], answer: Answer) -> None:
-        """Compares one answer with the never-interrupted model."""
+        """Compares one answer with the full-history model."""
         truth, _ = small.uninterrupted(tokens)
         self._check(answer, truth)
         if answer.agreement is not None:
@@ -54,7 +55,8 @@ class Tally:
 
 
 async def drive(small: Small, actions: list[str], random: np.random.Generator, tally: Tally) -> None:
-    """Drives one session whose states are dropped, rebuilt and cut, and predicts from the same tokens without it."""
+    """Steps one session whose states the test evicts and truncates. Also predicts from the same tokens without the
+    session."""
     engine = small.engine
     session = (await engine.create_session()).session
     tokens: list[int] = []
@@ -100,7 +102,9 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
                 tally.check(small, tokens, await engine.submit(request))
     view = await engine.get_session(session)
     answer = await engine.submit(PredictRequest(session=session, top_k=EVERYTHING))
-    if view.error_bound is not None:  # a bound from before the run holds after it; the run may find a smaller one
+    if (
+        view.error_bound is not None
+    ):  # the bound from before the run still holds after the run, which may find a smaller bound
         assert answer.error_bound is not None and answer.error_bound <= view.error_bound
     report: Any = await engine.report()
     assert report["agreement"]["bound_violations"] == 0
@@ -125,7 +129,7 @@ def test_every_error_bound_holds_against_the_uninterrupted_model(
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["curve", "beside the run"])
-def test_fast_forgetting_models_have_bounds_and_proofs_that_hold(beside: bool) -> None:
+def test_the_bounds_and_proofs_of_fast_forgetting_models_hold(beside: bool) -> None:
     tally = Tally()
     for seed in range(2 if beside else 6):
         for cell in CELLS:

@@ -1,4 +1,5 @@
-"""Steps of one token in columns: deadlines, cancelled steps, failures, and their effect on other steps of a batch."""
+"""Tests of one-token steps in columns: deadlines, cancelled steps, failures, and their effect on the other steps of a
+batch."""
 
 from __future__ import annotations
 
@@ -24,13 +25,14 @@ from wane.service.errors import (
 from wane.service.types import Answer, Mode, StepRequest
 
 HOUR_S = 3600.0
-TRAVELS_S = 1.1 * HOUR_S  # a timer of an hour fires up to a 64th of it late
+TRAVELS_S = 1.1 * HOUR_S  # a timer may fire late by a 64th of its duration
 POISON, HOT = 40, 41
 
 
 @pytest.fixture
 async def started(harness: EngineHarness) -> EngineHarness:
-    """An engine with the sessions a, b and c, each after one token, whose next steps are taken in columns."""
+    """An engine with the sessions a, b and c. Each session has received one token. The engine takes their next steps in
+    columns."""
     await start_sessions(harness)
     harness.runner.poison, harness.runner.hot = POISON, HOT
     harness.runner.calls.clear()
@@ -39,7 +41,7 @@ async def started(harness: EngineHarness) -> EngineHarness:
 
 
 async def turns() -> None:
-    """Runs every callback that is ready."""
+    """Runs all callbacks of the event loop that are ready."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -50,8 +52,8 @@ def step(harness: EngineHarness, session: str, token: int = 6, *, hours: float |
     return harness.engine.submit(StepRequest(session, (token,), deadline=deadline))
 
 
-async def occupied(harness: EngineHarness, session: str = "c") -> Pending[Answer]:
-    """Keeps the runner busy with a step of two tokens, which is not taken in columns."""
+async def keep_runner_busy(harness: EngineHarness, session: str = "c") -> Pending[Answer]:
+    """Keeps the runner busy with a step of two tokens. The engine does not take this step in columns."""
     harness.runner.gate.clear()
     pending = harness.engine.submit(StepRequest(session, (7, 8)))
     await harness.runner.until_busy()
@@ -71,7 +73,7 @@ async def test_steps_of_one_turn_are_one_batch_in_columns(started: EngineHarness
     assert [answer.latency.batch_items for answer in answers] == [3] * 3
 
 
-async def test_a_batch_that_starts_before_the_last_is_answered_releases_its_slots(started: EngineHarness) -> None:
+async def test_a_batch_that_starts_before_the_previous_answers_releases_its_slots(started: EngineHarness) -> None:
     started.runner.gate.clear()
     first = step(started, "a")
     await started.runner.until_busy()
@@ -85,7 +87,7 @@ async def test_a_batch_that_starts_before_the_last_is_answered_releases_its_slot
 
 
 async def test_a_queued_step_fails_at_its_deadline(started: EngineHarness, travel: Callable[[float], None]) -> None:
-    ahead = await occupied(started)
+    ahead = await keep_runner_busy(started)
     late, other = step(started, "a", hours=1), step(started, "b", hours=9)
     travel(TRAVELS_S)
     with pytest.raises(DeadlineExceeded, match="the deadline passed before"):
@@ -98,7 +100,7 @@ async def test_a_queued_step_fails_at_its_deadline(started: EngineHarness, trave
 
 
 async def test_two_steps_fail_at_their_own_deadlines(started: EngineHarness, travel: Callable[[float], None]) -> None:
-    await occupied(started)
+    await keep_runner_busy(started)
     first, second = step(started, "a", hours=1), step(started, "b", hours=3)
     for one in (first, second):
         travel(2 * TRAVELS_S)
@@ -152,7 +154,7 @@ async def test_a_step_of_a_call_fails_once_at_its_deadline(
 
 
 async def test_a_step_that_is_cancelled_before_its_batch_has_no_effect(started: EngineHarness) -> None:
-    await occupied(started)
+    await keep_runner_busy(started)
     left = step(started, "a")
     left.cancel()
     left.cancel()
@@ -183,15 +185,15 @@ async def test_a_step_that_is_cancelled_while_it_runs_commits(started: EngineHar
     assert await position(started, "a") == 2
 
 
-async def test_a_step_after_a_cancelled_one_of_its_session_runs(started: EngineHarness) -> None:
-    await occupied(started)
+async def test_a_step_after_a_cancelled_step_of_its_session_runs(started: EngineHarness) -> None:
+    await keep_runner_busy(started)
     left, next_ = step(started, "a", 6), step(started, "a", 9)
     left.cancel()
     started.runner.gate.set()
     assert (await next_).position == 2
 
 
-# Steps of one session, and steps that are handed back.
+# Steps of one session, and steps that the columns hand back to the general procedure.
 
 
 async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> None:
@@ -199,9 +201,9 @@ async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> No
     assert [(await first).position, (await second).position] == [2, 3]
 
 
-async def test_a_step_that_is_handed_back_keeps_its_place(started: EngineHarness) -> None:
+async def test_a_step_that_is_handed_back_keeps_its_place_in_the_queue(started: EngineHarness) -> None:
     first, second = step(started, "a", 6), step(started, "a", 7)
-    await started.engine.get_session("a")  # writes the session to the store, so the step is handed back
+    await started.engine.get_session("a")  # writes the session to the store, so the columns hand the step back
     assert [(await first).position, (await second).position] == [2, 3]
     assert [rows for _, rows in started.runner.calls] == [[[6]], [[7]]]
 
@@ -235,7 +237,7 @@ async def test_a_running_step_applies_to_its_recreated_session(started: EngineHa
 
 
 async def test_a_queued_step_whose_state_was_evicted_is_rebuilt(started: EngineHarness) -> None:
-    await occupied(started)
+    await keep_runner_busy(started)
     pending = step(started, "a", 6)
     started.engine.state_cache.drop("a")
     started.runner.gate.set()
@@ -265,13 +267,13 @@ async def test_a_failed_step_fails_alone_and_has_no_effect(started: EngineHarnes
     assert answer.predictions[0].token_id == started.runner.logits([0, 5, 6]).argmax()
 
 
-async def test_a_full_queue_refuses(make_harness: MakeHarness) -> None:
+async def test_a_full_queue_refuses_a_step(make_harness: MakeHarness) -> None:
     harness = make_harness(max_queue=2)
     await start_sessions(harness)
     await harness.engine.create_session("d")
     await harness.engine.submit(StepRequest("d", (5,)))
     harness.runner.busy.clear()
-    await occupied(harness)
+    await keep_runner_busy(harness)
     waiting = [step(harness, name) for name in "ab"]
     with pytest.raises(Overloaded, match="2 requests are already waiting"):
         await step(harness, "d")
@@ -283,7 +285,7 @@ async def test_a_full_queue_refuses(make_harness: MakeHarness) -> None:
 # Shutdown.
 
 
-async def test_draining_waits_for_queued_and_running_steps_and_refuses_new_ones(started: EngineHarness) -> None:
+async def test_draining_waits_for_queued_and_running_steps_and_refuses_new_steps(started: EngineHarness) -> None:
     started.runner.gate.clear()
     runs = step(started, "a")
     await started.runner.until_busy()
@@ -298,7 +300,7 @@ async def test_draining_waits_for_queued_and_running_steps_and_refuses_new_ones(
     assert [(await one).position for one in (runs, waits)] == [2, 2]
 
 
-async def test_a_closed_engine_commits_running_steps_and_refuses_queued_ones(started: EngineHarness) -> None:
+async def test_a_closed_engine_commits_running_steps_and_refuses_queued_steps(started: EngineHarness) -> None:
     started.runner.gate.clear()
     runs = step(started, "a")
     await started.runner.until_busy()
@@ -376,7 +378,7 @@ async def test_a_finished_step_leaves_no_reference_cycle(started: EngineHarness,
         except WaneError:
             assert end in ("conflicts", "late")
 
-    for _ in range(3):  # makes the objects that are made only once
+    for _ in range(3):  # the first step makes the objects that the engine makes only once
         await step(started, "a")
         await run()
     if end == "conflicts":

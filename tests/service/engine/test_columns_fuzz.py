@@ -1,5 +1,5 @@
-"""A short history of steps in columns and by the general procedure; `python -m tests.service.engine.columns_fuzz` plays
-longer ones."""
+"""Plays short histories of steps in columns and with the general procedure. `python -m
+tests.service.engine.columns_fuzz` plays longer histories."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from tests.service.engine.columns_fuzz import EPISODE_STEPS, MakeEngine, cached_
 from wane.service.sessions.resident import ResidentSessions
 
 SEED = 1
-STEPS = 4 * EPISODE_STEPS  # an episode of each kind: with and without evictions, on the event loop and on a thread
+# One episode of each kind: with and without evictions, with runs on the event loop and on a thread.
+STEPS = 4 * EPISODE_STEPS
 
 
 @pytest.mark.parametrize("make", [fake_engine, cached_engine])
-async def test_columns_equal_the_general_procedure(make: MakeEngine) -> None:
+async def test_steps_in_columns_have_the_results_of_the_general_procedure(make: MakeEngine) -> None:
     counted, differences = await run(STEPS, SEED, make)
     assert differences == []
     assert counted["in columns"] > STEPS / 4
@@ -23,7 +24,7 @@ async def test_columns_equal_the_general_procedure(make: MakeEngine) -> None:
     assert [kind for kind in kinds if not counted[kind]] == []
 
 
-async def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_fuzz_finds_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     flush = ResidentSessions.flush
 
     def loses_a_token(self: ResidentSessions, session: str) -> tuple[Sequence[int], float]:

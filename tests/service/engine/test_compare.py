@@ -10,7 +10,7 @@ EOS = 0
 TOKENS = tuple(range(10, 20))
 
 
-async def test_recurrent_and_windows_run_in_turns(harness: EngineHarness) -> None:
+async def test_recurrent_and_window_runs_alternate(harness: EngineHarness) -> None:
     comparison = await harness.engine.compare(CompareRequest(TOKENS, windows=(2, 16), repeat=3))
     turn = [("step", [[19]]), ("window", [[18, 19]]), ("window", [[EOS, *TOKENS]])]
     assert harness.runner.calls == [("window", [[EOS, *TOKENS[:-1]]]), *turn * 3]
@@ -32,7 +32,7 @@ async def test_every_window_has_its_agreement_with_recurrent(harness: EngineHarn
     assert whole.predictions[0].token_id == harness.runner.logits([EOS, *TOKENS]).argmax()
 
 
-async def test_latencies_are_measured_by_phase(harness: EngineHarness) -> None:
+async def test_each_phase_has_its_latency(harness: EngineHarness) -> None:
     comparison = await harness.engine.compare(CompareRequest(TOKENS, windows=(4,), repeat=5))
     for line in (comparison.recurrent, *comparison.windows):
         queue, compute, total = line.latency.queue, line.latency.compute, line.latency.total

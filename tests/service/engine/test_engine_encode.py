@@ -1,4 +1,5 @@
-"""Encoding of text: limited before it starts, and off the event loop if the text is long."""
+"""Tests of the encoding of text. The engine checks the limit before it encodes, and encodes long texts outside the
+event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ LONG = "The history\nof the " * 500
 
 
 class Encoding:
-    """Replaces a vocabulary's `encode`: lists the texts, and waits for the gate."""
+    """Replaces a vocabulary's `encode`. Lists the texts, and waits until the test opens the gate."""
 
     def __init__(self, harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
         self._encode = harness.vocabulary.encode
@@ -42,10 +43,10 @@ async def test_long_text_is_encoded_by_the_models_vocabulary(harness: EngineHarn
 
 
 @pytest.mark.parametrize("text", ["x" * 5 * 65_537, "\n" * 65_537, "é\n" * 47_000], ids=len)
-async def test_a_text_that_must_exceed_the_limit_is_refused_without_encoding(
+async def test_a_text_that_is_certainly_over_the_limit_is_refused_without_encoding(
     harness: EngineHarness, encoding: Encoding, text: str
 ) -> None:
-    # No token of this vocabulary has more than five bytes, and a line break is a token.
+    # In this vocabulary no token has more than five bytes, and a line break is a token.
     with pytest.raises(TooLarge, match=r"the input has at least 65\d\d\d tokens, but at most 65536 are taken"):
         await harness.engine.encode(text)
     assert encoding.texts == []
@@ -58,7 +59,7 @@ async def test_a_text_over_the_limit_is_refused_before_its_ids_are_listed(
     taken = []
 
     class Counted:
-        """An encoding that records each access to its ids."""
+        """The result of an encoding. It records each access to its ids."""
 
         def __init__(self, encoding: Encoded) -> None:
             self._encoding = encoding
@@ -84,7 +85,8 @@ async def test_words_and_events_of_any_length_are_one_token_each(make_harness: M
         assert await harness.engine.encode("x" * 100_000) == (1,)
         with pytest.raises(TooLarge):
             await harness.engine.encode("x\nx\nx\n")
-    assert await harness.engine.encode("\n" * 100_000) == ()  # there are no events between the line breaks
+    # The empty lines between the line breaks contain no events.
+    assert await harness.engine.encode("\n" * 100_000) == ()
 
 
 async def test_a_deadline_applies_while_a_text_is_encoded(
@@ -112,7 +114,7 @@ async def test_long_texts_do_not_use_the_event_loops_threads(harness: EngineHarn
     assert len(set(await asyncio.gather(*tasks))) == 1
 
 
-async def test_draining_waits_for_encoding_texts_and_refuses_new_ones(
+async def test_draining_waits_for_texts_in_encoding_and_refuses_new_texts(
     harness: EngineHarness, encoding: Encoding
 ) -> None:
     admitted = asyncio.create_task(harness.engine.encode(LONG))

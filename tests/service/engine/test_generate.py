@@ -32,7 +32,7 @@ def greedy(harness: EngineHarness, count: int, k: int | None = None) -> list[int
     return input_ids[1 + len(PROMPT) :]
 
 
-async def test_greedy_follows_the_model_one_step_a_token(harness: EngineHarness) -> None:
+async def test_greedy_generation_runs_one_step_for_each_token(harness: EngineHarness) -> None:
     tokens, finish = await generate(harness, GenerateRequest(PROMPT, max_tokens=6, temperature=0))
     assert [one.token_id for one in tokens] == greedy(harness, 6) == list(finish.tokens)
     assert harness.runner.roles() == ["window", *["step"] * 5]
@@ -61,14 +61,14 @@ async def test_a_window_that_covers_all_tokens_is_exact(harness: EngineHarness) 
     assert finish.error_bound == 0.0
 
 
-async def test_a_windowed_generation_has_the_largest_bound_of_its_tokens(make_harness: MakeHarness) -> None:
+async def test_a_generation_from_windows_has_the_largest_bound_of_its_tokens(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=4, max_window=140)
     epsilon = harness.manifest.certificate.error_bound_at(130)
     for length, bound in (
         (127, 0.0),
         (128, epsilon),
         (135, epsilon),
-    ):  # the last token's window follows three generated tokens
+    ):  # three generated tokens precede the last token's window
         request = GenerateRequest((5,) * length, max_tokens=4, temperature=0, mode=Mode.WINDOW, window=130)
         assert (await generate(harness, request))[1].error_bound == bound
 
@@ -92,7 +92,7 @@ async def test_a_truncated_prompt_of_an_uncertified_model_has_no_bound(harness: 
     assert (await generate(harness, request))[1].error_bound is None
 
 
-async def test_equal_seeds_give_equal_texts_and_others_do_not(harness: EngineHarness) -> None:
+async def test_equal_seeds_give_equal_texts_and_different_seeds_do_not(harness: EngineHarness) -> None:
     async def text(seed: int) -> tuple[int, ...]:
         return (await generate(harness, GenerateRequest(PROMPT, max_tokens=20, seed=seed)))[1].tokens
 
@@ -100,7 +100,7 @@ async def test_equal_seeds_give_equal_texts_and_others_do_not(harness: EngineHar
     assert await text(1) != await text(2)
 
 
-async def test_a_stop_string_ends_the_text_and_the_work(harness: EngineHarness) -> None:
+async def test_a_stop_string_ends_the_text_and_the_runs(harness: EngineHarness) -> None:
     whole = (await generate(harness, GenerateRequest(PROMPT, max_tokens=20, temperature=0)))[1].text
     stop = whole[4:6]
     harness.runner.calls.clear()
@@ -142,7 +142,7 @@ async def test_a_generation_that_is_closed_releases_its_state(harness: EngineHar
     await harness.engine.drain()
 
 
-async def test_cancelling_between_two_tokens_stops_the_work(harness: EngineHarness) -> None:
+async def test_a_cancel_between_two_tokens_stops_the_runs(harness: EngineHarness) -> None:
     stream = await harness.engine.generate(GenerateRequest(PROMPT, max_tokens=50))
     await anext(stream)
     harness.runner.busy.clear()
@@ -152,7 +152,7 @@ async def test_cancelling_between_two_tokens_stops_the_work(harness: EngineHarne
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    # The running batch still writes to the state's slot, so the slot is not free yet.
+    # The running batch still writes to the slot, so the slot is not free yet.
     assert harness.engine.state_cache.used_bytes == harness.engine.state_cache.slot_bytes
     harness.runner.gate.set()
     await harness.engine.drain()

@@ -10,7 +10,7 @@ BYTES = byte_vocabulary()
 
 
 def pushed(stream: TextStream, tokens: list[int]) -> list[str]:
-    """Returns the pieces of text, up to the one that stopped it."""
+    """Returns the pieces of text up to the piece that contains the stop."""
     pieces = []
     for index, token in enumerate(tokens):
         pieces.append(stream.push(token, final=index == len(tokens) - 1))
@@ -30,7 +30,9 @@ def pushed(stream: TextStream, tokens: list[int]) -> list[str]:
     ],
     ids=["bpe", "unfinished", "special", "words", "events"],
 )
-def test_the_pieces_join_to_the_vocabularys_text(vocabulary: Vocabulary, tokens: list[int]) -> None:
+def test_the_joined_pieces_equal_the_text_that_the_vocabulary_decodes(
+    vocabulary: Vocabulary, tokens: list[int]
+) -> None:
     stream = TextStream(vocabulary, ())
     assert "".join(pushed(stream, tokens)) == vocabulary.decode(tokens) == stream.text
     assert stream.tokens == tokens

@@ -15,7 +15,7 @@ from wane.service.types import StateSource, StepRequest
 
 
 async def integrity(harness: EngineHarness) -> tuple[int, int]:
-    """Returns the rounds and faults of the report."""
+    """Returns the number of rounds and the number of faults in the report."""
     found = (await harness.engine.report())["integrity"]
     assert isinstance(found, dict)
     assert harness.sample("wane_state_faults_total") == found["faults"]
@@ -29,7 +29,7 @@ def slot_of(harness: EngineHarness, session: str) -> int:
     return state.slot
 
 
-async def test_each_look_checks_some_states_and_rounds_are_counted(harness: EngineHarness) -> None:
+async def test_each_inspection_checks_some_states_and_counts_full_rounds(harness: EngineHarness) -> None:
     sessions = [await start(harness, 5) for _ in range(SLOTS_AT_ONCE + 3)]
     assert await integrity(harness) == (0, 0)
     await harness.engine.housekeeper.look()
@@ -71,7 +71,7 @@ async def test_a_leaked_slot_is_found_and_freed(harness: EngineHarness) -> None:
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, 6])
 
 
-async def test_the_slots_of_a_request_in_flight_are_no_fault(harness: EngineHarness) -> None:
+async def test_the_slots_of_a_request_in_flight_are_not_reported_as_leaked(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     harness.runner.busy.clear()
     harness.runner.gate.clear()
@@ -83,7 +83,7 @@ async def test_the_slots_of_a_request_in_flight_are_no_fault(harness: EngineHarn
     assert (await step).position == 2
 
 
-async def test_states_idle_over_their_ttl_are_dropped_and_sessions_stay(
+async def test_states_that_are_idle_for_longer_than_their_ttl_are_dropped_and_their_sessions_stay(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(state_ttl_s=60)

@@ -1,4 +1,4 @@
-"""The most probable tokens: from all logits, and from a graph's top logits."""
+"""Tests of the most probable tokens, computed from all logits and from a graph's top logits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ K = 16
 
 
 def random_logits(seed: int) -> NDArray[np.float32]:
-    """Returns random logits, some of them equal."""
+    """Returns random logits. Some logits are equal."""
     logits = 3 * np.random.default_rng(seed).normal(size=VOCABULARY.size)
     rounded: NDArray[np.float32] = np.round(logits, 1).astype(np.float32)
     return rounded
 
 
-def picked(logits: NDArray[np.float32]) -> dict[str, Array]:
+def graph_outputs(logits: NDArray[np.float32]) -> dict[str, Array]:
     """Returns a graph's top outputs for logits (B, V)."""
     ids = np.argsort(-logits, axis=1, kind="stable")[:, :K]
     total = np.log(np.exp(logits.astype(np.float64)).sum(axis=1)).astype(np.float32)
@@ -33,7 +33,7 @@ def picked(logits: NDArray[np.float32]) -> dict[str, Array]:
 
 
 def top_of(logits: NDArray[np.float32]) -> Top:
-    return Top(Outputs(picked(logits[None])), 0)
+    return Top(Outputs(graph_outputs(logits[None])), 0)
 
 
 @pytest.mark.parametrize("count", [1, 5, K])
@@ -64,8 +64,9 @@ def test_equal_logits_are_ordered_by_id() -> None:
 def test_the_probability_of_an_almost_certain_token_is_at_most_one() -> None:
     logits = np.zeros(VOCABULARY.size, np.float32)
     logits[7] = 40
-    outputs = picked(logits[None])
-    outputs[LOG_SUM_EXP] = np.nextafter(np.array([40], np.float32), np.float32(0))  # as float32 may round it
+    outputs = graph_outputs(logits[None])
+    # In float32, the log-sum-exp may be rounded to this value.
+    outputs[LOG_SUM_EXP] = np.nextafter(np.array([40], np.float32), np.float32(0))
     (found,) = predictions(logits, 1, VOCABULARY, Top(Outputs(outputs), 0))
     assert (found.token_id, found.logprob, found.probability) == (7, 0.0, 1.0)
 

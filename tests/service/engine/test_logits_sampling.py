@@ -20,14 +20,14 @@ def test_temperature_0_is_the_most_probable_token_with_its_true_log_probability(
     assert logprob == pytest.approx(np.log(0.5), abs=1e-6)
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_sampled_tokens_follow_the_distribution() -> None:
     sampler = Sampler(1.0, None, None, seed=1)
     counts = np.bincount([sampler.draw(LOGITS)[0] for _ in range(DRAWS)], minlength=4) / DRAWS
-    # Five standard deviations of a share: 5 * sqrt(p (1 - p) / n) <= 0.04.
+    # 0.04 is at least five standard deviations of a token's share: 5 * sqrt(p (1 - p) / n) <= 0.04.
     assert counts == pytest.approx(np.exp(LOGITS), abs=0.04)
 
 
-def test_temperature_sharpens_and_flattens() -> None:
+def test_a_low_temperature_sharpens_and_a_high_temperature_flattens_the_distribution() -> None:
     def share(temperature: float) -> float:
         sampler = Sampler(temperature, None, None, seed=1)
         return sum(sampler.draw(LOGITS)[0] == 1 for _ in range(DRAWS)) / DRAWS
@@ -49,12 +49,13 @@ def test_top_p_keeps_the_fewest_tokens_that_add_up_to_p(top_p: float, kept: set[
 
 
 def test_top_k_comes_before_top_p() -> None:
-    # Token 1 has two thirds of {1: 0.5, 2: 0.25}: enough for 0.6, but not enough among all four.
+    # Among the top 2 tokens, token 1 has the share 2/3, which is enough for top_p 0.6. Among all four tokens its share
+    # 1/2 would not be enough.
     assert drawn(Sampler(1.0, 2, 0.6, seed=1)) == {1}
     assert drawn(Sampler(1.0, None, 0.6, seed=1)) == {1, 2}
 
 
-def test_equal_seeds_draw_equal_tokens() -> None:
+def test_equal_seeds_sample_equal_tokens() -> None:
     def run(seed: int) -> list[int]:
         sampler = Sampler(1.0, None, None, seed)
         return [sampler.draw(LOGITS)[0] for _ in range(50)]
@@ -64,7 +65,7 @@ def test_equal_seeds_draw_equal_tokens() -> None:
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e300])
-def test_extreme_temperatures_draw_a_token(temperature: float) -> None:
+def test_extreme_temperatures_sample_a_token(temperature: float) -> None:
     tokens = drawn(Sampler(temperature, None, 0.9, seed=1))
     assert tokens == ({1} if temperature < 1 else {0, 1, 2, 3})
 

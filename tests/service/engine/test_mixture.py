@@ -1,4 +1,5 @@
-"""A model with a cache answers alike in every way: each answer is compared with the oracle of the mixture."""
+"""Tests of a model with a cache. Each test compares the answers of one operation with the oracle, which computes the
+mixture of network and cache."""
 
 from __future__ import annotations
 
@@ -48,19 +49,20 @@ def harness(make_harness: MakeHarness) -> EngineHarness:
 
 
 def words(count: int, seed: int = 0) -> tuple[int, ...]:
-    """Returns tokens that often repeat."""
+    """Returns random tokens with many repetitions."""
     random = np.random.default_rng(seed)
     return tuple(int(token) for token in 2 + random.zipf(1.5, count) % (SIZE - 2))
 
 
 def expected(harness: EngineHarness, seen: Sequence[int], history: Sequence[int]) -> NDArray[np.float64]:
-    """Returns the mixture's distribution after the network has seen the tokens `seen`, and the cache `history`."""
+    """Returns the mixture's distribution. The network has read the tokens `seen`, and the cache contains the tokens
+    `history`."""
     network = np.exp(log_softmax(harness.runner.logits(list(seen))))
     return mixture(CACHE, network, history) if len(history) else network
 
 
 def assert_is(predictions: Sequence[Prediction], distribution: NDArray[np.float64]) -> None:
-    """Checks tokens, order, probabilities and log-probabilities."""
+    """Checks the tokens, order, probabilities and log-probabilities of predictions."""
     ids = [one.token_id for one in predictions]
     assert [one.probability for one in predictions] == pytest.approx(distribution[ids], abs=CLOSE)
     assert [one.logprob for one in predictions] == pytest.approx(np.log(distribution[ids]), abs=1e-4)
@@ -86,7 +88,7 @@ async def test_predictions_without_a_session(harness: EngineHarness, count: int,
     assert answer.agreement.max_logit_difference == pytest.approx(np.abs(np.log(whole / of_window)).max(), abs=1e-4)
 
 
-async def test_a_request_for_the_network_alone(harness: EngineHarness) -> None:
+async def test_a_request_without_the_cache(harness: EngineHarness) -> None:
     tokens = words(20)
     network = np.exp(log_softmax(harness.runner.logits([EOS, *tokens])))
     answer = await harness.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT, cache=False))
@@ -99,7 +101,9 @@ async def test_a_request_for_the_network_alone(harness: EngineHarness) -> None:
 
 
 @pytest.mark.parametrize("count", [3, LENGTH, 30])
-async def test_a_truncated_text_says_what_the_cache_lacks(harness: EngineHarness, count: int) -> None:
+async def test_the_answer_to_a_truncated_text_has_the_number_of_tokens_that_the_cache_lacks(
+    harness: EngineHarness, count: int
+) -> None:
     tokens = words(count)
     whole = await harness.engine.submit(PredictRequest(tokens, truncated=True, mode=Mode.RECURRENT))
     assert_is(whole.predictions, expected(harness, tokens, tokens))
@@ -176,7 +180,7 @@ async def test_a_session_that_begins_with_a_history(harness: EngineHarness, know
     if known < LENGTH:
         assert min(answer.error_bound, view.error_bound) >= 1 - LEAST_NETWORK
         assert not answer.top1_proved
-    for token in words(LENGTH, seed=4):  # in columns
+    for token in words(LENGTH, seed=4):  # the engine takes this step in columns
         answer = await engine.submit(StepRequest("a", (token,)))
         history.append(token)
         assert answer.cache_tokens == min(len(history), LENGTH)
@@ -185,7 +189,7 @@ async def test_a_session_that_begins_with_a_history(harness: EngineHarness, know
 
 
 @pytest.mark.parametrize("mode", [Mode.RECURRENT, Mode.WINDOW])
-async def test_generation(harness: EngineHarness, mode: Mode) -> None:
+async def test_generations(harness: EngineHarness, mode: Mode) -> None:
     tokens = words(20, seed=6)
     window = 4 if mode is Mode.WINDOW else None
     stream = await harness.engine.generate(GenerateRequest(tokens, 16, temperature=0, mode=mode, window=window))

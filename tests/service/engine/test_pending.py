@@ -1,4 +1,4 @@
-"""Submitted requests: their deadlines, cancellation, proofs, and that none of them needs a task."""
+"""Tests of submitted requests: their deadlines, cancellation and proofs. No request needs an `asyncio.Task`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WINDOW = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=2)
 
 
 def submitted(harness: EngineHarness, request: PredictRequest = WINDOW) -> Pending[Answer]:
-    """Submits a window."""
+    """Submits a prediction from a window."""
     return harness.engine.submit(request)
 
 
@@ -29,7 +29,7 @@ HOUR_S = 3600.0
 
 
 class Work:
-    """The work of a request. `withdrawn`: it was cancelled."""
+    """The work of a request. `withdrawn`: whether the request has withdrawn it."""
 
     def __init__(self) -> None:
         self.waiter = Waiter[int]()
@@ -44,19 +44,19 @@ class Work:
 
 
 def ticket(*, entered: bool = False) -> Ticket:
-    """Returns a ticket with a deadline in an hour."""
+    """Returns a ticket whose deadline is in an hour."""
     made = Ticket(asyncio.get_running_loop().time() + HOUR_S)
     made.entered = entered
     return made
 
 
 async def turns() -> None:
-    """Runs every callback that is ready."""
+    """Runs all callbacks of the event loop that are ready."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-async def test_the_result_calls_back_once(travel: Callable[[float], None]) -> None:
+async def test_the_result_calls_each_callback_once(travel: Callable[[float], None]) -> None:
     work, results = Work(), list[int]()
     given = ticket()
     pending = Pending.of(work.run(), given)
@@ -84,7 +84,7 @@ async def test_cancel_withdraws_work_that_has_not_entered_a_batch(entered: bool)
 
 
 @pytest.mark.parametrize("entered", [False, True])
-async def test_a_deadline_withdraws_work_that_has_not_entered_a_batch(
+async def test_a_passed_deadline_withdraws_work_that_has_not_entered_a_batch(
     travel: Callable[[float], None], entered: bool
 ) -> None:
     work = Work()
@@ -123,8 +123,8 @@ async def test_a_finished_request_leaves_no_reference_cycle(travel: Callable[[fl
             await turns()
         assert pending.done
 
-    await run()  # makes the objects that are made only once
-    while gc.collect():  # garbage of other tests may take several rounds
+    await run()  # the first request makes the objects that the engine makes only once
+    while gc.collect():  # the garbage of other tests may need several rounds
         pass
     gc.disable()
     try:
@@ -246,7 +246,7 @@ each_search = pytest.mark.parametrize("request_", SEARCHES, ids=["window", "sess
 
 @pytest.fixture
 async def bounded(make_harness: MakeHarness) -> EngineHarness:
-    """An engine whose margin proof leaves rivals, with the session a after six tokens."""
+    """An engine whose margin proof does not prove every answer. The session a has received six tokens."""
     harness = make_harness(certified=True, radius=1.0)
     await harness.engine.create_session("a")
     await harness.engine.submit(StepRequest("a", (5, 6, 7, 8, 9, 10)))
@@ -254,13 +254,13 @@ async def bounded(make_harness: MakeHarness) -> EngineHarness:
 
 
 @each_search
-async def test_a_proof_is_searched_only_on_request(
+async def test_the_engine_searches_for_a_proof_only_on_request(
     bounded: EngineHarness, request_: PredictRequest | StepRequest
 ) -> None:
     proof = FakeProof(bounded.engine)
     plain = await bounded.engine.submit(replace(request_, prove=False))
     assert proof.asked == 0
-    asked = await bounded.engine.submit(request_)  # a step is replayed
+    asked = await bounded.engine.submit(request_)  # the engine replays this step
     assert proof.asked == 1
     found = [answer if answer.agreement is None else answer.agreement for answer in (plain, asked)]
     assert [one.top1_proved for one in found] == [False, True]
@@ -292,7 +292,7 @@ async def test_searches_run_one_at_a_time_without_delaying_steps(bounded: Engine
 @each_search
 @pytest.mark.parametrize("begun", [False, True], ids=["waits", "runs"])
 @pytest.mark.parametrize("end", ["leaves", "late"])
-async def test_a_cancelled_or_late_search_ends_and_its_step_stays_committed(
+async def test_a_search_that_is_cancelled_or_late_ends_and_its_step_stays_committed(
     bounded: EngineHarness,
     travel: Callable[[float], None],
     request_: PredictRequest | StepRequest,
@@ -321,7 +321,7 @@ async def test_a_cancelled_or_late_search_ends_and_its_step_stays_committed(
     if isinstance(request_, StepRequest):
         again = await engine.submit(replace(request_, prove=False))
         assert (again.position, again.replayed) == (8, True)
-    await turns()  # the thread's future is cancelled in the next turn
+    await turns()  # the event loop cancels the thread's future in its next turn
     proof.gate.set()
     if not begun:
         await ahead
@@ -330,7 +330,7 @@ async def test_a_cancelled_or_late_search_ends_and_its_step_stays_committed(
 
 
 @pytest.mark.parametrize("left", [False, True])
-async def test_draining_waits_for_a_proof_with_a_caller(bounded: EngineHarness, left: bool) -> None:
+async def test_draining_waits_for_a_proof_search_that_has_a_caller(bounded: EngineHarness, left: bool) -> None:
     proof = FakeProof(bounded.engine)
     proof.gate.clear()
     window = submitted(bounded, PROVED)
@@ -346,7 +346,7 @@ async def test_draining_waits_for_a_proof_with_a_caller(bounded: EngineHarness, 
     assert left or window.result().top1_proved
 
 
-async def test_closing_refuses_a_queued_proof(
+async def test_closing_refuses_a_queued_proof_search(
     bounded: EngineHarness,
 ) -> None:
     proof = FakeProof(bounded.engine)

@@ -258,7 +258,7 @@ async def test_a_long_input_runs_in_pieces(harness: EngineHarness) -> None:
     assert answer.error_bound == 0.0
 
 
-async def test_many_inputs_are_one_batch_with_their_own_answers_and_errors(harness: EngineHarness) -> None:
+async def test_many_inputs_form_one_batch_and_each_has_its_own_answer_or_error(harness: EngineHarness) -> None:
     requests = [PredictRequest((token,), mode=Mode.RECURRENT) for token in (10, 11, SIZE, 12)]
     answers = await harness.engine.predict_many(requests)
     assert [len(rows) for _, rows in harness.runner.calls] == [3]
@@ -268,7 +268,7 @@ async def test_many_inputs_are_one_batch_with_their_own_answers_and_errors(harne
             assert answer.predictions[0].token_id == top(harness, [EOS, *request.tokens])
 
 
-async def test_an_unexpected_error_fails_one_input_and_not_its_batch(
+async def test_an_unexpected_error_fails_one_input_but_not_its_batch(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail = ZeroDivisionError("a bug")
@@ -346,7 +346,7 @@ async def test_predictions_are_sorted_and_their_probabilities_are_the_models(har
     assert [one.probability for one in answer.predictions] == pytest.approx(np.exp(logprobs))
 
 
-async def test_a_token_that_is_not_a_whole_character_has_its_bytes(harness: EngineHarness) -> None:
+async def test_a_predicted_token_that_is_not_a_whole_character_has_its_bytes(harness: EngineHarness) -> None:
     answer = await harness.engine.submit(PredictRequest(TOKENS, top_k=100))
     for one in answer.predictions:
         raw = harness.vocabulary.token_bytes(one.token_id)

@@ -4,7 +4,7 @@ from tests.service.engine_harness import MakeHarness
 from wane.service.types import Mode, PredictRequest, StateSource, StepRequest
 
 
-async def test_states_that_do_not_last_are_rebuilt_from_a_windows_tokens(
+async def test_short_lived_states_are_rebuilt_from_the_tokens_of_a_window(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(certified=True, window=130, max_window=140, session_history_tokens=400)
@@ -37,7 +37,7 @@ async def test_a_state_is_rebuilt_from_all_tokens_if_the_window_has_a_large_boun
     assert (rebuilt.state, rebuilt.error_bound) == (StateSource.REBUILT, 0.0)
 
 
-async def test_a_tolerance_that_only_the_tail_meets_rebuilds_the_state(
+async def test_a_state_is_rebuilt_if_only_all_stored_tokens_meet_the_tolerance(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(certified=True, window=130, max_window=140, session_history_tokens=400)

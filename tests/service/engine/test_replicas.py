@@ -1,4 +1,4 @@
-"""Engines that share their sessions through a real Redis: a session is the same at every replica."""
+"""Tests of engines that share their sessions through a real Redis. A session is the same at every replica."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ MakeReplica = Callable[..., Awaitable[EngineHarness]]
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Redis that writes to disk before it acknowledges."""
+    """A Redis server that writes to disk before it acknowledges a command."""
     with redis_server(tmp_path / "redis") as server:
         yield server
 
 
 @pytest.fixture
 async def make_replica(make_harness: MakeHarness, redis: RedisServer) -> AsyncIterator[MakeReplica]:
-    """Makes engines that share `redis`, at its own port or at another one."""
+    """Makes engines that share `redis`. `port`: the port of a proxy to it, or 0 to connect without a proxy."""
     stores: list[Store] = []
 
     async def make(port: int = 0, harness_options: dict[str, Any] | None = None, **changes: Any) -> EngineHarness:
-        # At another port is a proxy that may be severed, which only a timeout detects.
+        # A test may cut a proxy's connections, and only a timeout detects that. Without a proxy the timeout is long.
         timeout_ms = 1000 if port else 60_000
         given = {"store": f"redis://127.0.0.1:{port or redis.port}/0", "store_timeout_ms": timeout_ms, **changes}
         store = make_store(Settings(**given), 16, Metrics())
@@ -76,7 +76,7 @@ async def test_a_session_continues_at_another_replica_without_a_rebuild(
     assert [harness.sample("wane_state_rebuilds_total") for harness in harnesses] == [0, 1, 1]
 
 
-async def test_one_replica_makes_one_store_call_a_step(
+async def test_a_single_replica_makes_one_store_call_for_each_step(
     make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = await make_replica()
@@ -111,7 +111,7 @@ async def test_repeated_steps_are_recognised_at_every_replica(make_replica: Make
         await step(one, 7, 1)
     assert caught.value.position == 2
     assert (await step(one, 7)).position == 3
-    assert (await step(other, 7)).position == 4  # not a replay: it has no position
+    assert (await step(other, 7)).position == 4  # a step without a position is no replay
 
 
 async def test_a_reused_key_is_refused_at_every_replica(make_replica: MakeReplica) -> None:
@@ -197,7 +197,7 @@ async def test_rewind_and_delete_at_one_replica_apply_at_the_other(make_replica:
     assert (await one.engine.get_session("s")).mode is Mode.WINDOW
 
 
-async def test_predicting_reads_the_current_session(make_replica: MakeReplica) -> None:
+async def test_a_prediction_uses_the_session_s_current_tokens(make_replica: MakeReplica) -> None:
     one, other = await make_replica(), await make_replica()
     await one.engine.create_session("s")
     await step(one, 5)
@@ -225,14 +225,14 @@ async def test_an_uncertified_models_state_is_restored_exactly(
     assert listed(await other.engine.submit(PredictRequest(session="s"))) == expected(one, [*input_ids, 3])
 
 
-async def test_without_states_in_the_store_tokens_before_the_tail_are_lost(make_replica: MakeReplica) -> None:
+async def test_a_store_without_states_loses_the_effect_of_dropped_tokens(make_replica: MakeReplica) -> None:
     one, other = [await make_replica(store_policy="tail") for _ in range(2)]
     await one.engine.create_session("s")
     for index in range(40):
         await step(one, 5 + index)
     answer = await step(other, 3)
     assert answer.state is StateSource.REBUILT
-    assert answer.error_bound is None  # 16 tokens of 40 are kept, and nothing is certified
+    assert answer.error_bound is None  # the store keeps 16 of 40 tokens, and the model is not certified
 
 
 async def test_a_certified_models_states_are_not_stored_and_have_a_bound(make_replica: MakeReplica) -> None:
@@ -260,7 +260,7 @@ async def test_a_stored_state_of_another_model_is_not_used(make_replica: MakeRep
 
 
 class Client:
-    """Steps one session in order, and retries each step by its position until it is answered."""
+    """Sends the steps of one session in order. Retries each step at the same position until the engine answers."""
 
     def __init__(self, harnesses: list[EngineHarness], session: str, seed: int) -> None:
         self.harnesses = harnesses
@@ -289,12 +289,12 @@ class Client:
 
 
 def answered(clients: list[Client]) -> int:
-    """Returns the number of answered steps of all clients."""
+    """Returns the total number of answered steps of all clients."""
     return sum(len(client.answered) for client in clients)
 
 
 async def until_answered(clients: list[Client], steps: float) -> None:
-    """Waits until `steps` steps of all clients are answered."""
+    """Waits until the clients have `steps` answered steps in total."""
     await until(lambda: answered(clients) >= steps)
 
 
@@ -338,14 +338,14 @@ async def test_a_degraded_replica_loses_no_durable_step(make_replica: MakeReplic
     await running
     await until(lambda: harness.store.standing.reachable and not harness.store.standing.not_durable)
     other = await make_replica()
-    for client in clients:  # no other client stepped these sessions, so no step is lost
+    for client in clients:  # no other client sends steps to these sessions, so no step is lost
         record = await other.store.get(client.session)
         assert record is not None
         assert record.position == 300
         assert await tail_of(other, client.session) == client.answered[-16:]
 
 
-async def test_a_disconnected_replica_refuses_while_the_other_serves(
+async def test_a_replica_without_its_store_refuses_steps_while_the_other_replica_serves(
     make_replica: MakeReplica, redis: RedisServer
 ) -> None:
     async with proxy(redis.port) as between:
@@ -359,7 +359,7 @@ async def test_a_disconnected_replica_refuses_while_the_other_serves(
         severed.runner.calls.clear()
         with pytest.raises(Unavailable):
             await step(severed, 6, 1)
-        assert severed.runner.calls == []  # a step that cannot be committed does not run
+        assert severed.runner.calls == []  # the engine does not run a step that it cannot commit
         assert (await step(whole, 6, 1)).position == 2
         between.mend()
         await until(lambda: severed.store.standing.ready)
@@ -368,7 +368,9 @@ async def test_a_disconnected_replica_refuses_while_the_other_serves(
         assert (listed(answer), answer.state) == (expected(severed, [5, 6, 7]), StateSource.RESIDENT)
 
 
-async def test_the_store_wins_over_a_degraded_replicas_steps(make_replica: MakeReplica, redis: RedisServer) -> None:
+async def test_the_steps_in_the_store_replace_the_steps_of_a_degraded_replica(
+    make_replica: MakeReplica, redis: RedisServer
+) -> None:
     async with proxy(redis.port) as between:
         severed, whole = await make_replica(between.port, store_failure_mode="degrade"), await make_replica()
         await severed.engine.create_session("s")

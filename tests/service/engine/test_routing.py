@@ -14,7 +14,8 @@ CERTIFIED = Certificate(
 
 
 def linear(tokens: int) -> Cost:
-    """Returns a cost that is proportional to the tokens; `tokens` for all of them."""
+    """Returns a cost function that is proportional to the number of tokens. The cost of a run of all tokens is
+    `tokens`."""
     return lambda k: float(tokens if k is None else k)
 
 
@@ -34,7 +35,7 @@ def linear(tokens: int) -> Cost:
         (10, None, 0.0, None),
     ],
 )
-def test_auto_takes_the_smallest_window_whose_bound_meets_the_tolerance(
+def test_auto_uses_the_smallest_window_whose_bound_meets_the_tolerance(
     position: int, window: int | None, tolerance: float | None, way: int | None
 ) -> None:
     found = ways(
@@ -67,7 +68,7 @@ def test_auto_takes_the_smallest_window_whose_bound_meets_the_tolerance(
         (100, 9, 0.5**9, (9,)),
     ],
 )
-def test_a_small_window_is_tried_first_if_runs_output_a_radius(
+def test_auto_tries_a_small_window_first_if_runs_output_a_radius(
     position: int, window: int | None, tolerance: float | None, expected: tuple[int | None, ...]
 ) -> None:
     found = ways(
@@ -93,7 +94,7 @@ def test_all_tokens_run_if_they_cost_no_more_than_the_window(of_all: float, way:
 
 
 @pytest.mark.parametrize(("of_try", "expected"), [(4.0, (4, 8)), (4.1, (8,))])
-def test_a_try_costs_at_most_half_of_what_it_can_save(of_try: float, expected: tuple[int | None, ...]) -> None:
+def test_a_first_try_costs_at_most_half_of_what_it_can_save(of_try: float, expected: tuple[int | None, ...]) -> None:
     cost_model = {4: of_try, 8: 8.0, None: 100.0}
     found = ways(
         CERTIFIED,
@@ -122,7 +123,7 @@ def test_a_try_costs_at_most_half_of_what_it_can_save(of_try: float, expected: t
         (40, 0.5**13, 0.0, None),
     ],
 )
-def test_a_state_is_rebuilt_from_all_tokens_if_later_steps_pay_for_it(
+def test_a_state_is_rebuilt_from_all_tokens_if_later_steps_save_more_than_the_rebuild_costs(
     held: int, tolerance: float | None, used: float, expected: int | None
 ) -> None:
     found = rebuilt_from(CERTIFIED, 100, held, own=4, largest=12, tolerance=tolerance, used=used, cost=linear(held))
@@ -130,7 +131,7 @@ def test_a_state_is_rebuilt_from_all_tokens_if_later_steps_pay_for_it(
 
 
 @pytest.mark.parametrize(("own", "k"), [(4, None), (9, None), (10, 10), (12, 12)])
-def test_without_a_tolerance_the_own_window_needs_a_small_bound(own: int, k: int | None) -> None:
+def test_without_a_tolerance_auto_uses_the_model_s_window_only_if_its_bound_is_small(own: int, k: int | None) -> None:
     assert (BOUNDS[own - 1] <= UNASKED) is (k is not None)
     found = ways(
         CERTIFIED, 100, window=None, own=own, largest=12, tolerance=None, has_radius_output=True, cost=linear(100)
@@ -157,7 +158,7 @@ def test_the_state_of_an_uncertified_model_is_rebuilt_from_all_tokens() -> None:
 @pytest.mark.parametrize("tolerance", [None, 1.0, 0.0])
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("has_radius_output", [False, True])
-def test_ways_of_an_uncertified_model_run_all_tokens(
+def test_auto_runs_all_tokens_for_every_uncertified_certificate(
     certificate: Certificate, window: int | None, tolerance: float | None, has_radius_output: bool
 ) -> None:
     found = ways(
@@ -183,7 +184,7 @@ def test_ways_of_an_uncertified_model_run_all_tokens(
         (Mode.RECURRENT, Mode.WINDOW, Mode.RECURRENT),
     ],
 )
-def test_a_session_answers_in_the_requested_mode_or_its_own(asked: Mode | None, own: Mode, mode: Mode) -> None:
+def test_a_session_answers_in_the_requested_mode_or_in_its_own_mode(asked: Mode | None, own: Mode, mode: Mode) -> None:
     assert of_session(asked, own) is mode
 
 
@@ -197,5 +198,7 @@ def test_a_session_answers_in_the_requested_mode_or_its_own(asked: Mode | None, 
         (None, Mode.BOTH, False),
     ],
 )
-def test_a_session_is_free_if_no_mode_is_named(asked: Mode | None, own: Mode, free: bool) -> None:
+def test_the_engine_may_choose_the_mode_if_neither_the_session_nor_the_request_names_one(
+    asked: Mode | None, own: Mode, free: bool
+) -> None:
     assert is_free(asked, own) is free

@@ -26,7 +26,7 @@ def expected(harness: EngineHarness, tokens: tuple[int, ...]) -> list[float]:
     ]
 
 
-async def test_each_token_has_its_log_probability_given_earlier_tokens(harness: EngineHarness) -> None:
+async def test_each_token_has_its_log_probability_conditional_on_the_earlier_tokens(harness: EngineHarness) -> None:
     tokens = (10, 11, 12, 10)
     score = await harness.engine.score(ScoreRequest(tokens))
     assert score.logprobs == pytest.approx(expected(harness, tokens), abs=1e-5)
@@ -73,7 +73,7 @@ async def test_other_work_runs_while_a_long_text_is_copied(
     assert turns[0] > 83 // 8
 
 
-async def test_an_impossible_text_has_a_finite_perplexity(
+async def test_a_text_of_probability_zero_has_a_finite_perplexity(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness.runner, "head", harness.runner.head * np.float32(1e4))
@@ -85,7 +85,8 @@ async def test_an_impossible_text_has_a_finite_perplexity(
 
 
 def truncated(harness: EngineHarness, tokens: tuple[int, ...]) -> list[float]:
-    """Returns the log-probability of every token but the first, given only the tokens before it."""
+    """Returns the log-probability of every token except the first. The condition is the tokens before it, without a
+    start token."""
     return [float(log_softmax(harness.runner.logits(tokens[:end]))[tokens[end]]) for end in range(1, len(tokens))]
 
 
@@ -118,7 +119,7 @@ async def test_each_token_of_a_truncated_sequence_has_its_own_bound(
     )
 
 
-async def test_parallel_chunks_add_the_bound_of_their_joints(
+async def test_parallel_scoring_adds_the_bound_of_each_chunk_boundary(
     make_harness: Callable[..., EngineHarness],
 ) -> None:
     harness = make_harness(certified=True, max_window=200, throughput=FixedProfile({RESIDUAL: 150}))

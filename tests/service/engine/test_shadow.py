@@ -36,25 +36,25 @@ def shadow_of(harness: EngineHarness) -> Shadow:
 
 
 async def turn() -> None:
-    """Runs every ready task and timer up to its next wait."""
+    """Runs all ready tasks and timers until each waits again."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 async def settled(found: Shadow) -> None:
-    """Waits until no shadow is queued or runs."""
+    """Waits until no shadow is queued or running."""
     while not found.idle:  # noqa: ASYNC110  (there is no event for it)
         await asyncio.sleep(0)
 
 
 async def report(harness: EngineHarness) -> tuple[AgreementBySource, ShadowReport]:
-    """Returns `agreement` and `shadow` of the report."""
+    """Returns the fields `agreement` and `shadow` of the report."""
     document = await harness.engine.report()
     return document["agreement"], document["shadow"]
 
 
 async def session_of(harness: EngineHarness, *tokens: int, mode: Mode | None = None) -> tuple[str, Answer]:
-    """Creates a session and steps these tokens. Returns its id and the answer."""
+    """Creates a session, and sends one step with these tokens. Returns the session's id and the answer."""
     session = (await harness.engine.create_session(mode=mode)).session
     return session, await harness.engine.submit(StepRequest(session, tokens))
 
@@ -88,7 +88,7 @@ async def test_a_shadow_window_of_a_step_is_only_in_the_report(
     assert agreement["max_logit_difference"] == pytest.approx(expected.max_logit_difference)
 
 
-async def test_a_step_of_one_token_is_compared_with_its_own_window(
+async def test_a_one_token_step_is_compared_with_the_window_that_ends_in_it(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(shadow_rate=1.0)
@@ -117,7 +117,7 @@ async def test_a_step_of_one_token_is_compared_with_its_own_window(
     assert agreement["max_logit_difference"] == pytest.approx(max(one.max_logit_difference for one in expected))
 
 
-async def test_pairs_of_requests_and_shadows_are_counted_separately(make_harness: MakeHarness) -> None:
+async def test_comparisons_of_requests_and_of_shadows_are_counted_separately(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0)
     await harness.engine.submit(PredictRequest((2, 3, 4, 5, 6), mode=Mode.BOTH))
     await harness.engine.submit(PredictRequest((2, 3, 4, 5, 6)))
@@ -132,7 +132,7 @@ async def test_pairs_of_requests_and_shadows_are_counted_separately(make_harness
     assert harness.sample("wane_shadow_cpu_seconds_total") == shadows["cpu_s"]
 
 
-async def test_a_windows_answer_is_compared_with_a_full_run_in_pieces(
+async def test_the_answer_of_a_window_is_compared_with_a_run_of_all_tokens_in_pieces(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow, "PIECE_TOKENS", 4)
@@ -156,7 +156,7 @@ async def test_a_windows_answer_is_compared_with_a_full_run_in_pieces(
     assert agreement["bound_violations"] == 0
 
 
-async def test_a_window_session_is_compared_with_a_run_of_its_tail(make_harness: MakeHarness) -> None:
+async def test_a_window_session_is_compared_with_a_run_of_its_stored_tokens(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0)
     tokens = tuple(range(2, 32))
     session, _ = await session_of(harness, *tokens[:20], mode=Mode.WINDOW)
@@ -164,10 +164,10 @@ async def test_a_window_session_is_compared_with_a_run_of_its_tail(make_harness:
     await harness.engine.submit(StepRequest(session, tokens[20:]))
     await settled(shadow_of(harness))
     (input_ids,) = [rows[0] for role, rows in harness.shadow_runner.calls if role == "advance"][1:]
-    assert input_ids == list(tokens[4:])  # the tail of 16, and the appended tokens
+    assert input_ids == list(tokens[4:])  # the 16 stored tokens and the appended tokens
 
 
-async def test_a_session_is_compared_at_its_sampled_position(make_harness: MakeHarness) -> None:
+async def test_a_session_is_compared_at_the_position_of_the_sampled_answer(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=1.0)
     harness.shadow_runner.gate.clear()
     tokens = list(range(2, 12))
@@ -334,10 +334,12 @@ async def test_an_answer_during_shutdown_is_not_sampled(
     assert (await report(harness))[1] == {"compared": 0, "dropped": 0, "failed": 0, "cpu_s": 0.0}
 
 
-async def test_a_pair_over_its_bound_is_counted(make_harness: MakeHarness, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_comparison_over_its_bound_is_counted(
+    make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     harness = make_harness(shadow_rate=1.0, certified=True)
     harness.shadow_runner.embedding = 2 * harness.shadow_runner.embedding
-    await session_of(harness, 2, 3)  # no token is missing, so the bound is 0
+    await session_of(harness, 2, 3)  # the window covers all tokens, so the bound is 0
     await settled(shadow_of(harness))
     agreement, _ = await report(harness)
     assert agreement["sources"][Source.SHADOW]["bound_violations"] == agreement["bound_violations"] == 1
@@ -377,7 +379,7 @@ async def test_a_shadow_uses_its_windows_radius(make_harness: MakeHarness) -> No
     assert epsilon is not None and found is not None and 0 < found < epsilon
 
 
-async def test_without_a_rate_there_is_no_shadow(make_harness: MakeHarness) -> None:
+async def test_no_shadow_runs_if_the_rate_is_zero(make_harness: MakeHarness) -> None:
     harness = make_harness(shadow_rate=0.0)
     assert harness.engine.shadow is None
     assert harness.engine.answer_builder.sampler is None
@@ -439,4 +441,4 @@ async def test_processor_time_of_the_other_process_counts(
     await session_of(harness, 2)
     await session_of(harness, 3)
     await settled(shadow_of(harness))
-    assert 4.0 < (await report(harness))[1]["cpu_s"] < 6.0  # two runs
+    assert 4.0 < (await report(harness))[1]["cpu_s"] < 6.0  # the shadow needs two runs

@@ -54,7 +54,7 @@ def test_buckets_are_cumulative_and_the_last_has_no_bound() -> None:
     assert buckets[-1] == {"le_ms": None, "count": 3}
 
 
-async def test_counting_answers_together_equals_one_by_one() -> None:
+async def test_counting_answers_together_equals_counting_them_one_by_one() -> None:
     latencies = [Latency(BUCKETS_MS[2], 0.5, 2.0, 3), Latency(0.02, 0.5, 1e9, 3), Latency(0.0, 0.5, 2.0, 3)]
     worth = [(0.0, True), (None, False), (0.5, True)]
     modes = [Mode.RECURRENT, Mode.WINDOW, Mode.RECURRENT]
@@ -76,7 +76,7 @@ def test_without_answers_there_are_no_modes() -> None:
     assert Stats(Metrics(), "m").document()["modes"] == {}
 
 
-def test_both_counts_once_and_its_parts_count_in_their_modes() -> None:
+def test_a_request_in_mode_both_counts_once_and_each_part_counts_in_its_mode() -> None:
     report = Stats(Metrics(), "m")
     report.answered("predict", Mode.BOTH)
     for mode in (Mode.RECURRENT, Mode.WINDOW, Mode.BOTH):
@@ -108,7 +108,8 @@ async def test_the_report_counts_requests_by_operation_and_mode(harness: EngineH
         "window": 1,
         "both": 1,
     }
-    assert report["modes"]["recurrent"]["latency"]["total"]["count"] == 4  # three steps, and half of both
+    # Three steps, and one of the two parts of a request in mode both.
+    assert report["modes"]["recurrent"]["latency"]["total"]["count"] == 4
     assert report["agreement"]["compared"] == 1
     assert report["sessions"] == {"resident": 1, "parked": 1, "rebuilt": 0}
     assert parked != session
@@ -146,7 +147,7 @@ async def test_bounds_and_proofs_of_answers_are_counted(make_harness: MakeHarnes
     assert uncertified.sample("wane_answer_error_bound_count", mode="window") == 0
 
 
-async def test_the_report_has_the_bounds_and_proofs_of_pairs(make_harness: MakeHarness) -> None:
+async def test_the_report_has_the_bounds_and_proofs_of_comparisons(make_harness: MakeHarness) -> None:
     harness = make_harness(certified=True, window=130, max_window=140)
     for window in (130, 1, 140):
         await harness.engine.submit(PredictRequest(TOKENS * 20, mode=Mode.BOTH, window=window))
@@ -159,10 +160,10 @@ async def test_the_report_has_the_bounds_and_proofs_of_pairs(make_harness: MakeH
     assert agreement["bound_violations"] == harness.sample("wane_agreement_bound_violations_total") == 0
 
 
-async def test_a_pair_over_its_bound_is_counted_and_logged(
+async def test_a_comparison_over_its_bound_is_counted_and_logged(
     make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    harness = make_harness(certified=True, window=4, max_window=140, radius=1e-9)  # a false radius
+    harness = make_harness(certified=True, window=4, max_window=140, radius=1e-9)  # a radius that is too small
     answer = await harness.engine.submit(PredictRequest(TOKENS * 20, mode=Mode.BOTH))
     assert answer.agreement is not None and answer.agreement.error_bound is not None
     assert answer.agreement.total_variation > answer.agreement.error_bound

@@ -1,6 +1,6 @@
-"""Sessions, step by step: replays, conflicts, resident and rebuilt states, modes, expiry and deletion.
+"""Tests of the steps of sessions: replays, conflicts, resident and rebuilt states, modes, expiry and deletion.
 
-Behaviour that is common to all protocols is tested in `tests/service/test_conformance.py`.
+`tests/service/test_conformance.py` tests the behaviour that all protocols share.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ EOS = 0
 
 
 async def turn() -> None:
-    """Runs every ready task up to its next wait."""
+    """Runs all ready tasks until each waits again."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 def expected(harness: EngineHarness, tokens: Sequence[int]) -> list[tuple[int, object]]:
-    """Returns the model's own ids and log-probabilities after <eos> and `tokens`."""
+    """Returns the token ids and log-probabilities that the model itself predicts after <eos> and `tokens`."""
     return ranked(harness.runner.logits([EOS, *tokens]))
 
 
@@ -49,7 +49,7 @@ def ranked(logits: np.ndarray[tuple[int], np.dtype[np.float32]]) -> list[tuple[i
 
 
 async def start(harness: EngineHarness, *tokens: int, mode: Mode | None = None) -> str:
-    """Creates a session and steps `tokens` one by one."""
+    """Creates a session, and sends one step for each of `tokens`."""
     session = (await harness.engine.create_session(mode=mode)).session
     for token in tokens:
         await harness.engine.submit(StepRequest(session, (token,)))
@@ -62,7 +62,7 @@ async def test_a_new_session_is_at_position_0_and_exact(harness: EngineHarness) 
     assert await harness.engine.get_session(view.session) == SessionView(**asdict(view))
 
 
-async def test_steps_answer_like_the_model_on_all_tokens_so_far(harness: EngineHarness) -> None:
+async def test_the_answer_to_a_step_equals_a_run_of_all_tokens_so_far(harness: EngineHarness) -> None:
     session = (await harness.engine.create_session()).session
     input_ids: list[int] = []
     for tokens in [(5,), (6, 7, 8), (9,)]:
@@ -88,7 +88,7 @@ async def test_predicting_from_a_session_appends_nothing(harness: EngineHarness)
 # Replays and conflicts
 
 
-async def test_a_replay_of_an_evicted_session_is_answered_from_its_tail(harness: EngineHarness) -> None:
+async def test_a_replay_of_an_evicted_session_is_answered_from_its_stored_tokens(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     await harness.engine.submit(StepRequest(session, (6,), expected_position=1))
     harness.engine.state_cache.drop(session)
@@ -152,7 +152,7 @@ async def test_only_the_last_step_can_be_replayed(harness: EngineHarness) -> Non
 
 
 class ContendedStore(MemoryStore):
-    """A store in which another writer appends `theirs` before each of the next `losses` appends."""
+    """A store with another writer. Before each of the next `losses` appends, the other writer appends `theirs`."""
 
     def __init__(self) -> None:
         super().__init__(16, 3600, 2**20, Clock())
@@ -175,7 +175,7 @@ class ContendedStore(MemoryStore):
 
 
 @pytest.mark.parametrize("losses", [1, 2, 3])
-async def test_a_step_that_loses_a_race_is_retried(make_harness: MakeHarness, losses: int) -> None:
+async def test_a_step_that_loses_a_commit_race_is_retried(make_harness: MakeHarness, losses: int) -> None:
     store = ContendedStore()
     harness = make_harness(store=store, puts_out_top=False)
     session = await start(harness, 5)
@@ -183,7 +183,11 @@ async def test_a_step_that_loses_a_race_is_retried(make_harness: MakeHarness, lo
     answer = await harness.engine.submit(StepRequest(session, (6,)))
     assert answer.position == 2 + losses
     assert listed(answer) == expected(harness, [5, *[99] * losses, 6])
-    assert (answer.state, answer.error_bound) == (StateSource.RESIDENT, 0.0)  # updated, not rebuilt
+    # The engine updates the state instead of rebuilding it.
+    assert (answer.state, answer.error_bound) == (
+        StateSource.RESIDENT,
+        0.0,
+    )
     assert harness.sample("wane_step_conflicts_total") == losses
     assert harness.sample("wane_state_replays_total") == losses
     assert harness.sample("wane_state_rebuilds_total") == 0
@@ -205,7 +209,7 @@ async def test_a_step_fails_with_a_conflict_after_three_retries(
     assert [(one.token_id, one.logprob) for one in answer.predictions] == expected(harness, [5, *[99] * 4, 7])
 
 
-async def test_losing_a_race_to_ones_own_retry_is_a_replay(make_harness: MakeHarness) -> None:
+async def test_a_step_that_loses_a_commit_race_to_its_own_retry_is_a_replay(make_harness: MakeHarness) -> None:
     store = ContendedStore()
     harness = make_harness(store=store, puts_out_top=False)
     session = await start(harness, 5)
@@ -215,14 +219,14 @@ async def test_losing_a_race_to_ones_own_retry_is_a_replay(make_harness: MakeHar
 
 
 async def append(store: Store, session: str, tokens: tuple[int, ...]) -> None:
-    """Takes a step like another replica."""
+    """Commits a step, as another replica would."""
     record = await store.get(session)
     assert record is not None
     assert await store.append(record, tokens, LastStep(record.position, of_tokens(tokens), None))
 
 
 @pytest.mark.parametrize("appended", [False, True])
-async def test_after_an_unanswered_commit_the_store_decides(
+async def test_the_record_in_the_store_decides_whether_an_unanswered_commit_took_effect(
     appended: bool,
     make_harness: MakeHarness,
 ) -> None:
@@ -240,17 +244,17 @@ async def test_after_an_unanswered_commit_the_store_decides(
     assert listed(answer) == expected(harness, input_ids)
 
 
-async def test_a_state_older_than_the_tail_is_rebuilt(harness: EngineHarness) -> None:
+async def test_a_state_that_is_older_than_all_stored_tokens_is_rebuilt(harness: EngineHarness) -> None:
     session = await start(harness, 5)
     resident = harness.engine.state_cache.peek(session)
     assert resident is not None
-    for _ in range(1, 20):  # 16 tokens are kept
+    for _ in range(1, 20):  # the store keeps 16 tokens
         await append(harness.store, session, (6,))
     answer = await harness.engine.submit(StepRequest(session, (8,), expected_position=20))
     assert (answer.state, answer.position) == (StateSource.REBUILT, 21)
 
 
-async def test_a_prediction_updates_a_state_that_is_behind(
+async def test_a_prediction_updates_a_state_that_lacks_the_latest_steps(
     harness: EngineHarness,
 ) -> None:
     session = await start(harness, 5)
@@ -324,7 +328,7 @@ async def test_a_step_cancelled_while_it_waits_for_the_lock_has_no_effect(
     assert (await harness.engine.get_session(session)).position == 2
 
 
-async def test_a_step_that_fails_after_its_client_left_logs_only_the_run(
+async def test_a_step_that_fails_after_a_disconnection_logs_only_the_failed_run(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     gc.collect()
@@ -340,9 +344,9 @@ async def test_a_step_that_fails_after_its_client_left_logs_only_the_run(
     harness.runner.gate.set()
     await harness.engine.drain()
     await turn()
-    del cancelled  # it refers to the step
+    del cancelled  # the future refers to the step
     gc.collect()
-    assert {record.name for record in caplog.records} == {"wane.engine"}  # only the run's failure
+    assert {record.name for record in caplog.records} == {"wane.engine"}  # the log has only the run's failure
     assert (await harness.engine.get_session(session)).position == 1
 
 
@@ -401,10 +405,10 @@ async def test_too_many_requests_for_one_session_are_refused(harness: EngineHarn
     assert (await harness.engine.get_session(session)).position == 66
 
 
-# Evicted, rebuilt, rewound
+# Evictions, rebuilds and rewinds
 
 
-async def test_a_session_rebuilt_from_a_whole_tail_is_exact(harness: EngineHarness) -> None:
+async def test_a_session_rebuilt_from_all_its_tokens_is_exact(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6, 7)
     harness.engine.state_cache.drop(session)
     view = await harness.engine.get_session(session)
@@ -416,7 +420,7 @@ async def test_a_session_rebuilt_from_a_whole_tail_is_exact(harness: EngineHarne
     assert harness.sample("wane_state_rebuilds_total") == 1
 
 
-async def test_a_session_rebuilt_from_a_cut_tail_has_no_bound(
+async def test_an_uncertified_session_rebuilt_from_a_part_of_its_tokens_has_no_bound(
     harness: EngineHarness,
 ) -> None:
     input_ids = [10 + index for index in range(20)]
@@ -431,7 +435,7 @@ async def test_a_session_rebuilt_from_a_cut_tail_has_no_bound(
     assert (after.state, after.error_bound) == (StateSource.RESIDENT, None)
 
 
-async def test_a_tail_at_its_limit_is_still_whole(harness: EngineHarness) -> None:
+async def test_a_session_of_as_many_tokens_as_the_store_keeps_is_rebuilt_exactly(harness: EngineHarness) -> None:
     input_ids = [10 + index for index in range(16)]
     session = await start(harness, *input_ids)
     harness.engine.state_cache.drop(session)
@@ -502,7 +506,9 @@ async def test_a_rewind_to_the_current_position_keeps_state_and_last_step(
 
 
 @pytest.mark.parametrize("position", [-1, 3, 4, 21])
-async def test_a_rewind_outside_the_tail_fails_with_the_tails_positions(harness: EngineHarness, position: int) -> None:
+async def test_a_rewind_to_a_dropped_position_fails_with_the_possible_positions(
+    harness: EngineHarness, position: int
+) -> None:
     session = await start(harness, *range(10, 30))
     with pytest.raises(InvalidRequest, match=f"position is {position}.* positions 5 to 20"):
         await harness.engine.rewind(session, position)
@@ -512,7 +518,7 @@ async def test_a_rewind_outside_the_tail_fails_with_the_tails_positions(harness:
 # Modes
 
 
-async def test_a_window_session_answers_from_its_tail_and_keeps_no_state(harness: EngineHarness) -> None:
+async def test_a_window_session_answers_from_its_stored_tokens_and_keeps_no_state(harness: EngineHarness) -> None:
     session = await start(harness, *range(10, 20), mode=Mode.WINDOW)
     harness.runner.calls.clear()
     answer = await harness.engine.submit(StepRequest(session, (6,)))
@@ -534,7 +540,7 @@ async def test_a_view_has_the_state_and_bound_of_the_next_answer(
     assert (view.state, view.error_bound) == (answer.state, answer.error_bound)
 
 
-async def test_a_step_by_window_advances_an_existing_state(harness: EngineHarness) -> None:
+async def test_a_step_in_window_mode_advances_an_existing_state(harness: EngineHarness) -> None:
     input_ids = [10 + index for index in range(20)]
     session = await start(harness, *input_ids)
     answer = await harness.engine.submit(StepRequest(session, (6,), mode=Mode.WINDOW))
@@ -547,7 +553,7 @@ async def test_a_step_by_window_advances_an_existing_state(harness: EngineHarnes
     assert listed(answer) == expected(harness, [*input_ids, 6, 7])
 
 
-async def test_a_step_by_window_rebuilds_no_state(harness: EngineHarness) -> None:
+async def test_a_step_in_window_mode_rebuilds_no_state(harness: EngineHarness) -> None:
     session = await start(harness, 5, 6)
     harness.engine.state_cache.drop(session)
     harness.runner.calls.clear()
@@ -556,7 +562,7 @@ async def test_a_step_by_window_rebuilds_no_state(harness: EngineHarness) -> Non
     assert harness.engine.state_cache.peek(session) is None
 
 
-async def test_both_answers_by_recurrent_and_compares_the_window(harness: EngineHarness) -> None:
+async def test_mode_both_answers_from_the_recurrent_state_and_compares_the_window(harness: EngineHarness) -> None:
     session = await start(harness, *range(10, 20))
     answer = await harness.engine.submit(StepRequest(session, (6,), mode=Mode.BOTH))
     assert answer.modes is not None
@@ -579,7 +585,7 @@ async def test_a_step_uses_the_sessions_mode_unless_it_names_another(harness: En
     assert (answer.mode, answer.window, answer.modes) == (Mode.RECURRENT, None, None)
 
 
-async def test_a_window_longer_than_a_rewound_tail_is_refused(
+async def test_a_window_longer_than_the_stored_tokens_of_a_rewound_session_is_refused(
     harness: EngineHarness,
 ) -> None:
     session = await start(harness, *range(10, 30))
@@ -634,7 +640,7 @@ async def test_states_of_expired_sessions_are_released_without_a_request(harness
     assert harness.engine.state_cache.used_bytes == 0
 
 
-async def test_predicting_resets_the_idle_time_and_reading_does_not(
+async def test_a_prediction_resets_the_idle_time_but_a_read_does_not(
     harness: EngineHarness,
 ) -> None:
     session = await start(harness, 5)
@@ -708,10 +714,10 @@ CUT = {
     "window": 130,
     "max_window": 140,
     "session_history_tokens": 140,
-}  # settings of a certified model with a cut tail
+}  # settings of a certified model whose store drops old tokens
 
 
-async def test_the_bound_of_a_rebuilt_session_shrinks_with_every_token(
+async def test_the_bound_of_a_rebuilt_session_shrinks_at_every_token(
     make_harness: MakeHarness,
 ) -> None:
     harness = make_harness(**CUT)
@@ -748,7 +754,9 @@ async def test_a_window_session_and_its_view_have_the_windows_bound(make_harness
         await harness.engine.submit(PredictRequest(session=session, tolerance=1e-9))
 
 
-async def test_a_session_whose_bound_is_known_only_after_the_run_is_run(make_harness: MakeHarness) -> None:
+async def test_a_session_whose_bound_is_unknown_before_the_run_is_not_refused_before_the_run(
+    make_harness: MakeHarness,
+) -> None:
     harness = make_harness(**CUT, radius=1e-7)
     session = (await harness.engine.create_session()).session
     await harness.engine.submit(StepRequest(session, (5,) * 150))
@@ -759,7 +767,11 @@ async def test_a_session_whose_bound_is_known_only_after_the_run_is_run(make_har
     assert answer.error_bound is not None and answer.error_bound <= epsilon / 2
     assert answer.state is StateSource.REBUILT
     resident = await harness.engine.submit(PredictRequest(session=session))
-    assert (resident.state, resident.error_bound) == (StateSource.RESIDENT, epsilon)  # the run's own bound is not kept
+    # The session does not keep the bound of the run.
+    assert (resident.state, resident.error_bound) == (
+        StateSource.RESIDENT,
+        epsilon,
+    )
 
 
 async def test_the_agreement_of_a_rebuilt_session_has_the_windows_bound(

@@ -1,4 +1,4 @@
-"""Many steps of one call: over a stepper that records their order, and over an engine."""
+"""Tests of many steps in one call. Some tests use a stepper that records the order of steps, and some use an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from wane.service.types import Answer, Latency, Mode, StateSource, StepRequest
 
 
 class Stepper:
-    """Answers steps, and fails at token 0. `order` lists the steps, `most` is the largest number at the same time."""
+    """Answers steps. A step with token 0 fails. `order` lists the steps. `most` is the largest number of steps at the
+    same time."""
 
     def __init__(self) -> None:
         self.order: list[tuple[str, int]] = []
@@ -47,7 +48,7 @@ def kind(outcome: Answer | Exception) -> type:
     return Answer if isinstance(outcome, Answer) else type(outcome)
 
 
-async def test_outcomes_are_in_order_and_sessions_run_concurrently() -> None:
+async def test_results_are_in_order_and_sessions_run_concurrently() -> None:
     stepper = Stepper()
     outcomes = await step_many(stepper.submit, requests(("a", 1), ("b", 2), ("c", 3)))
     assert [outcome.position for outcome in outcomes if isinstance(outcome, Answer)] == [1, 2, 3]
@@ -61,7 +62,7 @@ async def test_steps_of_one_session_run_in_order() -> None:
     assert stepper.most == 2
 
 
-async def test_after_a_failure_only_its_own_sessions_steps_are_skipped() -> None:
+async def test_a_failure_skips_only_the_later_steps_of_its_session() -> None:
     stepper = Stepper()
     outcomes = await step_many(stepper.submit, requests(("a", 1), ("a", 0), ("b", 2), ("a", 3), ("b", 4)))
     assert [kind(outcome) for outcome in outcomes] == [Answer, InvalidRequest, Answer, EarlierStepFailed, Answer]
@@ -73,7 +74,7 @@ async def test_a_skipped_step_names_the_session_without_its_owner() -> None:
     assert "session 'a' " in str(outcomes[1])
 
 
-async def test_all_steps_of_a_call_are_submitted_in_its_context(harness: EngineHarness) -> None:
+async def test_all_steps_of_a_call_are_submitted_in_the_context_of_the_call(harness: EngineHarness) -> None:
     caller: ContextVar[str] = ContextVar("caller", default="nobody")
     seen: list[str] = []
 
@@ -83,7 +84,7 @@ async def test_all_steps_of_a_call_are_submitted_in_its_context(harness: EngineH
 
     await harness.engine.create_session("s")
     caller.set("the call")
-    await step_many(submit, requests(("s", 5), ("s", 6)))  # the second starts after the first one's batch
+    await step_many(submit, requests(("s", 5), ("s", 6)))  # the second step starts after the batch of the first step
     assert seen == ["the call", "the call"]
 
 
@@ -92,7 +93,7 @@ async def test_all_steps_of_a_call_are_submitted_in_its_context(harness: EngineH
 
 @pytest.fixture
 async def started(harness: EngineHarness) -> EngineHarness:
-    """An engine with the sessions a, b and c, each after one token."""
+    """An engine with the sessions a, b and c. Each session has received one token."""
     await start_sessions(harness)
     return harness
 
@@ -112,13 +113,13 @@ async def test_steps_have_their_own_answers_and_errors_in_one_batch(started: Eng
 async def test_steps_are_counted_once_each(started: EngineHarness) -> None:
     await step_many(started.engine.submit, requests(("a", 6), ("b", 6), ("c", 6)))
     report: Any = await started.engine.report()
-    assert report["operations"] == {"step": 6}  # including the three that started the sessions
+    assert report["operations"] == {"step": 6}  # including the three steps that started the sessions
     assert report["modes"]["recurrent"]["requests"] == 6
     assert report["modes"]["recurrent"]["latency"]["total"]["count"] == 6
     assert started.sample("wane_answers_total", operation="step", mode="recurrent") == 6
 
 
-async def test_a_step_whose_commit_fails_fails_alone(
+async def test_a_failed_commit_fails_only_its_own_step(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = make_harness(puts_out_top=False)
@@ -146,7 +147,7 @@ async def test_each_step_of_a_batch_has_its_own_top_k(started: EngineHarness, to
     assert few.predictions[:top_k] == many.predictions[:2]
 
 
-async def test_cancelling_a_call_withdraws_its_queued_steps(make_harness: MakeHarness) -> None:
+async def test_a_cancelled_call_withdraws_its_queued_steps(make_harness: MakeHarness) -> None:
     harness = make_harness(max_batch_size=1)
     await start_sessions(harness)
     harness.runner.busy.clear()

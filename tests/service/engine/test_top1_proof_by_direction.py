@@ -1,4 +1,5 @@
-"""The proof by direction, through the engine: it holds for every past, and proves more than the radius."""
+"""Tests of the directional proof through the engine. The proof holds for every past, which is the tokens before the
+window. It proves more answers than the radius."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def model(seed: int, layers: int, front: bool, block: str = "residual", beside: 
 
 
 def proofs(small: Small, windows: list[NDArray[np.int64]], *, prove: bool = True) -> list[int | None]:
-    """Returns each window's first token if it is proved for every run that ends in the window, otherwise None."""
+    """Returns the most probable token of each window if the engine proves it for every sequence that ends in the
+    window. Otherwise returns None for the window."""
 
     async def ask() -> list[int | None]:
         found = []
@@ -51,7 +53,7 @@ def proofs(small: Small, windows: list[NDArray[np.int64]], *, prove: bool = True
 
 
 def logits_after(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Returns the never-interrupted model's logits, float64 (B, V), after each past (B, P) and the window."""
+    """Returns the logits of the full-history model, float64 (B, V), after each past (B, P) and the window."""
     tokens = np.concatenate([pasts, np.broadcast_to(window, (len(pasts), len(window)))], axis=1)
     state = small.reference.zero_state(len(tokens))
     for column in tokens.T:
@@ -68,14 +70,16 @@ def distribution(logits: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def variations(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Returns the total variation of the window's distribution and the never-interrupted model's after each past."""
+    """Returns the total variation between the window's distribution and the full-history model's distribution after
+    each past."""
     own = distribution(logits_after(small, pasts[:1, :0], window))
     result: NDArray[np.float64] = np.abs(distribution(logits_after(small, pasts, window)) - own).sum(axis=1) / 2
     return result
 
 
 def hold(small: Small, window: NDArray[np.int64], first: int, random: np.random.Generator) -> None:
-    """Asserts that no past makes another token first: random, repeated, and changed to narrow the lead."""
+    """Asserts that no past makes another token the most probable. Tries random pasts, pasts of one repeated token, and
+    pasts that a random search has changed to narrow the lead."""
     pasts = random.integers(VOCABULARY, size=(PASTS, LONGEST_PAST))
     pasts[:VOCABULARY] = np.arange(VOCABULARY)[:, None]
 
@@ -130,7 +134,9 @@ def bounds(small: Small, windows: list[NDArray[np.int64]], *, prove: bool) -> li
     front=st.booleans(),
     block=st.sampled_from(("plain", "residual")),
 )
-def test_no_past_moves_an_answer_beyond_its_searched_bound(seed: int, layers: int, front: bool, block: str) -> None:
+def test_no_past_moves_an_answer_beyond_the_bound_from_the_search(
+    seed: int, layers: int, front: bool, block: str
+) -> None:
     small, random = model(seed, layers, front, block), np.random.default_rng(seed)
     windows = [random.integers(VOCABULARY, size=length) for length in random.integers(2, 10, size=12)]
     for window, plain, sharp in zip(
@@ -151,7 +157,7 @@ def test_a_search_finds_smaller_bounds(front: bool) -> None:
 
 
 @pytest.mark.parametrize("front", [False, True], ids=["no front", "front"])
-def test_direction_proves_more_than_the_radius(front: bool) -> None:
+def test_the_directional_proof_proves_more_answers_than_the_radius(front: bool) -> None:
     more = 0
     for seed in range(3):
         small, random = model(seed, 1, front), np.random.default_rng(seed)
@@ -178,7 +184,7 @@ def test_a_larger_rounding_proves_fewer_tokens() -> None:
     assert sum(first is not None for first in after) < sum(first is not None for first in before)
 
 
-def test_there_is_no_direction_proof_without_a_stream() -> None:
+def test_graphs_without_a_stream_output_have_no_directional_proof() -> None:
     small, random = model(0, 1, front=False, beside=False), np.random.default_rng(0)
     windows = [random.integers(VOCABULARY, size=16) for _ in range(5)]
     proofs(small, windows)
@@ -190,7 +196,8 @@ MakeShipped = Callable[[], Engine]
 
 @pytest.fixture
 def make_shipped() -> MakeShipped:
-    """Makes engines of the shipped gated-stable, whose direction proof is at `answer_builder.direction`."""
+    """Makes engines of the shipped model gated-stable. `answer_builder.direction` is the directional proof of an
+    engine."""
 
     def make() -> Engine:
         bundle, runner = opened(FOLDER / "gated-stable")
@@ -244,7 +251,7 @@ async def test_a_shipped_model_searches_for_a_proof_only_on_request(
     await engine.close()
 
 
-async def test_a_comparison_has_the_searched_bound_of_every_window(make_shipped: MakeShipped) -> None:
+async def test_a_comparison_has_the_bound_from_the_search_for_every_window(make_shipped: MakeShipped) -> None:
     engine = make_shipped()
     text = engine.vocabulary.encode("The history of the town and of its old church " * 20)[:200]
     found = await engine.compare(CompareRequest(tuple(text), windows=(64, 96), repeat=1))

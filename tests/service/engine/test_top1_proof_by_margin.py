@@ -1,4 +1,4 @@
-"""The margin test against every token, and against the worst case of a moved state."""
+"""Tests of the margin proof against a check of every token, and against states with the worst possible error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def logits_of(weights: dict[str, NDArray[np.float32]], hidden: NDArray[np.float3
 
 
 def leads(weights: dict[str, NDArray[np.float32]], logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64]]:
-    """Returns the first token and, for every other one, the largest error that keeps the lead: lead / distance."""
+    """Returns the most probable token and an error for every other token. The error is lead / distance: the largest
+    error of the state at which the most probable token keeps its lead over the other token."""
     rows = weights["head.weight"].astype(np.float64)
     first = int(logits.argmax())
     apart = np.linalg.norm(rows - rows[first], axis=1)
@@ -57,7 +58,8 @@ def test_no_state_within_the_error_changes_a_proved_token(seed: int) -> None:
             refused += 1
             continue
         proved += 1
-        # The worst case, straight towards the nearest rival, and a random direction.
+        # Moves the state towards the token with the smallest allowed error, which is the worst case, and in a random
+        # direction.
         rows = weights["head.weight"].astype(np.float64)
         towards = rows[nearest] - rows[first]
         for direction in (towards, random.normal(size=WIDTH)):
@@ -66,7 +68,7 @@ def test_no_state_within_the_error_changes_a_proved_token(seed: int) -> None:
     assert proved > CASES / 60 and refused > CASES / 60
 
 
-def test_a_lead_within_rounding_proves_nothing() -> None:
+def test_a_lead_smaller_than_the_rounding_error_proves_nothing() -> None:
     weights, margin = make(0)
     hidden = np.ones(WIDTH, np.float32)
     logits = logits_of(weights, hidden)
@@ -94,9 +96,9 @@ def test_the_output_matrix_may_be_the_embedding() -> None:
         assert tied.proves(logits, hidden, error) is margin.proves(logits, hidden, error)
 
 
-def test_tokens_that_row_norms_do_not_settle_are_checked_individually() -> None:
+def test_tokens_that_the_row_norms_cannot_rule_out_are_checked_individually() -> None:
     random = np.random.default_rng(3)
-    rows = np.full((500, WIDTH), 10.0) + 1e-3 * random.normal(size=(500, WIDTH))  # long rows, close together
+    rows = np.full((500, WIDTH), 10.0) + 1e-3 * random.normal(size=(500, WIDTH))  # the rows are long and close together
     weights = {"head.weight": rows.astype(np.float32), "head.bias": np.linspace(0, -1, 500).astype(np.float32)}
     weights["head.bias"][0] = 0.1
     margin, hidden = MarginProof(weights), np.zeros(WIDTH, np.float32)
@@ -104,12 +106,13 @@ def test_tokens_that_row_norms_do_not_settle_are_checked_individually() -> None:
     _, bears = leads(weights, logits)
     least = float(bears.min())
     assert least > 1.0, "row norms alone prove only a hundredth of this error"
-    assert margin.proves(logits, hidden, 0.95 * least)  # the other 5 % are rounding, because the rows are long
+    # The other 5 % allow for rounding errors, which are large because the rows are long.
+    assert margin.proves(logits, hidden, 0.95 * least)
     assert not margin.proves(logits, hidden, 1.001 * least)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_first_two_tokens_settle_most_answers(seed: int) -> None:
+def test_the_two_most_probable_tokens_decide_most_answers(seed: int) -> None:
     weights, margin = make(seed)
     random = np.random.default_rng(seed)
     counts = {True: 0, False: 0, None: 0}
@@ -129,7 +132,7 @@ def test_the_first_two_tokens_settle_most_answers(seed: int) -> None:
     assert counts[None] < CASES // 6 / 2
 
 
-def test_a_mixture_of_an_unknown_error_proves_nothing() -> None:
+def test_a_mixture_with_an_unbounded_error_proves_nothing() -> None:
     _, margin = make(0)
     hidden = np.zeros((2, WIDTH), np.float32)
     probabilities, of_network = np.array([[0.9, 0.05], [0.9, 0.05]]), np.array([0.1, 0.1])

@@ -1,4 +1,5 @@
-"""Cases of a client's connection: requests and WebSockets, mutated, and sent whole, split or truncated."""
+"""Generates the cases of the fuzz: the requests and WebSockets of one connection. The bytes are mutated, and are sent
+whole, split or truncated."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ HOT = (
     "/v1/sessions/unknown/tokens",
     "/v1/sessions/%61/tokens",
 )
-"""Paths that the dispatcher answers."""
+"""The paths of the routes that the dispatcher answers without the ASGI application."""
 
 OTHERS = (
     "/v1/score",
@@ -81,9 +82,10 @@ Leaves = Literal["waits", "half-closes", "resets"]
 class Case:
     """The actions of a client on one connection.
 
-    The client sends the parts of a stage one after another, `turns` of the event loop apart. It waits for the answers
-    before the next stage. `wait_turns`: turns until the engine answers. `handshake`: where a WebSocket's handshake
-    begins in the first stage. `leaves`: the client's last action.
+    The client sends the parts of a stage one after another, and lets the event loop run `turns` times between two
+    parts. The client waits for the answers before the next stage. `wait_turns`: the number of turns of the event loop
+    until the engine answers. `handshake`: the offset of a WebSocket's handshake in the first stage. `leaves`: the
+    client's last action.
     """
 
     stages: tuple[tuple[bytes, ...], ...]
@@ -94,16 +96,16 @@ class Case:
 
     @property
     def sent(self) -> list[bytes]:
-        """The stages, each whole."""
+        """The bytes of each stage."""
         return [b"".join(stage) for stage in self.stages]
 
     @property
     def data(self) -> bytes:
-        """The first stage."""
+        """The bytes of the first stage."""
         return self.sent[0]
 
     def with_data(self, *first: bytes) -> Case:
-        """Returns the case with other stages in place of the first."""
+        """Returns the case with the stages `first` in place of its first stage."""
         return replace(self, stages=(*((data,) for data in first), *self.stages[1:]))
 
     def without_upgrade(self) -> Case:
@@ -115,7 +117,7 @@ class Case:
         """Returns the case without white space after header values."""
         return self.with_data(re.sub(rb"(?m)^([\w-]+:[^\r\n]*?)[ \t]+(?=\r?$)", rb"\1", self.data))
 
-    def in_turn(self) -> Case:
+    def with_handshake_after_answers(self) -> Case:
         """Returns the case with a client that waits for the answers before it sends the handshake."""
         if not self.handshake:
             return self
@@ -123,7 +125,7 @@ class Case:
 
 
 def make_case(seed: int, number: int) -> Case:
-    """Returns the case of a number, always the same for a seed."""
+    """Returns the case with this number. The same seed and number always make the same case."""
     rng = random.Random(f"{seed}/{number}")
     turns, wait_turns = rng.choice((0, 3, 10)), rng.choice((0, 0, 1, 5))
     if rng.random() < 0.2:
@@ -205,7 +207,7 @@ def make_request(rng: random.Random) -> bytes:
 
 
 def make_body(rng: random.Random, path: str) -> bytes:
-    """Returns a body for the route at a path; sometimes one that every route refuses."""
+    """Returns a body for the route at this path. Sometimes returns a body that every route refuses."""
     if rng.random() < 0.05:
         return rng.choice(NO_STEPS)
     documents: dict[str, dict[str, object]] = {

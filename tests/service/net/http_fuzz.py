@@ -1,9 +1,9 @@
-"""Sends the same bytes to two servers that differ only in their protocol classes: Wane's and uvicorn's own.
+"""Sends the same bytes to two servers. One uses Wane's protocol classes, and the other uses uvicorn's own.
 
     python -m tests.service.net.http_fuzz --cases 20000
 
-Compares the responses, whether the connection stays open, and the requests to the engine. The intended differences are
-`RULES` and `CORRECTIONS`.
+Compares the responses, whether the connection stays open, and the requests to the engine. `RULES` and `CORRECTIONS`
+list the intended differences.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.server import protocols
 from wane.service.settings import Settings
 
-LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 4096}  # bodies of cases are so short that Wane keeps reading
-QUIET_TURNS = 40  # turns of the event loop without a byte before a client stops waiting
-CLOSED_S = 10.0  # limit for the cleanup of a connection after its client has closed it
+LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 4096}  # larger than every body, so Wane reads all of a body
+QUIET_TURNS = 40  # a client stops waiting after this many turns of the event loop without a byte
+CLOSED_S = 10.0  # the longest time for the cleanup of a closed connection
 
 
 # The servers.
 
 
 class EngineDelay:
-    """Replaces the fake engine's event: its wait ends after some turns of the event loop."""
+    """Replaces the fake engine's event. The wait ends after `turns` turns of the event loop."""
 
     def __init__(self, turns: int) -> None:
         self._turns = turns
@@ -62,7 +62,7 @@ class Seen:
 
 
 class Endpoint:
-    """A server over a fake engine. The tests create its connections."""
+    """A server over a fake engine, without a listening socket. `converse` makes its connections."""
 
     def __init__(self, *, plain_uvicorn: bool) -> None:
         settings, metrics = Settings.model_validate(LIMITS), Metrics()
@@ -78,7 +78,7 @@ class Endpoint:
         return make(config=self.config, server_state=self.state, app_state={})
 
     async def converse(self, case: Case, quiet_s: float = 0.0) -> Seen:
-        """Plays a case on its own connection. Ignores the responses to a client that resets."""
+        """Plays a case on a new connection. Ignores the responses if the client resets the connection."""
         engine = self.registry.engine
         engine.asked.clear()
         engine.wait = cast(asyncio.Event, EngineDelay(case.wait_turns)) if case.wait_turns else None
@@ -90,17 +90,17 @@ class Endpoint:
             for part in stage:
                 await client.send(part, case.turns)
             if case.leaves != "resets":
-                await client.quiet()
+                await client.read_until_quiet()
         if case.leaves == "half-closes":
             with suppress(OSError):
                 here.shutdown(socket.SHUT_WR)
-            await client.quiet()
+            await client.read_until_quiet()
         seen = Seen(bytes(client.received), client.closed, tuple(without_deadline(one) for one in engine.asked))
         here.close()
-        await self.is_over()
+        await self.until_closed()
         return Seen(b"", True, ()) if case.leaves == "resets" else seen
 
-    async def is_over(self) -> None:
+    async def until_closed(self) -> None:
         """Waits until the server has cleaned up the connection."""
         async with asyncio.timeout(CLOSED_S):
             while self.state.connections or self.state.tasks:  # noqa: ASYNC110
@@ -112,7 +112,8 @@ def without_deadline(asked: object) -> str:
 
 
 class Client:
-    """The other end of a connection. `quiet_s`: time that it waits for more bytes, besides some turns of the loop."""
+    """The client's end of a connection. `quiet_s`: how long the client waits for more bytes after QUIET_TURNS turns of
+    the event loop."""
 
     def __init__(self, connection: socket.socket, quiet_s: float) -> None:
         self.connection = connection
@@ -140,7 +141,7 @@ class Client:
         self.received += some
         return bool(some)
 
-    async def quiet(self) -> None:
+    async def read_until_quiet(self) -> None:
         """Reads until the connection is closed, or no byte arrives for a while."""
         loop = asyncio.get_running_loop()
         silent_turns, since_s = 0, loop.time()
@@ -163,7 +164,8 @@ UNSTEADY = frozenset({b"date", b"server"})
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response without the fields that change with every request. A handshake's body is its frames."""
+    """A response without the headers that change with every request. The body of a handshake's response consists of the
+    WebSocket's frames."""
 
     status: int
     headers: tuple[Header, ...]
@@ -175,7 +177,7 @@ class Response:
 
 
 def responses(received: bytes) -> list[Response]:
-    """Returns the responses in order. Fails unless the bytes are whole responses."""
+    """Returns the responses in order. Fails if the bytes are not whole responses."""
     received = re.sub(rb"[0-9a-f]{32}", b"I" * 32, received)  # ids
     found = []
     while received:
@@ -186,7 +188,7 @@ def responses(received: bytes) -> list[Response]:
         status, headers = int(first[9:12]), dict(fields)
         if status == SWITCHING:
             body, received = data_first(rest), b""
-        elif rest.startswith(b"HTTP/1.1 ") or status < SWITCHING:  # a response to HEAD has a length and no body
+        elif rest.startswith(b"HTTP/1.1 ") or status < SWITCHING:  # a response to HEAD has a content-length but no body
             body, received = b"", rest
         elif headers.get(b"transfer-encoding") == b"chunked":
             body, received = dechunked(rest)
@@ -211,7 +213,8 @@ def dechunked(data: bytes) -> tuple[bytes, bytes]:
 
 
 def data_first(frames: bytes) -> bytes:
-    """Returns a WebSocket's frames sorted: data frames, then control frames, which may be anywhere between them."""
+    """Returns a WebSocket's frames with all data frames before all control frames. A server may send a control frame
+    between any two data frames."""
     data, control = b"", b""
     while len(frames) > 1:
         length, begin = frames[1], 2
@@ -232,7 +235,7 @@ def data_first(frames: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Both servers' results of a case."""
+    """The results of both servers for one case."""
 
     ours: Seen
     theirs: Seen
@@ -247,8 +250,8 @@ class Compared:
         )
 
     def starts_alike(self, count: int) -> bool:
-        """Whether the first `count` responses of both are equal, and one server's requests to the engine are the first
-        of the other's."""
+        """Whether the first `count` responses of both servers are equal, and the engine requests of one server are a
+        prefix of the other server's."""
         ours, theirs = responses(self.ours.received)[:count], responses(self.theirs.received)[:count]
         return ours == theirs and is_prefix(*sorted((self.ours.asked, self.theirs.asked), key=len))
 
@@ -258,8 +261,9 @@ def is_prefix(short: Sequence[object], long: Sequence[object]) -> bool:
 
 
 def malformed(both: Compared) -> bool:
-    """uvicorn answers a malformed request at once, and drops the requests before it. Wane answers it after them, with a
-    reason. After a request that closes the connection, Wane answers nothing."""
+    """Whether the case has a malformed request. uvicorn answers a malformed request without delay, and drops the
+    unanswered requests before it. Wane answers the earlier requests first, and then refuses the malformed request with
+    a reason. Wane answers nothing after a request that closes the connection."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     return (
         bool(ours and theirs)
@@ -273,8 +277,8 @@ def malformed(both: Compared) -> bool:
 
 
 def last_by(status: int | None, body: bytes = b"") -> Callable[[Compared], bool]:
-    """Returns a rule: Wane's last response closes the connection, has this status and begins with this body, and the
-    responses before it are uvicorn's too."""
+    """Returns a rule. The rule holds if Wane's last response closes the connection, has this status and begins with
+    this body, and if both servers send the same responses before it."""
 
     def applies(both: Compared) -> bool:
         ours = responses(both.ours.received)
@@ -291,15 +295,16 @@ def last_by(status: int | None, body: bytes = b"") -> Callable[[Compared], bool]
 
 
 def unread_body(both: Compared) -> bool:
-    """Wane closes the connection after it answers before a chunked body has ended. uvicorn reads on without a limit."""
+    """Wane closes the connection if it answers a request before its chunked body has ended. uvicorn reads the rest of
+    the body without a limit."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     at = len(ours) - 1
     return last_by(None)(both) and len(theirs) > at and ours[at].without(CLOSE) == theirs[at]
 
 
 def not_utf8(both: Compared) -> bool:
-    """Wane gives a reason when it closes a WebSocket after a text that is not UTF-8, and waits for the client's close.
-    uvicorn fails without a reason if that close was received already."""
+    """After a text that is not UTF-8, Wane closes the WebSocket with a reason and waits for the client's close frame.
+    uvicorn fails without a reason if it has already received the client's close frame."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     if not ours or len(ours) != len(theirs) or ours[:-1] != theirs[:-1] or ours[-1].status != SWITCHING:
         return False
@@ -310,8 +315,8 @@ def not_utf8(both: Compared) -> bool:
 
 
 def read_ahead(both: Compared) -> bool:
-    """Wane reads the next messages of a WebSocket during an answer, and uvicorn reads none. So a frame that ends the
-    WebSocket takes effect earlier in Wane: before the answers to the messages before it."""
+    """Wane reads the next messages of a WebSocket while it computes an answer. uvicorn does not. So a frame that ends
+    the WebSocket takes effect earlier in Wane: Wane ends the WebSocket before it has answered all earlier messages."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     if not ours or len(ours) != len(theirs) or ours[:-1] != theirs[:-1] or ours[-1].status != SWITCHING:
         return False
@@ -337,19 +342,19 @@ RULES: dict[str, Callable[[Compared], bool]] = {
 
 CORRECTIONS: dict[str, Callable[[Case], Case]] = {
     "CONNECT, or Upgrade to another protocol": Case.without_upgrade,
-    "handshake after requests": Case.in_turn,
+    "handshake after requests": Case.with_handshake_after_answers,
     "white space after a header": Case.without_space,
 }
-"""Errors of uvicorn, and the change to the case that avoids them. Wane must answer the original case like uvicorn
-answers the changed one.
+"""The known errors of uvicorn, and the change to a case that avoids each error. Wane must answer the original case like
+uvicorn answers the changed case.
 
-uvicorn drops the body of a request that asks for another protocol than WebSocket, and the bytes after it or after a
-CONNECT. It starts a WebSocket before it has answered the requests before the handshake. It keeps the white space after
-a header's value as a part of the value (RFC 9110, 5.5)."""
+If a request asks for an upgrade to a protocol other than WebSocket, uvicorn drops its body and all later bytes. uvicorn
+also drops all bytes after a CONNECT request. It starts a WebSocket before it has answered the requests before the
+handshake. It takes the white space after a header's value as a part of the value, contrary to RFC 9110, 5.5."""
 
 
 def corrections(case: Case) -> Iterator[tuple[str, Case]]:
-    """Yields the case with one or more of the corrections, if they change it."""
+    """Yields the name and the result of every combination of corrections that changes the case."""
     for count in range(1, len(CORRECTIONS) + 1):
         for names in combinations(CORRECTIONS, count):
             corrected = case
@@ -369,7 +374,8 @@ class Difference:
 
 
 class Fuzz:
-    """Both servers. A case that differs is run again, with a longer wait for bytes: `sure_s`."""
+    """Plays cases on both servers. If the results differ, the case is played again, and the client waits for `sure_s`
+    for more bytes."""
 
     def __init__(self, sure_s: float = 0.3) -> None:
         self.sure_s = sure_s
@@ -377,7 +383,8 @@ class Fuzz:
         self.theirs = Endpoint(plain_uvicorn=True)
 
     async def run(self, seed: int, numbers: Iterable[int]) -> tuple[Counter[str], list[Difference]]:
-        """Plays the cases. Returns the counts of equal cases and of each rule, and the unintended differences."""
+        """Plays the cases with these numbers. Returns the number of equal cases, the number of cases of each rule, and
+        the unintended differences."""
         counted: Counter[str] = Counter()
         different = []
         for number in numbers:
@@ -390,25 +397,26 @@ class Fuzz:
         return counted, different
 
     async def play(self, case: Case, theirs: Case, quiet_s: float = 0.0) -> Compared:
-        """Plays a case on Wane, and another on uvicorn."""
+        """Plays `case` on Wane, and `theirs` on uvicorn."""
         return Compared(await self.ours.converse(case, quiet_s), await self.theirs.converse(theirs, quiet_s))
 
     async def verdict(self, case: Case, quiet_s: float = 0.0) -> str | None:
-        """Returns `same`, or the rule of an intended difference; None for an unintended one."""
+        """Returns "same", or the name of the rule or correction of an intended difference. Returns None for an
+        unintended difference."""
         compared = await self.play(case, case, quiet_s)
         if compared.is_same:
             return "same"
-        if (rule := meant(compared)) is not None:
+        if (rule := intended_rule(compared)) is not None:
             return rule
         for name, corrected in corrections(case):
             compared = await self.play(case, corrected, quiet_s)
-            if compared.is_same or meant(compared) is not None:
+            if compared.is_same or intended_rule(compared) is not None:
                 return name
         return None
 
 
-def meant(both: Compared) -> str | None:
-    """Returns the rule of an intended difference, if there is one."""
+def intended_rule(both: Compared) -> str | None:
+    """Returns the name of the first rule that holds, or None."""
     return next((name for name, applies in RULES.items() if applies(both)), None)
 
 

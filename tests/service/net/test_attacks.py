@@ -1,4 +1,4 @@
-"""The hostile requests of the soak benchmark are refused with the expected status and reason."""
+"""The server refuses each hostile request of the soak benchmark with the expected status and reason."""
 
 from __future__ import annotations
 

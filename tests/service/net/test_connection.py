@@ -1,4 +1,5 @@
-"""Limits and timeouts of connections, on real sockets: slow clients, too many connections, too long requests."""
+"""Tests of the limits and timeouts of connections on real sockets: slow clients, too many connections, too long
+requests."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ from tests.service.slow_client import (
     dialogue,
     flood,
     frame,
-    never_reads,
     serving,
     statuses,
+    unread_socket,
     until,
 )
 from wane.service.net.http_protocol import HEAD_END
 
 
-async def test_a_silent_connection_is_closed() -> None:
+async def test_a_connection_that_sends_nothing_is_closed() -> None:
     async with serving(header_timeout_s=SOON_S) as server:
         assert await dialogue(server, b"") == b""
 
@@ -44,7 +45,7 @@ async def test_a_connection_with_only_empty_lines_is_closed(first: bytes) -> Non
         assert (await dialogue(server, first)).count(b"HTTP/1.1 200") == first.count(b"GET")
 
 
-async def test_an_empty_line_between_requests_starts_the_timer() -> None:
+async def test_an_empty_line_between_requests_starts_the_header_timeout() -> None:
     async with serving(header_timeout_s=ENOUGH_S) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         for _ in range(2):
@@ -54,7 +55,7 @@ async def test_an_empty_line_between_requests_starts_the_timer() -> None:
             (length,) = [int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
             await reader.readexactly(length)
             writer.write(b"\r\n")
-        assert b" 200 OK" not in await reader.read()  # the timer is shorter than keep-alive
+        assert b" 200 OK" not in await reader.read()  # the header timeout is shorter than the keep-alive timeout
         writer.close()
 
 
@@ -93,7 +94,7 @@ async def test_a_slow_body_without_a_route_is_timed_out() -> None:
     assert said.startswith(b"HTTP/1.1 404 ") and said.count(b"HTTP/1.1 ") == 1
 
 
-async def test_a_deadline_before_the_body_timeout_is_answered_504() -> None:
+async def test_a_deadline_that_ends_before_the_body_timeout_is_answered_504() -> None:
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(POST.replace(b"host", b"x-request-timeout-ms: 100\r\nhost"))
@@ -101,13 +102,13 @@ async def test_a_deadline_before_the_body_timeout_is_answered_504() -> None:
         writer.close()
 
 
-async def test_a_connection_with_occasional_requests_stays_open() -> None:
+async def test_a_connection_that_sends_occasional_requests_stays_open() -> None:
     async with serving(header_timeout_s=ENOUGH_S, body_timeout_s=ENOUGH_S) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         for _ in range(2):
             writer.write(GET)
             assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
-            await dialogue(server, b"")  # another connection, silent until it is closed
+            await dialogue(server, b"")  # waits until the server closes another connection, which sends nothing
         writer.write(GET)
         assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
         writer.close()
@@ -126,20 +127,20 @@ async def test_a_connection_with_occasional_requests_stays_open() -> None:
 async def test_a_long_head_is_refused(chunks: list[bytes]) -> None:
     async with serving(max_header_bytes=2048) as server:
         reader, writer = await asyncio.open_connection(*server.address)
-        await server.say(writer, *chunks)
+        await server.send_packets(writer, *chunks)
         assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
         writer.close()
 
 
 @pytest.mark.parametrize("split", range(-5, 2))
-async def test_the_limit_of_a_split_head_is_that_of_a_whole_one(split: int) -> None:
+async def test_a_split_head_has_the_same_limit_as_a_whole_head(split: int) -> None:
     body = json.dumps({"tokens": [1] * 5000}).encode()
     head = b"POST /v1/predict HTTP/1.1\r\ncontent-length: %d\r\nx: " % len(body)
     head += b"y" * (2040 - len(head)) + HEAD_END
     at = len(head) + split
     async with serving(max_header_bytes=2048) as server:
         reader, writer = await asyncio.open_connection(*server.address)
-        await server.say(writer, (head + body)[:at], (head + body)[at:])
+        await server.send_packets(writer, (head + body)[:at], (head + body)[at:])
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
         writer.close()
 
@@ -175,7 +176,7 @@ async def test_a_connection_over_the_limit_is_answered_503_until_another_closes(
 async def test_a_client_that_reads_nothing_is_disconnected() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S) as server:
-        with never_reads(server) as connection:
+        with unread_socket(server) as connection:
             await loop.sock_connect(connection, server.address)
 
             async def ask() -> None:
@@ -190,7 +191,7 @@ async def test_a_client_that_reads_nothing_is_disconnected() -> None:
 async def test_a_websocket_that_reads_nothing_is_disconnected() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S, max_body_bytes=2**20) as server:
-        with never_reads(server) as connection:
+        with unread_socket(server) as connection:
             await loop.sock_connect(connection, server.address)
             await loop.sock_sendall(connection, HANDSHAKE)
             step = frame(0x81, b'{"tokens": [1]}')
@@ -208,7 +209,7 @@ async def test_an_unread_stream_of_events_is_closed_with_its_generation() -> Non
     body = json.dumps({"tokens": [1], "max_tokens": 4096, "stream": True}).encode()
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S) as server:
-        with never_reads(server) as connection:
+        with unread_socket(server) as connection:
             await loop.sock_connect(connection, server.address)
             await loop.sock_sendall(
                 connection, b"POST /v1/generate HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
@@ -220,10 +221,10 @@ async def test_an_unread_stream_of_events_is_closed_with_its_generation() -> Non
 async def test_a_client_that_reads_slowly_stays_connected() -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=1) as server:
-        with never_reads(server) as connection:
+        with unread_socket(server) as connection:
             await loop.sock_connect(connection, server.address)
             asking = asyncio.create_task(loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 100))
-            for _ in range(100):  # so the server holds the rest of the answers for longer than its timeout
+            for _ in range(100):  # the server holds unsent answers for longer than send_timeout_s
                 assert await loop.sock_recv(connection, 2048)
                 await asyncio.sleep(0.025)
             assert len(server.server_state.connections) == 1
@@ -233,7 +234,7 @@ async def test_a_client_that_reads_slowly_stays_connected() -> None:
 
 @pytest.mark.parametrize("kind", ["events", "websocket"])
 def test_a_hundred_clients_that_read_nothing_are_disconnected_by_a_real_server(kind: str) -> None:
-    """Each is sent some tens of KB, which fit into the kernel's buffers."""
+    """The server sends each client some tens of KB, which fit into the kernel's buffers."""
     with live_server(WANE_BUNDLES=BUNDLE, WANE_SEND_TIMEOUT_S="1") as server, ExitStack() as stack:
         url = httpx.URL(server.url)
         body = json.dumps({"input": "The", "max_tokens": 100, "stream": True}).encode()
@@ -281,7 +282,7 @@ async def test_trailers_and_chunk_extensions_are_limited(first: bytes, more: byt
 
 
 @pytest.mark.parametrize("line", [b"GET /healthz", b"POST /healthz"])
-async def test_an_answer_before_the_end_of_a_body_is_the_last(line: bytes) -> None:
+async def test_an_answer_sent_before_the_end_of_the_body_closes_the_connection(line: bytes) -> None:
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(CHUNKED % line + b"0\r\n" + FIELDS)
@@ -317,7 +318,7 @@ async def test_trailers_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("begun", [b"\x81", b"\x81\x8f", frame(0x81, b"{}")[:-1]], ids=["opcode", "head", "text"])
-async def test_an_incomplete_message_after_a_whole_one_is_timed_out(begun: bytes) -> None:
+async def test_an_incomplete_message_after_a_whole_message_is_timed_out(begun: bytes) -> None:
     async with serving(body_timeout_s=ENOUGH_S) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(HANDSHAKE)
@@ -339,7 +340,7 @@ async def test_a_websocket_with_many_frames_but_no_message_is_closed(frames: byt
     assert b"too many frames" in said
 
 
-async def test_a_closed_websocket_reads_no_more_messages() -> None:
+async def test_the_server_reads_no_more_messages_of_a_closed_websocket() -> None:
     async with serving(api_keys="alice:alice-0123456789abcdefgh") as server:
         said = await flood(server, HANDSHAKE, frame(0x81) * 5000, 2**26)
         assert b"unauthorized" in said
@@ -350,7 +351,7 @@ async def test_a_closed_websocket_reads_no_more_messages() -> None:
     assert caught.value.rcvd is not None and caught.value.rcvd.code == 1008
 
 
-async def test_many_messages_at_once_are_answered_in_order() -> None:
+async def test_many_messages_in_one_packet_are_answered_in_order() -> None:
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         steps = [frame(0x81, b'{"expected_position": %d, "tokens": [1]}' % at) for at in range(600)]

@@ -1,4 +1,5 @@
-"""Both protocol classes answer mutated requests alike. `python -m tests.service.net.http_fuzz` tries more."""
+"""Wane's and uvicorn's protocol classes answer mutated requests the same. `python -m tests.service.net.http_fuzz` plays
+more cases."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ async def test_both_protocol_classes_answer_mutated_requests_alike() -> None:
     assert counted.total() == CASES and counted["same"] > CASES / 2
 
 
-async def test_a_difference_is_found() -> None:
+async def test_the_fuzz_finds_a_difference() -> None:
     fuzz = Fuzz(sure_s=0.0)
     fuzz.theirs.registry.engine.failure = Overloaded("planted")
     _, different = await fuzz.run(SEED, range(20))

@@ -1,4 +1,4 @@
-"""Consecutive requests of one connection are answered in order, even before refused ones."""
+"""Tests that the server answers the requests of a connection in order, even if it refuses one of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def engine_of(server: SlowClient) -> FakeEngine:
 
 @asynccontextmanager
 async def held(server: SlowClient) -> AsyncIterator[tuple[FakeEngine, asyncio.Event]]:
-    """Holds the engine's answers until the event is set, at the latest at the end of the block."""
+    """Holds the engine's answers until the test sets the event, or until the end of the block."""
     engine = engine_of(server)
     engine.wait = wait = asyncio.Event()
     try:
@@ -56,8 +56,8 @@ async def held(server: SlowClient) -> AsyncIterator[tuple[FakeEngine, asyncio.Ev
         wait.set()
 
 
-async def deafness(server: SlowClient) -> None:
-    """Waits until every connection of the server drops received bytes."""
+async def until_discarding(server: SlowClient) -> None:
+    """Waits until every connection of the server discards the bytes that it receives."""
     await until(lambda: all(connection.discarding for connection in server.server_state.connections))  # type: ignore[union-attr]
 
 
@@ -84,7 +84,9 @@ async def test_a_malformed_request_is_answered_after_earlier_requests_of_its_pac
     ],
     ids=["line", "chunk", "chunk later", "long", "long in two", "extension", "slow head", "slow body"],
 )
-async def test_a_refusal_waits_for_the_answer_before_it(reason: str, status: int, bad: list[bytes]) -> None:
+async def test_a_refusal_is_sent_after_the_answer_to_the_previous_request(
+    reason: str, status: int, bad: list[bytes]
+) -> None:
     connection_limits = {"header_timeout_s": SOON_S, "body_timeout_s": SOON_S, "max_header_bytes": 2048}
     async with serving(**connection_limits) as server, held(server) as (engine, wait):
         reader, writer = await asyncio.open_connection(*server.address)
@@ -93,7 +95,7 @@ async def test_a_refusal_waits_for_the_answer_before_it(reason: str, status: int
         for part in bad:
             writer.write(part)
             await asyncio.sleep(0.01)
-        await deafness(server)
+        await until_discarding(server)
         assert counted(server) == {reason: 1}
         wait.set()
         assert statuses(await reader.read()) == [200, status]
@@ -109,7 +111,7 @@ async def test_a_malformed_request_after_a_stream_of_events_is_answered_after_it
         writer.write(STREAM)
         said = await reader.readuntil(b"event: token")
         writer.write(MALFORMED["request line"])
-        await deafness(server)
+        await until_discarding(server)
         engine.wait_after_first_token.set()
         said += await reader.read()
         assert statuses(said) == [200, 400]
@@ -160,8 +162,8 @@ async def test_a_disconnection_cancels_the_running_request_while_another_waits()
         assert len(engine.asked) == 1
 
 
-async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Reads the WebSocket's handshake response, and sends a step."""
+async def send_step(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Reads the response to the WebSocket's handshake, and sends a step."""
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 101 ")
     writer.write(frame(0x81, b'{"tokens": [1]}'))
@@ -176,13 +178,13 @@ async def test_a_websocket_starts_after_the_answers_to_earlier_requests(requests
         for one in requests:
             writer.write(one)
             await engine.waiting.wait()
-        await deafness(server)
+        await until_discarding(server)
         wait.set()
         for _ in range(requests[0].count(b"POST")):
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200 ")
             await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
-        await speak(reader, writer)
+        await send_step(reader, writer)
         writer.close()
 
 
@@ -194,7 +196,7 @@ async def test_a_websocket_after_a_stream_of_events_has_no_keep_alive_timeout() 
         stream = await reader.readuntil(b"\r\n0\r\n\r\n")
         assert statuses(stream) == [200] and b"event: finish" in stream
         await asyncio.sleep(2 * SOON_S)
-        await speak(reader, writer)
+        await send_step(reader, writer)
         writer.close()
 
 
@@ -205,7 +207,7 @@ async def test_a_websocket_that_sends_before_its_handshake_is_answered_is_refuse
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(PREDICT + HANDSHAKE + early * at_once)
         await engine.waiting.wait()
-        await deafness(server)
+        await until_discarding(server)
         writer.write(early)
         await until(lambda: counted(server) == {"handshake": 1})
         wait.set()
@@ -225,7 +227,7 @@ SMUGGLED = b"DELETE /v1/sessions/victim HTTP/1.1\r\nhost: wane\r\n\r\n"
 
 
 def with_upgrade(request: bytes) -> bytes:
-    """Returns the request with an upgrade to HTTP/2, like from a client that speaks both."""
+    """Returns the request with an offer to upgrade to HTTP/2, as a client sends it that supports both versions."""
     return request.replace(b"host", H2C + b"host", 1)
 
 
@@ -238,7 +240,7 @@ def in_chunks(request: bytes) -> bytes:
 
 
 async def in_two(server: SlowClient, request: bytes, at: int) -> bytes:
-    """Returns the response to a request in two packets. The second is sent after the server has read the first."""
+    """Sends a request in two packets, the second after the server has read the first. Returns the response."""
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(request[:at])
     await until(
@@ -337,7 +339,7 @@ async def test_white_space_around_a_handshake_s_header_values_is_ignored() -> No
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(handshake)
-        await speak(reader, writer)
+        await send_step(reader, writer)
         writer.close()
 
 

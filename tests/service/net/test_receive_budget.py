@@ -1,4 +1,4 @@
-"""The receive budget: unanswered bytes over all connections."""
+"""Tests of the receive budget, which limits the unanswered bytes of all connections together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINE = b"POST /v1/predict"
 
 
 def post(body: bytes, length: int | None = None) -> bytes:
-    """Returns a request with this declared length, after which the connection is closed."""
+    """Returns a request with this content-length. It asks the server to close the connection after the answer."""
     head = LINE + b" HTTP/1.1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
     return head % (len(body) if length is None else length) + body
 
@@ -33,7 +33,7 @@ def chunked(body: bytes) -> bytes:
 
 @asynccontextmanager
 async def connected(server: SlowClient, first: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """Opens a connection, and sends bytes."""
+    """Opens a connection, and sends `first`."""
     reader, writer = await asyncio.open_connection(*server.address)
     if first.startswith(HANDSHAKE):
         writer.write(HANDSHAKE)
@@ -45,7 +45,8 @@ async def connected(server: SlowClient, first: bytes) -> AsyncIterator[asyncio.S
 
 @asynccontextmanager
 async def filled(server: SlowClient) -> AsyncIterator[None]:
-    """Opens two connections that have sent the largest body except its end."""
+    """Opens two connections, and sends the largest body on each, except its last 100 bytes. This fills most of the
+    budget."""
     almost = post(MOST[:-100], len(MOST))
     async with connected(server, almost), connected(server, almost):
         await until(lambda: server.receive_budget.taken >= 2 * (len(MOST) - 100))
@@ -73,7 +74,7 @@ async def test_received_bytes_are_counted_until_they_are_answered() -> None:
         for body in (LARGE, MOST, LARGE):
             async with connected(server, post(body).replace(b"connection: close\r\n", b"")) as reader:
                 assert (await reader.readline()).endswith(b" 200 OK\r\n")
-                await until(lambda: server.receive_budget.taken == 0)  # although the connection is kept alive
+                await until(lambda: server.receive_budget.taken == 0)  # the connection stays open
         async with connected(server, HANDSHAKE + frame(0x81, LARGE) * 10) as reader:
             for _ in range(10):
                 await reader.readuntil(b'"predictions"')
@@ -110,7 +111,7 @@ async def test_disconnected_clients_free_their_share_of_the_budget() -> None:
             assert status_of(await dialogue(server, post(LARGE))) == 200
 
 
-def test_shares_use_one_budget_and_small_ones_are_not_counted() -> None:
+def test_connections_use_one_budget_and_small_amounts_are_not_counted() -> None:
     receive_budget = ReceiveBudget(3 * SMALL_BYTES)
     one, other = ReceiveShare(receive_budget), ReceiveShare(receive_budget)
     assert one.is_now(2 * SMALL_BYTES) and other.is_now(SMALL_BYTES) and receive_budget.taken == 2 * SMALL_BYTES

@@ -1,4 +1,4 @@
-"""The queue of a WebSocket's messages, in both kinds of task."""
+"""Tests of the queue of a WebSocket's messages, with eager tasks and with asyncio's own tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 @pytest.fixture(params=[EagerTask, asyncio.ensure_future], ids=["eager task", "task"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Starts a coroutine. Returns an awaitable."""
+    """A function that starts a coroutine and returns an awaitable."""
     kind: Run = request.param
     return kind
 
@@ -41,7 +41,7 @@ async def test_a_disconnection_cancels_the_work(queue: ReceiveQueue, run: Run) -
         await working
 
 
-async def test_work_after_a_disconnection_has_a_grace_period(queue: ReceiveQueue, run: Run) -> None:
+async def test_work_may_continue_for_a_grace_period_after_a_disconnection(queue: ReceiveQueue, run: Run) -> None:
     async def work() -> object:
         assert await queue.get() is MESSAGE
         with queue:
@@ -55,7 +55,7 @@ async def test_work_after_a_disconnection_has_a_grace_period(queue: ReceiveQueue
     assert await run(work()) is DISCONNECT
 
 
-async def test_another_cancellation_is_not_a_disconnection(queue: ReceiveQueue) -> None:
+async def test_a_cancellation_by_another_caller_is_not_a_disconnection(queue: ReceiveQueue) -> None:
     async def work() -> None:
         with queue:
             await asyncio.Event().wait()
@@ -82,13 +82,13 @@ async def test_messages_are_read_in_order(queue: ReceiveQueue, run: Run) -> None
     assert queue.empty()
 
 
-async def test_put_now_resumes_the_reader_at_once(queue: ReceiveQueue) -> None:
+async def test_put_now_resumes_the_reader_immediately(queue: ReceiveQueue) -> None:
     reading = EagerTask(queue.get())
     queue.put_now(MESSAGE)
     assert reading.done and reading.result() is MESSAGE
 
 
-async def test_put_nowait_resumes_the_reader_in_the_next_turn(queue: ReceiveQueue) -> None:
+async def test_put_nowait_resumes_the_reader_in_the_next_turn_of_the_event_loop(queue: ReceiveQueue) -> None:
     reading = EagerTask(queue.get())
     queue.put_nowait(MESSAGE)
     assert not reading.done
@@ -96,7 +96,7 @@ async def test_put_nowait_resumes_the_reader_in_the_next_turn(queue: ReceiveQueu
     assert reading.done and reading.result() is MESSAGE
 
 
-async def test_a_message_of_an_interrupted_reader_is_kept_for_the_next(queue: ReceiveQueue) -> None:
+async def test_a_message_for_an_interrupted_reader_is_kept_for_the_next_reader(queue: ReceiveQueue) -> None:
     reading = EagerTask(queue.get())
     queue.put_nowait(MESSAGE)
     reading.interrupt()

@@ -1,4 +1,4 @@
-"""Rejected connections are counted by reason, and logged."""
+"""Tests that the server counts rejected connections for each reason, and logs them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.service.slow_client import (
     dialogue,
     flood,
     frame,
-    never_reads,
     serving,
+    unread_socket,
     until,
 )
 from wane.service.api.exchange import HUNG_UP
@@ -50,7 +50,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[Fields]]:
 
 
 def counted(server: SlowClient) -> dict[str, float]:
-    """Returns the number of rejected connections by reason."""
+    """Returns the number of rejected connections for each reason."""
     (metric,) = server.metrics.connections_rejected.collect()
     samples = [one for one in metric.samples if one.name == "wane_connections_rejected_total"]
     assert {one.labels["reason"] for one in samples} == {reason.value for reason in RejectReason}
@@ -116,7 +116,9 @@ async def test_a_connection_over_the_limit_is_counted_and_logged(lines: list[Fie
     assert [one for one in lines if one["message"] == "refused"] == [line("too_many", 503)] * 2
 
 
-async def test_a_slow_body_after_its_answer_closes_without_another_answer(lines: list[Fields]) -> None:
+async def test_a_slow_body_that_is_already_answered_closes_the_connection_without_another_answer(
+    lines: list[Fields],
+) -> None:
     async with serving(header_timeout_s=SOON_S, body_timeout_s=SOON_S) as server:
         said = await dialogue(server, POST.replace(b"/v1/predict", b"/nowhere"), b" ")
         assert status_of(said) == 404 and counted(server) == {"slow_body": 1}
@@ -134,7 +136,7 @@ async def test_a_slow_body_that_a_route_reads_is_counted_as_a_request(lines: lis
 async def test_clients_that_read_nothing_are_counted_and_logged(lines: list[Fields]) -> None:
     loop = asyncio.get_running_loop()
     async with serving(send_timeout_s=SOON_S) as server:
-        with never_reads(server) as connection:
+        with unread_socket(server) as connection:
             await loop.sock_connect(connection, server.address)
             asking = asyncio.create_task(loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 1000))
             await until(lambda: counted(server) == {"unread": 1})

@@ -1,4 +1,4 @@
-"""The tested releases of uvicorn and websockets, and the server on other releases."""
+"""Tests of the list of tested releases of uvicorn and websockets, and of a server on an untested release."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wane.service.net.releases import NOT_IN_FORCE, TESTED, untested_releases
 from wane.service.settings import Settings
 
 
-def test_only_the_tested_releases_are_installed_and_allowed() -> None:
+def test_the_tested_releases_are_installed_and_the_only_allowed_releases() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for name, release in TESTED.items():
         assert version(name) == release
@@ -24,7 +24,7 @@ def test_only_the_tested_releases_are_installed_and_allowed() -> None:
     assert untested_releases() == []
 
 
-def test_an_untested_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warning_names_an_untested_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wane.service.net.releases.version", lambda name: "0.0.1")
     assert untested_releases() == ["uvicorn 0.0.1", "websockets 0.0.1"]
 
@@ -38,7 +38,7 @@ def test_the_limits_that_uvicorn_lacks_are_documented() -> None:
 
 @pytest.fixture(scope="module")
 def untested() -> Iterator[LiveServer]:
-    """The real server, with the installed uvicorn treated as an untested release."""
+    """The real server, which takes the installed uvicorn for an untested release."""
     with live_server(plain_uvicorn=True, WANE_BUNDLES=BUNDLE, WANE_MAX_HEADER_BYTES="1024") as server:
         yield server
 
@@ -49,14 +49,14 @@ def client(untested: LiveServer) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_one_warning_names_the_release_and_the_limits_not_in_force(untested: LiveServer) -> None:
+def test_one_warning_names_the_release_and_the_limits_that_it_does_not_enforce(untested: LiveServer) -> None:
     lines = [json.loads(line) for line in untested.said]
     (warning,) = [line["message"] for line in lines if line["level"] == "warning"]
     assert "not tested with uvicorn 0.0.1: " in warning
     assert all(name in warning for name in (*NOT_IN_FORCE, "body_timeout_s"))
 
 
-def test_a_limit_that_uvicorn_lacks_is_not_in_force(client: httpx.Client) -> None:
+def test_a_limit_that_uvicorn_lacks_is_not_enforced(client: httpx.Client) -> None:
     assert client.get("/healthz", headers={"x-long": "y" * 3000}).status_code == 200
 
 

@@ -1,4 +1,5 @@
-"""The server's own WebSocket protocol: messages in every split, and texts of every length."""
+"""Tests of the server's own WebSocket protocol, with messages that are split at every byte and with texts of every
+length."""
 
 from __future__ import annotations
 
@@ -31,12 +32,13 @@ def masked(text: bytes, opcode: Opcode = Opcode.TEXT, *, fin: bool = True) -> by
 
 
 def fragmented(text: bytes) -> bytes:
-    """Returns a message of two frames with a ping between them."""
+    """Returns a message as two frames, with a ping frame between them."""
     return masked(text[:5], fin=False) + masked(b"", Opcode.PING) + masked(text[5:], Opcode.CONT)
 
 
 async def positions(pieces: list[bytes], count: int) -> list[int]:
-    """Sends steps in these pieces, one a turn of the event loop. Returns their positions."""
+    """Sends the bytes of some steps in these pieces, one piece in each turn of the event loop. Returns the positions in
+    the answers."""
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(HANDSHAKE)
@@ -90,7 +92,7 @@ FRAGMENTS = fragmented(SECOND)
         "a mask of zeros",
     ],
 )
-async def test_messages_are_the_same_in_every_split(pieces: list[bytes]) -> None:
+async def test_the_same_messages_are_read_however_the_bytes_are_split(pieces: list[bytes]) -> None:
     assert await positions(pieces, 3) == [1, 2, 3]
 
 
@@ -103,7 +105,7 @@ async def test_a_whole_message_within_another_message_is_an_error() -> None:
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(0)
-        said = await reader.read()  # until it is closed
+        said = await reader.read()  # until the server closes the connection
         writer.close()
     assert b"expected a continuation frame" in said and said.count(b'"position"') <= 1
 
@@ -124,7 +126,7 @@ async def test_a_whole_message_within_another_message_is_an_error() -> None:
     ],
     ids=["one byte", "a header", "fragment", "bytes", "reserved", "long", "more", "less", "no mask", "no mask, longer"],
 )
-def test_other_data_than_one_short_text_is_left_to_the_library(data: bytes) -> None:
+def test_data_other_than_one_short_text_is_parsed_by_websockets(data: bytes) -> None:
     assert short_text(data) is None
 
 
@@ -134,8 +136,9 @@ def test_a_short_text_is_read(size: int) -> None:
 
 
 @asynccontextmanager
-async def saying(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[str]:
-    """Starts a server that sends these texts on every WebSocket. Sets `refused` after a send that failed as it must."""
+async def serving_texts(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[str]:
+    """Starts a server that sends these texts on every WebSocket. After the client disconnects, the server checks that
+    another send fails, and then sets `refused`."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         channel = scope[CHANNEL]
@@ -147,7 +150,7 @@ async def saying(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[st
             pass
         with pytest.raises(ClientDisconnected):
             await channel.send_text(b"late")
-        await channel.send_close(1000, "late")  # does nothing
+        await channel.send_close(1000, "late")  # has no effect, and raises nothing
         refused.set()
 
     named = protocols(Settings(), Metrics())
@@ -163,7 +166,7 @@ async def saying(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[st
 async def test_texts_of_every_length_are_received_unchanged() -> None:
     texts = [b"x" * size for size in (0, 1, 125, 126, 65_535, 65_536, 300_000)]
     refused = asyncio.Event()
-    async with saying(texts, refused) as url:
+    async with serving_texts(texts, refused) as url:
         async with connect(url, proxy=None) as client:
             assert [await client.recv() for _ in texts] == [text.decode() for text in texts]
         await refused.wait()
@@ -173,7 +176,7 @@ async def test_texts_of_every_length_are_received_unchanged() -> None:
 
 
 def random_frame(rng: random.Random) -> bytes:
-    """Returns a frame of any kind and length. The length sometimes has more bytes than it needs."""
+    """Returns a frame of a random kind and length. Sometimes encodes the length in more bytes than necessary."""
     payload = rng.randbytes(rng.choice((0, 1, 125, 126, 127, 300, 65_535, 65_536)))
     lengths = [b"\x7f" + len(payload).to_bytes(8)]
     if len(payload) <= 0xFFFF:
@@ -184,7 +187,7 @@ def random_frame(rng: random.Random) -> bytes:
     return rng.randbytes(1) + bytes([length[0] | 0x80]) + length[1:] + rng.randbytes(4) + payload
 
 
-def test_frame_boundaries_are_found_in_every_split() -> None:
+def test_frame_boundaries_are_found_however_the_bytes_are_split() -> None:
     rng = random.Random(5)
     for _ in range(200):
         frames = [random_frame(rng) for _ in range(rng.randint(1, 6))]

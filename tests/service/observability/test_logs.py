@@ -1,4 +1,4 @@
-"""The content of log lines, and when they are written."""
+"""Tests of the content of log lines, and of the time when they are written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT_S = 60
 
 
 class Stream(io.StringIO):
-    """Records every write."""
+    """A stream that records every write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def messages(stream: Stream) -> list[str]:
     return [json.loads(line)["message"] for line in stream.getvalue().splitlines()]
 
 
-def test_a_warning_is_written_at_once_after_the_lines_before_it(logger: logging.Logger, stream: Stream) -> None:
+def test_a_warning_is_written_immediately_with_all_earlier_lines(logger: logging.Logger, stream: Stream) -> None:
     for text in ("one", "two"):
         logger.info(text)
     logger.warning("three")
@@ -72,7 +72,7 @@ def test_a_single_line_is_written(logger: logging.Logger, stream: Stream) -> Non
 
 
 @pytest.mark.parametrize("text", ["é ẞ 漢", 'a "quoted" \\ line\nand another', "half a pair: \ud800"])
-def test_any_line_is_one_json_object(text: str) -> None:
+def test_every_line_is_one_json_object(text: str) -> None:
     record = logging.makeLogRecord({"msg": text, "fields": {"path": text, "odd": {1, 2}}})
     line = JsonFormatter().format(record)
     assert "\n" not in line

@@ -1,4 +1,4 @@
-"""Wane's histograms are exported exactly like prometheus_client's."""
+"""Tests that Wane's histograms export the same text as prometheus_client's histograms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def shown(registry: CollectorRegistry) -> list[str]:
     return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
 
 
-def test_what_is_exposed_is_what_the_library_exposes() -> None:
+def test_a_histogram_exports_the_same_text_as_the_library() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     mine = Histogram("wane_x_seconds", "Some text.", ("model", "mode"), BOUNDS, ours)
     library = prometheus_client.Histogram(
@@ -32,7 +32,7 @@ def test_what_is_exposed_is_what_the_library_exposes() -> None:
     assert shown(ours) == shown(theirs)
 
 
-def test_one_without_labels_is_there_from_the_start() -> None:
+def test_a_histogram_without_labels_is_exported_before_its_first_value() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     mine = Histogram("wane_y", "Some text.", (), BOUNDS, ours)
     library = prometheus_client.Histogram("wane_y", "Some text.", buckets=BOUNDS, registry=theirs)
@@ -57,13 +57,13 @@ def test_the_latest_traced_value_of_a_bucket_is_its_exemplar(monkeypatch: pytest
     assert "trace_id" not in generate_latest(ours).decode()
 
 
-def test_labels_that_there_are_not_are_refused() -> None:
+def test_unknown_labels_are_refused() -> None:
     mine = Histogram("wane_z", "Some text.", ("model",), BOUNDS, CollectorRegistry())
     with pytest.raises(ValueError, match="wane_z has the labels"):
         mine.labels("a", "b")
 
 
-def test_two_of_one_name_are_refused() -> None:
+def test_a_second_histogram_of_the_same_name_is_refused() -> None:
     registry = CollectorRegistry()
     Histogram("wane_z", "Some text.", (), BOUNDS, registry)
     with pytest.raises(ValueError, match="Duplicated"):

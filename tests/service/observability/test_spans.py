@@ -1,4 +1,4 @@
-"""Spans of requests and messages from a real client, over the fake engine."""
+"""Tests of the spans of HTTP requests and WebSocket messages from a real client, over the fake engine."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def spans() -> Spans:
 
 @pytest.fixture
 def app(spans: Spans) -> Application:
-    """Replaces the fixture without tracing."""
+    """Replaces the fixture `app`, which has no tracing."""
     registry = cast(ModelRegistry, FakeRegistry())
     return create_app(Settings(), registry, Metrics(), on_load_failure=never, tracing=spans.tracing)
 
 
 class Nowhere:
-    """Discards a response."""
+    """A connection that discards its response."""
 
     def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         assert status == 200
@@ -84,7 +84,7 @@ async def test_a_request_whose_client_does_not_sample_it_leaves_no_span(
 
 
 @pytest.mark.parametrize("is_dispatched", [False, True], ids=["ASGI", "dispatched"])
-async def test_an_unsampled_request_is_not_part_of_the_context_it_starts_in(
+async def test_an_unsampled_request_does_not_inherit_the_current_span(
     app: Application, client: httpx.AsyncClient, engine: FakeEngine, spans: Spans, is_dispatched: bool
 ) -> None:
     seen: list[object] = []
@@ -157,7 +157,7 @@ async def test_every_message_of_a_websocket_is_a_span(server: SocketServer, span
     assert attributes(bad)["error.type"] == "invalid_request" and "error.type" not in attributes(last)
 
 
-async def test_a_traced_request_is_an_exemplar_for_whoever_accepts_them(
+async def test_a_traced_request_is_an_exemplar_in_the_openmetrics_format(
     client: httpx.AsyncClient, spans: Spans
 ) -> None:
     await step(client, SAMPLED)

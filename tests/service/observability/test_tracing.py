@@ -1,4 +1,4 @@
-"""Which requests are traced, and the spans of requests and batches."""
+"""Tests of the choice of the requests that are traced, and of the spans of requests and batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
 SAMPLED = Parent(int(TRACE, 16), int(SPAN, 16), sampled=True)
 NOT_SAMPLED = SAMPLED._replace(sampled=False)
-BELOW = SAMPLED._replace(trace_id=1)  # any share but 0 samples it
+BELOW = SAMPLED._replace(trace_id=1)  # every sampling ratio above 0 samples this trace id
 ABOVE = SAMPLED._replace(trace_id=2**128 - 1)
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
 BATCH = Batch("m", "step", "cpu", items=3, failed=0, began_s=2.0, ended_s=2.5)
@@ -44,7 +44,7 @@ def test_a_traceparent_names_the_parent_span_and_whether_it_is_sampled(flags: st
         f"00-{TRACE}-{SPAN}-01\n".encode(),
     ],
 )
-def test_an_invalid_traceparent_is_no_parent(given: bytes | None) -> None:
+def test_an_invalid_traceparent_is_ignored(given: bytes | None) -> None:
     assert Parent.of(given) is None
 
 
@@ -66,7 +66,7 @@ def test_a_later_version_may_have_more_fields() -> None:
         ("traceidratio", "", [None, SAMPLED, ABOVE], []),
     ],
 )
-def test_the_sampler_of_the_variables_decides(
+def test_the_environment_variables_choose_the_sampler(
     name: str, share: str, taken: list[Parent | None], left: list[Parent | None]
 ) -> None:
     sampling = Sampling(name, share)
@@ -74,10 +74,10 @@ def test_the_sampler_of_the_variables_decides(
     assert not any(sampling.takes(parent) for parent in left)
 
 
-def test_a_share_of_requests_without_a_parent_is_sampled() -> None:
+def test_the_sampler_samples_its_ratio_of_requests_without_a_parent() -> None:
     sampling = Sampling("parentbased_traceidratio", "0.25")
     taken = sum(sampling.takes(None) for _ in range(10_000))
-    assert 2200 < taken < 2800  # six standard deviations on either side
+    assert 2200 < taken < 2800  # the limits are six standard deviations from the mean
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_an_unsupported_protocol_is_logged(caplog: pytest.LogCaptureFixture) -> 
     assert ["http/protobuf, not by grpc" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_without_the_extra_a_warning_says_that_tracing_is_off() -> None:
+def test_a_warning_says_that_tracing_is_off_if_opentelemetry_is_not_installed() -> None:
     program = """
 import sys
 sys.modules["opentelemetry.sdk"] = None  # as if it were not installed
@@ -201,7 +201,7 @@ def test_a_call_is_a_span_and_its_headers_continue_the_trace() -> None:
         assert headers == {}
 
 
-def test_a_failed_call_has_the_reason() -> None:
+def test_the_span_of_a_failed_call_has_the_reason() -> None:
     spans = Spans()
     with pytest.raises(OSError), spans.tracing.calling("GET", "/", None):
         raise OSError("nobody there")

@@ -1,4 +1,4 @@
-"""Properties of every shipped bundle, tested through the whole engine and onnxruntime."""
+"""Tests of properties of every shipped bundle, through the whole engine and onnxruntime."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STREAMED = 1000
 
 @pytest.fixture(params=PATHS, ids=[path.name for path in PATHS])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
-    """One shipped model, warmed up."""
+    """A warmed-up engine on one shipped model."""
     bundle, runner = opened(request.param)
     settings = Settings(max_batch_size=8)
     store = MemoryStore(settings.session_history_tokens, settings.session_ttl_s, settings.session_budget_bytes)
@@ -48,7 +48,7 @@ def some_tokens(engine: Engine, count: int) -> tuple[int, ...]:
 
 
 async def own_tokens(engine: Engine, count: int) -> tuple[int, ...]:
-    """Tokens drawn by the model itself: they are typical, and mostly among its hundred most probable."""
+    """Returns tokens that the model itself has generated. Most of them are among the hundred most probable."""
     request = GenerateRequest(some_tokens(engine, 10), max_tokens=count, seed=1)
     items = [item async for item in await engine.generate(request)]
     return tuple(item.token_id for item in items if isinstance(item, GeneratedToken))
@@ -58,7 +58,7 @@ def logprobs(answer: Answer) -> dict[int, float]:
     return {one.token_id: one.logprob for one in answer.predictions}
 
 
-async def test_a_thousand_tokens_streamed_are_a_thousand_tokens_scored(engine: Engine) -> None:
+async def test_stepping_a_thousand_tokens_agrees_with_scoring_them(engine: Engine) -> None:
     tokens = await own_tokens(engine, STREAMED)
     score = await engine.score(ScoreRequest(tokens))
     session = (await engine.create_session()).session
@@ -77,7 +77,7 @@ async def test_a_thousand_tokens_streamed_are_a_thousand_tokens_scored(engine: E
     assert logprobs(answer) == pytest.approx(logprobs(whole), abs=1e-4)
 
 
-async def test_a_truncated_sequence_is_the_models_own_forward_pass_over_its_tokens_and_no_others(
+async def test_a_truncated_sequence_runs_exactly_its_own_tokens(
     engine: Engine,
 ) -> None:
     (path,) = (path for path in PATHS if path.name == engine.name)
@@ -101,7 +101,7 @@ async def test_a_truncated_sequence_is_the_models_own_forward_pass_over_its_toke
     assert score.logprobs[1:] == pytest.approx(own_scores, abs=1e-4)
 
 
-async def test_a_window_of_at_least_the_position_is_recurrent_bit_for_bit(engine: Engine) -> None:
+async def test_a_window_of_all_tokens_equals_the_recurrent_run_bit_for_bit(engine: Engine) -> None:
     tokens = some_tokens(engine, engine.manifest.window - 1)
     recurrent = await engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT))
     for k in (len(tokens), engine.manifest.max_window):
@@ -121,7 +121,7 @@ async def test_a_window_that_covers_a_session_agrees_with_its_steps_bit_for_bit(
     assert report["agreement"]["bound_violations"] == 0
 
 
-async def test_batched_and_padded_equals_single(engine: Engine) -> None:
+async def test_a_padded_batch_equals_single_runs(engine: Engine) -> None:
     tokens = some_tokens(engine, 60)
     requests = [PredictRequest(tokens[:n], mode=Mode.RECURRENT, top_k=50) for n in (60, 41, 59, 33, 60)]
     together = await engine.predict_many(requests)
@@ -131,7 +131,7 @@ async def test_batched_and_padded_equals_single(engine: Engine) -> None:
         assert logprobs(answer) == pytest.approx(logprobs(alone), abs=1e-4)
 
 
-async def test_a_session_rebuilt_from_its_whole_tail_equals_one_that_stayed(engine: Engine) -> None:
+async def test_a_session_rebuilt_from_all_its_tokens_equals_a_resident_session(engine: Engine) -> None:
     tokens = some_tokens(engine, 40)
     session = (await engine.create_session()).session
     await engine.submit(StepRequest(session, tokens))
@@ -143,7 +143,7 @@ async def test_a_session_rebuilt_from_its_whole_tail_equals_one_that_stayed(engi
     assert logprobs(rebuilt) == pytest.approx(logprobs(stayed), abs=1e-4)
 
 
-async def test_sessions_stepped_side_by_side_do_not_mix(engine: Engine) -> None:
+async def test_sessions_in_one_batch_do_not_affect_each_other(engine: Engine) -> None:
     texts = [some_tokens(engine, 30 + index) for index in range(8)]
     sessions = [(await engine.create_session()).session for _ in texts]
 
@@ -161,7 +161,8 @@ async def test_sessions_stepped_side_by_side_do_not_mix(engine: Engine) -> None:
 
 @pytest.mark.parametrize("token", [1336, 5, 2047])
 async def test_a_token_repeated_for_long_gets_no_false_proof(engine: Engine, token: int) -> None:
-    """After 367 times token 1336, the first token of `lstm` differs between float32 and exact arithmetic."""
+    """After 367 repetitions of the token 1336, the most probable token of `lstm` differs between float32 and exact
+    arithmetic."""
     manifest, held = engine.manifest, (token,) * 367
     answer = await engine.submit(PredictRequest(held, mode=Mode.RECURRENT))
     reference = Reference(manifest.architecture, opened(FOLDER / manifest.name)[0].weights())

@@ -45,13 +45,13 @@ def make(path: Path, **settings: Any) -> ModelRegistry:
 
 
 @pytest.fixture
-def believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips the verification of graphs against the oracle, which these tests do not need."""
     monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
 
 
 @pytest.fixture
-async def registry(tmp_path: Path, believed: None) -> AsyncIterator[ModelRegistry]:
+async def registry(tmp_path: Path, without_verification: None) -> AsyncIterator[ModelRegistry]:
     """A registry with two loaded bundles."""
     for path in PATHS[:2]:
         shutil.copytree(path, tmp_path / path.name)
@@ -77,7 +77,7 @@ async def test_one_bundle_can_be_served_by_its_own_path(path: Path) -> None:
         registry.get()
 
 
-async def test_a_leaving_registry_is_unready_but_answers_until_it_is_closed(registry: ModelRegistry) -> None:
+async def test_a_registry_that_shuts_down_is_unready_but_answers_until_it_is_closed(registry: ModelRegistry) -> None:
     registry.leave()
     assert (registry.ready, registry.status) == (False, "draining")
     assert (await registry.get().submit(PredictRequest((1, 2, 3)))).predictions
@@ -87,8 +87,8 @@ async def test_a_leaving_registry_is_unready_but_answers_until_it_is_closed(regi
 
 
 class Gate:
-    """Blocks every load of a bundle's graphs until it is `opened`, for all or for the next load. `names`: started
-    loads."""
+    """Holds every load of a bundle's graphs until the test opens the gate for all loads or for the next load. `names`
+    lists the loads that have begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
@@ -109,7 +109,7 @@ class Gate:
 
 
 async def test_the_default_model_answers_while_the_others_are_loaded(
-    tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, without_verification: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
     for name in ("gated", "lstm", "rnn-stable"):
@@ -143,7 +143,9 @@ async def test_the_default_model_answers_while_the_others_are_loaded(
     await registry.close()
 
 
-async def test_a_session_waits_for_its_model(tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_waits_for_its_model(
+    tmp_path: Path, without_verification: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "sessions"
     before = make(FOLDER / "rnn-stable", session_file=file)
     await before.load()
@@ -176,11 +178,11 @@ async def test_a_model_that_is_still_loading_is_unloaded_once_loaded(
     await unloading
     await loading
     assert [engine.name for engine in registry.list()] == [registry.default]
-    assert await again is registry.get(), "it was loaded twice"
+    assert await again is registry.get(), "the model was loaded twice"
     await registry.close()
 
 
-async def test_a_model_is_measured_once_all_are_loaded(
+async def test_a_model_is_measured_after_all_models_are_loaded(
     registry: ModelRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await registry.close()
@@ -210,7 +212,7 @@ async def test_a_registry_lists_no_models_before_loading_or_after_closing(tmp_pa
         await registry.close()
 
 
-async def test_models_are_found_by_name_and_the_first_by_name_is_the_default(registry: ModelRegistry) -> None:
+async def test_models_are_found_by_name_and_the_alphabetically_first_is_the_default(registry: ModelRegistry) -> None:
     names = sorted(engine.name for engine in registry.list())
     assert registry.default == ("gated-stable" if "gated-stable" in names else names[0])
     assert registry.list()[0] is registry.get() is registry.get(registry.default)
@@ -234,7 +236,7 @@ async def test_a_session_is_found_only_on_its_model(registry: ModelRegistry) -> 
 
 @pytest.mark.stack
 async def test_a_session_created_again_by_another_replica_is_found_on_its_new_model(
-    tmp_path: Path, believed: None
+    tmp_path: Path, without_verification: None
 ) -> None:
     for path in PATHS[:2]:
         shutil.copytree(path, tmp_path / "bundles" / path.name)
@@ -260,7 +262,7 @@ async def test_the_report_lists_every_model(registry: ModelRegistry) -> None:
     assert [model["model"] for model in report["models"]] == [engine.name for engine in registry.list()]
 
 
-async def test_sessions_keep_at_least_the_largest_window(believed: None) -> None:
+async def test_sessions_keep_at_least_the_largest_window(without_verification: None) -> None:
     registry = make(PATHS[0], session_history_tokens=1)
     await registry.load()
     engine = registry.get()
@@ -274,7 +276,7 @@ async def test_sessions_keep_at_least_the_largest_window(believed: None) -> None
 
 
 async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_sessions(
-    tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, without_verification: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "sessions"
     before = make(PATHS[0], session_file=file)
@@ -288,7 +290,7 @@ async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_se
     assert not file.exists(), "the store opens before the first model is loaded"
     asking = asyncio.create_task(registry.wait_for())
     closing = asyncio.create_task(registry.close())
-    with pytest.raises(Unavailable, match="stopping"):  # before the load is over
+    with pytest.raises(Unavailable, match="stopping"):  # the load has not ended yet
         await asking
     assert not closing.done()
     gate.opened.set()
@@ -353,7 +355,7 @@ async def test_a_folder_without_a_bundle_and_a_path_that_is_not_a_folder_are_rej
         await make(tmp_path / "nowhere").load()
 
 
-async def test_a_budget_too_small_for_a_state_is_rejected_with_the_model(believed: None) -> None:
+async def test_a_budget_too_small_for_a_state_is_rejected_with_the_model(without_verification: None) -> None:
     with pytest.raises(RegistryError, match=r"model .*: state_budget_bytes is 1,"):
         await make(PATHS[0], state_budget_bytes=1).load()
 
@@ -386,7 +388,7 @@ def cut_the_manifest(path: Path) -> str:
 
 @pytest.mark.parametrize("spoil", [flip_a_byte, cut_the_manifest])
 async def test_a_bundle_that_cannot_be_loaded_is_skipped_and_named(
-    tmp_path: Path, believed: None, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], str]
+    tmp_path: Path, without_verification: None, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], str]
 ) -> None:
     shutil.copytree(FOLDER / "lstm", tmp_path / "lstm")
     shutil.copytree(FOLDER / "gated", tmp_path / "other")
@@ -410,7 +412,7 @@ async def test_a_bundle_that_cannot_be_loaded_is_skipped_and_named(
 
 
 async def test_a_request_that_waits_for_a_model_gets_the_reason_of_its_failure(
-    tmp_path: Path, believed: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, without_verification: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("gated", "lstm"):
         shutil.copytree(FOLDER / name, tmp_path / name)
@@ -431,8 +433,8 @@ async def test_a_request_that_waits_for_a_model_gets_the_reason_of_its_failure(
     await registry.close()
 
 
-async def test_an_unreadable_bundle_in_a_folder_named_like_another_model_is_named(
-    tmp_path: Path, believed: None, caplog: pytest.LogCaptureFixture
+async def test_the_error_names_an_unreadable_bundle_whose_folder_has_another_model_s_name(
+    tmp_path: Path, without_verification: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("lstm", "another"):
         shutil.copytree(FOLDER / "lstm", tmp_path / name)
@@ -449,7 +451,7 @@ async def test_an_unreadable_bundle_in_a_folder_named_like_another_model_is_name
         await make(tmp_path, require_all=True).load()
 
 
-async def test_a_session_whose_model_failed_to_load_still_exists(tmp_path: Path, believed: None) -> None:
+async def test_a_session_whose_model_failed_to_load_still_exists(tmp_path: Path, without_verification: None) -> None:
     file = tmp_path / "sessions"
     for name in ("lstm", "gated"):
         shutil.copytree(FOLDER / name, tmp_path / "bundles" / name)
@@ -478,7 +480,7 @@ async def test_a_graph_with_wrong_results_is_not_served(monkeypatch: pytest.Monk
 
 
 def edited(source: Path, folder: Path, *keys: str | int, value: object) -> Path:
-    """A copy of a bundle with one field of its certificate changed."""
+    """A copy of a bundle. Each test changes one field of its certificate."""
     path = shutil.copytree(source, folder / source.name)
     edit_manifest(path, "certificate", *keys, value=value)
     return path
@@ -493,9 +495,9 @@ def edited(source: Path, folder: Path, *keys: str | int, value: object) -> Path:
     ],
     ids=["factor", "rule", "contractive"],
 )
-async def test_a_model_whose_certificate_was_edited_is_served_as_uncertified_and_says_why(
+async def test_a_model_with_an_edited_certificate_is_served_as_uncertified_with_the_reason(
     tmp_path: Path,
-    believed: None,
+    without_verification: None,
     caplog: pytest.LogCaptureFixture,
     keys: tuple[str | int, ...],
     value: object,
@@ -514,7 +516,7 @@ async def test_a_model_whose_certificate_was_edited_is_served_as_uncertified_and
     assert re.search(
         f"^the certificate does not hold: certificate.*{message}.* claimed, the weights", certificate.reason
     )
-    assert str(tmp_path) not in certificate.reason, "clients are told nothing of the server's folders"
+    assert str(tmp_path) not in certificate.reason, "the message must not contain paths of the server"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith("model rnn-stable is served as uncertified: ")
     assert certificate.reason.removeprefix("the certificate does not hold: ") in warning
@@ -548,7 +550,9 @@ async def test_a_model_whose_graphs_round_more_than_measured_loses_its_certifica
     await registry.close()
 
 
-async def test_an_uncertified_model_says_why(believed: None, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_has_the_reason_why_a_model_is_uncertified(
+    without_verification: None, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     registry = make(FOLDER / "lstm")
     await registry.load()

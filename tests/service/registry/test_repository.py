@@ -36,20 +36,20 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-async def looks(poller: RepositoryPoller, times: int) -> None:
+async def poll(poller: RepositoryPoller, times: int) -> None:
     for _ in range(times):
         await poller.look()
 
 
-async def test_a_bundle_is_loaded_once_when_it_has_changed_and_settled(folder: Path) -> None:
+async def test_a_changed_bundle_is_loaded_once_after_it_has_settled(folder: Path) -> None:
     loads = Loads()
     poller = RepositoryPoller(Repository(folder), loads)
-    await looks(poller, 2)
+    await poll(poller, 2)
     assert loads.names == []
     put(folder, "2")
     await poller.look()
     assert loads.names == [], "it may still be being copied"
-    await looks(poller, 3)
+    await poll(poller, 3)
     assert loads.names == [MODEL]
 
 
@@ -63,7 +63,7 @@ async def test_a_bundle_that_is_still_being_copied_is_not_loaded(folder: Path) -
         await poller.look()
     assert loads.names == []
     (path / "weights.safetensors").write_bytes(weights)
-    await looks(poller, 2)
+    await poll(poller, 2)
     assert loads.names == ["other"]
 
 
@@ -73,19 +73,19 @@ async def test_a_failed_bundle_is_retried_when_it_changes(folder: Path, caplog: 
     poller = RepositoryPoller(Repository(folder), loads)
     for version in ("2", "3"):
         put(folder, version)
-        await looks(poller, 4)
+        await poll(poller, 4)
     assert loads.names == [MODEL, MODEL]
     assert "small has changed, and was not loaded: model 'small' was not loaded: its weights are none" in caplog.text
 
 
-async def test_a_deleted_bundle_changes_nothing_and_is_new_when_it_comes_back(folder: Path) -> None:
+async def test_a_deleted_bundle_changes_nothing_and_is_loaded_again_if_it_is_restored(folder: Path) -> None:
     loads = Loads()
     poller = RepositoryPoller(Repository(folder), loads)
     shutil.move(folder / MODEL, folder.parent / "away")
-    await looks(poller, 2)
+    await poll(poller, 2)
     assert loads.names == []
     shutil.move(folder.parent / "away", folder / MODEL)
-    await looks(poller, 2)
+    await poll(poller, 2)
     assert loads.names == [MODEL]
 
 

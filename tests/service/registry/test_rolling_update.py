@@ -1,4 +1,5 @@
-"""Two replicas with different versions of a model on one store, and sessions that move between them."""
+"""Tests of a rolling update. Two replicas with different versions of a model share one store, and sessions move between
+the replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ TAIL = 32
 
 
 class Replicas:
-    """Version 1 and version 2, which are different models with the same tokenizer."""
+    """A replica with version 1 and a replica with version 2. The versions are different models with the same
+    tokenizer."""
 
     def __init__(self) -> None:
         settings = Settings(max_batch_size=8)
@@ -69,7 +71,7 @@ async def whole(engine: Engine, tokens: list[int]) -> dict[int, float]:
     return logprobs(await engine.submit(PredictRequest(tuple(tokens), mode=Mode.RECURRENT)))
 
 
-async def test_a_session_moved_between_versions_is_rebuilt_once_by_each(replicas: Replicas) -> None:
+async def test_each_version_rebuilds_a_moved_session_once(replicas: Replicas) -> None:
     session = (await replicas.engines[0].create_session(mode=Mode.RECURRENT)).session
     tokens: list[int] = []
     states: list[StateSource] = []
@@ -81,13 +83,11 @@ async def test_a_session_moved_between_versions_is_rebuilt_once_by_each(replicas
         assert (answer.position, answer.error_bound) == (position + 1, 0.0)
         assert logprobs(answer) == pytest.approx(await whole(engine, tokens), abs=FLOAT32)
     assert Counter(states) == {StateSource.RESIDENT: 23, StateSource.REBUILT: 1}
-    assert states[:2] == [StateSource.RESIDENT, StateSource.REBUILT], (
-        "nothing is to be rebuilt of a session without tokens"
-    )
+    assert states[:2] == [StateSource.RESIDENT, StateSource.REBUILT], "a session without tokens needs no rebuild"
     assert [replicas.sample(replica, "wane_state_replays_total") for replica in (0, 1)] == [11, 11]
 
 
-async def test_sessions_on_random_replicas_are_seldom_rebuilt_and_always_right(replicas: Replicas) -> None:
+async def test_sessions_on_random_replicas_are_seldom_rebuilt_and_always_correct(replicas: Replicas) -> None:
     sessions = [(await replicas.engines[0].create_session(mode=Mode.RECURRENT)).session for _ in range(6)]
     states: Counter[StateSource] = Counter()
 
@@ -107,7 +107,7 @@ async def test_sessions_on_random_replicas_are_seldom_rebuilt_and_always_right(r
     assert states[StateSource.REBUILT] <= 2 * len(sessions)
 
 
-async def test_a_session_rewound_by_another_replica_is_not_mistaken_for_an_appended_one(replicas: Replicas) -> None:
+async def test_a_replica_detects_that_another_replica_has_rewound_a_session(replicas: Replicas) -> None:
     first, second = replicas.engines
     session = (await first.create_session(mode=Mode.RECURRENT)).session
     await first.submit(StepRequest(session, (5, 6, 7)))
@@ -119,7 +119,7 @@ async def test_a_session_rewound_by_another_replica_is_not_mistaken_for_an_appen
     assert logprobs(answer) == pytest.approx(await whole(first, [5, 9, 10, 11, 12, 13]), abs=FLOAT32)
 
 
-async def test_a_state_older_than_the_tail_is_rebuilt(replicas: Replicas) -> None:
+async def test_a_state_that_is_older_than_all_stored_tokens_is_rebuilt(replicas: Replicas) -> None:
     first, second = replicas.engines
     session = (await first.create_session(mode=Mode.RECURRENT)).session
     await first.submit(StepRequest(session, (5, 6, 7)))

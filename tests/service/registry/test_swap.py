@@ -1,4 +1,5 @@
-"""Versions of a model under live sessions: replaced, rejected, kept for their sessions, and closed when unused."""
+"""Tests of replacing a model's version while sessions use it. The registry replaces a version, rejects it, keeps it for
+its sessions, or closes it when no session needs it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.models.bundles import edit_manifest
-from tests.service.alone import alone, bytes_in_use, bytes_withheld, growth, left, named_threads, threads
+from tests.service.alone import alone, bytes_in_use, growth, live_objects, named_threads, release_free_memory, threads
 from tests.service.engine_harness import TIMEOUT_S
 from tests.service.versions import MODEL, put, retokenize
 from wane.service.engine.engine import Engine
@@ -32,13 +33,14 @@ from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRe
 TOKENS = (5, 6, 7, 8)
 FLOAT32 = 1e-5
 SWAPS = 14
-KEPT_BYTES = 1e6  # by a swap; one graph that stays is 4 MB, an engine 13
-WITHHELD_BYTES = 30e6  # after them all; 144 MB without the collection and the trim
+KEPT_BYTES = 1e6  # the most that a swap may leak; a leaked graph has 4 MB, and a leaked engine 13 MB
+WITHHELD_BYTES = 30e6  # the most free memory after all swaps; 144 MB without garbage collection and malloc_trim
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of version 1. Skips the verification of graphs against the oracle, which is tested elsewhere."""
+    """The folder with version 1 of the model. Skips the verification of graphs against the oracle, because other tests
+    cover it."""
     monkeypatch.setattr("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0)
     folder = tmp_path / "bundles"
     folder.mkdir()
@@ -70,7 +72,9 @@ def first(answer: Answer) -> tuple[int, float]:
     return answer.predictions[0].token_id, answer.predictions[0].logprob
 
 
-async def test_sessions_continue_on_the_new_version_from_their_tails(registry: ModelRegistry, folder: Path) -> None:
+async def test_sessions_continue_on_the_new_version_from_their_stored_tokens(
+    registry: ModelRegistry, folder: Path
+) -> None:
     session = (await registry.get().create_session()).session
     before = await step(registry, session, *TOKENS, position=0)
     put(folder, "2", "lstm-stable")
@@ -86,7 +90,7 @@ async def test_sessions_continue_on_the_new_version_from_their_tails(registry: M
     assert again.state is StateSource.RESIDENT
 
 
-async def test_a_step_of_the_old_version_is_replayed_by_the_new_one(registry: ModelRegistry, folder: Path) -> None:
+async def test_the_new_version_replays_a_step_of_the_old_version(registry: ModelRegistry, folder: Path) -> None:
     session = (await registry.get().create_session()).session
     await step(registry, session, *TOKENS, position=0)
     put(folder, "2", "lstm-stable")
@@ -142,7 +146,7 @@ async def test_an_old_version_finishes_requests_of_disconnected_callers(registry
     ],
     ids=["hash", "json", "version", "field", "twice"],
 )  # fmt: skip
-async def test_a_load_that_fails_keeps_the_old_version_and_says_why(
+async def test_a_failed_load_keeps_the_old_version_and_reports_the_reason(
     registry: ModelRegistry, folder: Path, spoil: object, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = registry.get()
@@ -153,7 +157,7 @@ async def test_a_load_that_fails_keeps_the_old_version_and_says_why(
     spoil(path)
     with pytest.raises(LoadFailed, match=f"model 'small' was not loaded: .*{reason}") as caught:
         await registry.load_model(MODEL)
-    assert str(folder) not in caught.value.message, "clients are told nothing of the server's folders"
+    assert str(folder) not in caught.value.message, "the message must not contain paths of the server"
     assert registry.get() is engine
     assert (await step(registry, session, 9)).state is StateSource.RESIDENT
     assert reason in caplog.text
@@ -254,7 +258,9 @@ async def test_a_version_kept_for_its_sessions_is_closed_when_all_have_expired(f
     await registry.close()
 
 
-async def test_a_session_whose_tokenizer_is_not_served_says_so(folder: Path, registry: ModelRegistry) -> None:
+async def test_the_error_for_a_session_names_a_tokenizer_that_is_not_served(
+    folder: Path, registry: ModelRegistry
+) -> None:
     session = (await registry.get().create_session()).session
     retokenize(put(folder, "2"))
     await registry.load_model(MODEL)
@@ -281,7 +287,7 @@ async def test_an_unloaded_model_is_unknown_and_its_sessions_continue_after_a_re
     assert (again.position, again.state) == (5, StateSource.REBUILT)
 
 
-async def test_tails_grow_to_the_longest_window_of_a_model_that_is_loaded(folder: Path) -> None:
+async def test_sessions_keep_as_many_tokens_as_the_longest_window_of_any_loaded_model(folder: Path) -> None:
     edit_manifest(folder / MODEL, "version", value="1")
     registry = ModelRegistry(
         Settings(bundles=folder, device="cpu", max_batch_size=4, session_history_tokens=1), Metrics()
@@ -332,7 +338,7 @@ async def test_models_cannot_be_changed_before_the_start_or_after_the_stop(folde
         await registry.close()
 
 
-async def test_metrics_are_of_the_version_that_is_served(
+async def test_metrics_have_the_version_that_is_served(
     registry: ModelRegistry, metrics: Metrics, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -360,7 +366,7 @@ async def test_a_model_that_is_unloaded_is_not_listed_as_failed(registry: ModelR
 
 
 async def swap_by_turns() -> None:
-    """Two models replace each other repeatedly under one session."""
+    """Alternately loads versions of two models while one session stays open."""
     with TemporaryDirectory() as parent, patch("wane.service.registry.loader.verify_graphs", lambda bundle, run: 0.0):
         folder = Path(parent) / "bundles"
         folder.mkdir()
@@ -375,18 +381,21 @@ async def swap_by_turns() -> None:
             put(folder, str(version), "lstm-stable" if version % 2 else "rnn-stable")
             await registry.load_model(MODEL)
             await registry.settled()
-            assert left(Engine) == [registry.get()]
+            assert live_objects(Engine) == [registry.get()]
             used.append(bytes_in_use())
             running.append(threads())
-        withheld = bytes_withheld()
+        withheld = release_free_memory()
         assert (await step(registry, session, 9)).position == SWAPS * len(TOKENS) + 1
         await registry.close()
-    assert growth(running, kinds=2) <= 0, f"after each swap there are {running} threads"
-    kept = growth(used[2:], kinds=2)  # the first load of each allocates what all of them share
-    assert kept < KEPT_BYTES, f"a swap keeps {kept:,.0f} bytes; after each of them there are {used} in use"
-    assert withheld < WITHHELD_BYTES, f"{withheld:,} bytes are free, but were not returned to the system"
+    assert growth(running, kinds=2) <= 0, f"the number of threads after each swap is {running}"
+    kept = growth(used[2:], kinds=2)  # the first load of each model allocates memory that all later loads share
+    assert kept < KEPT_BYTES, f"each swap leaks {kept:,.0f} bytes; the bytes in use after each swap are {used}"
+    assert withheld < WITHHELD_BYTES, (
+        f"{withheld:,} bytes are free, but the C library has not returned them to the kernel"
+    )
 
 
 def test_memory_and_threads_do_not_grow_over_many_swaps() -> None:
-    """The server itself must free the memory of a closed engine, by the garbage collector and the C library."""
+    """The server itself must free the memory of a closed engine: it runs the garbage collector, and makes the C library
+    release free memory."""
     alone(swap_by_turns)

@@ -15,7 +15,7 @@ from wane.service.runners.runner import DeviceError
 
 
 class NoSession:
-    """An inference session that always falls back to the CPU."""
+    """An inference session that always uses the CPU instead of the requested device."""
 
     asked: list[object]
 
@@ -63,7 +63,7 @@ def test_cuda_fails_and_auto_uses_the_cpu_if_cuda_does_not_start(
 
 
 async def run_the_largest_batch_of_each_runner() -> None:
-    """Runs the batch that takes the most memory in each of two runners of one bundle."""
+    """Runs a batch in each of two runners of one bundle. No other batch takes more memory."""
     bundle = Bundle.open(PATHS[0])
     state = {tensor.name: np.zeros((64, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
     tokens = np.ones((64, MOST_POSITIONS["scan"] // 64), np.int64)
@@ -75,7 +75,7 @@ async def run_the_largest_batch_of_each_runner() -> None:
         before.append(resident_bytes())
     first, second = before[1] - before[0], before[2] - before[1]
     assert first > 15e6, "the logits alone are 17 MB"
-    assert second < first / 4, f"the first run took {first:,} bytes, and the second {second:,} more"
+    assert second < first / 4, f"the first run took {first:,} bytes, and the second run took another {second:,} bytes"
 
 
 def test_graphs_share_one_arena() -> None:

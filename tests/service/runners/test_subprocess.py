@@ -21,7 +21,7 @@ def shadow_process() -> Iterator[SubprocessRunner]:
     runner.wait()
 
 
-def test_a_run_in_the_process_is_bit_identical(shadow_process: SubprocessRunner) -> None:
+def test_a_run_in_the_subprocess_is_bit_identical(shadow_process: SubprocessRunner) -> None:
     bundle, here = opened(PATH)
     tokens = np.array([[2, 3, 4]])
     state = {tensor.name: np.zeros((1, *tensor.shape), np.float32) for tensor in bundle.manifest.state}

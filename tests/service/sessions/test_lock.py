@@ -9,20 +9,21 @@ from wane.service.sessions.lock import MOST_WAITERS, SessionLocks
 
 
 async def until_settled() -> None:
-    """Runs every ready task to its next wait."""
+    """Runs all ready tasks until each waits again."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-class Visitors:
-    """Tasks that take a session's lock, record it, and hold it until they are released."""
+class LockHolders:
+    """Starts tasks that take a session's lock and hold it. `inside` lists the tasks that hold a lock. The event `go` of
+    a task makes it release the lock."""
 
     def __init__(self) -> None:
         self.locks = SessionLocks()
         self.inside: list[str] = []
         self.go: dict[str, asyncio.Event] = {}
 
-    def come(self, name: str, session: str = "s") -> asyncio.Task[None]:
+    def start(self, name: str, session: str = "s") -> asyncio.Task[None]:
         self.go[name] = asyncio.Event()
         return asyncio.create_task(self._visit(name, session))
 
@@ -34,53 +35,53 @@ class Visitors:
 
 
 async def test_waiters_get_the_lock_in_order() -> None:
-    visitors = Visitors()
-    tasks = [visitors.come(name) for name in "abc"]
+    holders = LockHolders()
+    tasks = [holders.start(name) for name in "abc"]
     for name in "abc":
         await until_settled()
-        assert visitors.inside == [name]
-        visitors.go[name].set()
+        assert holders.inside == [name]
+        holders.go[name].set()
     await asyncio.gather(*tasks)
-    assert not visitors.locks.waiting
+    assert not holders.locks.waiting
 
 
 async def test_sessions_do_not_wait_for_each_other() -> None:
-    visitors = Visitors()
-    tasks = [visitors.come(name, session=name) for name in "ab"]
+    holders = LockHolders()
+    tasks = [holders.start(name, session=name) for name in "ab"]
     await until_settled()
-    assert visitors.inside == ["a", "b"]
+    assert holders.inside == ["a", "b"]
     for name in "ab":
-        visitors.go[name].set()
+        holders.go[name].set()
     await asyncio.gather(*tasks)
 
 
 async def test_a_cancelled_waiter_is_skipped() -> None:
-    visitors = Visitors()
-    first, gone, last = (visitors.come(name) for name in "abc")
+    holders = LockHolders()
+    first, gone, last = (holders.start(name) for name in "abc")
     await until_settled()
     gone.cancel()
     await until_settled()
-    visitors.go["a"].set()
+    holders.go["a"].set()
     await until_settled()
-    assert visitors.inside == ["c"]
-    visitors.go["c"].set()
+    assert holders.inside == ["c"]
+    holders.go["c"].set()
     await asyncio.gather(first, last)
     assert gone.cancelled()
-    assert not visitors.locks.waiting
+    assert not holders.locks.waiting
 
 
-async def test_a_waiter_cancelled_as_it_gets_the_lock_passes_it_on() -> None:
-    visitors = Visitors()
-    async with visitors.locks.held("s"):
-        gone, last = (visitors.come(name) for name in "ab")
+async def test_a_waiter_that_is_cancelled_as_it_gets_the_lock_releases_the_lock() -> None:
+    holders = LockHolders()
+    async with holders.locks.held("s"):
+        gone, last = (holders.start(name) for name in "ab")
         await until_settled()
-    gone.cancel()  # it has the lock already, but has not run yet
+    gone.cancel()  # the task already has the lock, but has not run yet
     await until_settled()
     assert gone.cancelled()
-    assert visitors.inside == ["b"]
-    visitors.go["b"].set()
+    assert holders.inside == ["b"]
+    holders.go["b"].set()
     await last
-    assert not visitors.locks.waiting
+    assert not holders.locks.waiting
 
 
 async def test_a_failing_holder_releases_the_lock() -> None:
@@ -93,16 +94,16 @@ async def test_a_failing_holder_releases_the_lock() -> None:
         assert list(locks.waiting) == ["s"]
 
 
-async def test_the_number_of_waiters_is_limited_and_cancelled_ones_do_not_count() -> None:
-    visitors = Visitors()
+async def test_the_number_of_waiters_is_limited_and_cancelled_waiters_do_not_count() -> None:
+    holders = LockHolders()
     names = [str(index) for index in range(1 + MOST_WAITERS)]
-    tasks = [visitors.come(name) for name in names]
+    tasks = [holders.start(name) for name in names]
     await until_settled()
     with pytest.raises(Overloaded, match=f"{MOST_WAITERS} requests are already waiting for session 's'"):
-        await visitors.come("late")
+        await holders.start("late")
     tasks[-1].cancel()
     await until_settled()
-    tasks[-1] = visitors.come("in time")
+    tasks[-1] = holders.start("in time")
     for name in (*names, "in time"):
-        visitors.go[name].set()
+        holders.go[name].set()
     await asyncio.gather(*tasks)

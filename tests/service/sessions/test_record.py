@@ -13,7 +13,7 @@ def test_a_token_takes_two_bytes_if_every_id_fits(size: int, width: int) -> None
     assert tail.ids().tolist() == [0, size - 1, 1]
 
 
-def test_eos_is_cut_off_with_the_first_token() -> None:
+def test_eos_is_dropped_with_the_first_token() -> None:
     tail = TokenHistory.start(0, 300)
     input_ids = [0]
     for position in range(1, 8):
@@ -38,7 +38,7 @@ def test_appending_many_tokens_equals_appending_one_by_one() -> None:
         (5, 9, [101, 102, 103, 104]),
     ],
 )
-def test_a_tail_of_fewer_tokens_than_the_position_begins_without_eos(count: int, position: int, ids: list[int]) -> None:
+def test_an_incomplete_history_begins_without_eos(count: int, position: int, ids: list[int]) -> None:
     tail = TokenHistory.start(0, 300).ending(range(100, 100 + count), position, keep=4)
     assert tail.ids().tolist() == ids
     input_ids = ids[:]
@@ -48,7 +48,7 @@ def test_a_tail_of_fewer_tokens_than_the_position_begins_without_eos(count: int,
         assert tail.ids().tolist() == (input_ids if after <= 4 else input_ids[-4:])
 
 
-def test_the_latest_tokens_can_be_removed_but_not_all() -> None:
+def test_the_latest_tokens_can_be_removed_but_not_all_tokens() -> None:
     tail = TokenHistory.start(0, 300).append([7, 8], position=2, keep=4)
     assert tail.without_last(0) == tail
     assert tail.without_last(2).ids().tolist() == [0]

@@ -1,4 +1,4 @@
-"""Sessions that are stepped in columns: what is written to the store, and when."""
+"""Tests of sessions whose steps the engine takes in columns: what it writes to the store, and when."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from wane.service.types import Mode, StepRequest
 
 TTL_S, HISTORY, BUDGET_BYTES = 64.0, 40, 2**20
 CAPACITY = 16
-WIDTH = 1  # values of a state: one number, and one more as the output layer's input
+WIDTH = 1  # the number of values in a state; the output layer's input has as many
 
 
 def outputs(rows: int) -> Mapping[str, Array]:
-    """Returns the outputs of a run of this number of rows."""
+    """Returns the outputs of a run with this number of rows."""
     return {HIDDEN: np.ones((rows, WIDTH), np.float32), f"{NEXT}h": np.ones((rows, WIDTH), np.float32)}
 
 
@@ -49,7 +49,7 @@ class Bench:
         self.store.write = note  # type: ignore[method-assign,assignment]
 
     async def start(self, session: str) -> None:
-        """A session after its first token, 5, whose steps are columns from now on."""
+        """Creates a session, and appends its first token, 5. From now on its steps are taken in columns."""
         await self.store.create(SessionRecord(session, "m", "1", Mode.AUTO, 0, TokenHistory.start(0, 300)))
         created = self.store.get_cached(session)
         assert created is not None
@@ -60,13 +60,13 @@ class Bench:
         self.resident.add(record)
 
     def step(self, *sessions: str, token: int = 6) -> None:
-        """Appends one token to each of different sessions, in one batch."""
+        """Appends one token to each session, in one batch. The sessions must be different."""
         slots = [self.cache.slot_of(session) for session in sessions]
         tokens = np.full(len(sessions), token)
         self.resident.commit(np.array(slots, np.intp), sessions, tokens, outputs(len(sessions)))
 
     async def record(self, session: str) -> SessionRecord:
-        """Returns the session as the store has it."""
+        """Returns the session's record in the store."""
         found = await self.store.get(session)
         assert found is not None
         return found
@@ -77,14 +77,16 @@ def bench() -> Bench:
     return Bench()
 
 
-async def test_the_store_is_written_to_once_in_32_steps(bench: Bench) -> None:
+async def test_a_session_is_written_to_the_store_once_in_32_steps(bench: Bench) -> None:
     await bench.start("a")
     for _ in range(2 * RECENT + 1):
         bench.step("a")
     assert bench.written == [("a", RECENT)] * 2
     assert (await bench.record("a")).position == 2 * RECENT + 2
     assert bench.written[2:] == [("a", 1)]
-    assert bench.resident.slot("a") is None, "only its next step through the general procedure buffers it again"
+    assert bench.resident.slot("a") is None, (
+        "only the session's next step through the general procedure buffers the session again"
+    )
 
 
 @given(
@@ -117,7 +119,7 @@ async def test_a_buffered_session_reads_as_if_each_token_had_been_appended(
     bench.cache.check_integrity()
 
 
-async def test_a_session_whose_state_is_evicted_is_written_first(bench: Bench) -> None:
+async def test_a_session_is_written_to_the_store_before_its_state_is_evicted(bench: Bench) -> None:
     await bench.start("a")
     bench.step("a")
     bench.clock.now_s += 10
@@ -150,14 +152,14 @@ async def test_a_stepped_session_does_not_expire_before_its_write(bench: Bench) 
     assert (await bench.record("a")).position == 4
 
 
-async def test_full_rows_of_one_batch_are_written_once_each_even_without_memory(bench: Bench) -> None:
+async def test_full_buffers_of_one_batch_are_each_written_once_even_if_the_store_is_full(bench: Bench) -> None:
     names = [f"s{index}" for index in range(8)]
     for name in names:
         await bench.start(name)
     bench.store.budget_bytes = bench.store.used_bytes + 100
     positions = dict.fromkeys(names, 1)
     for _ in range(RECENT + 3):
-        # Which sessions stay in columns depends on the order of the store's shards.
+        # The order of the store's shards determines which sessions stay in columns.
         in_columns = [name for name in names if bench.resident.slot(name) is not None]
         if not in_columns:
             break
@@ -176,7 +178,7 @@ async def test_full_rows_of_one_batch_are_written_once_each_even_without_memory(
         assert (cached.position, cached.revision) == (record.position, record.revision)
 
 
-async def test_any_number_of_buffered_sessions_is_evicted_for_lack_of_memory() -> None:
+async def test_a_full_store_evicts_any_number_of_buffered_sessions() -> None:
     clock = Clock()
     store = MemoryStore(HISTORY, TTL_S, BUDGET_BYTES, clock)
     slots = 2000
@@ -195,7 +197,7 @@ async def test_any_number_of_buffered_sessions_is_evicted_for_lack_of_memory() -
         clock.now_s += 0.001
         resident.commit(np.array([cache.slot_of(name)]), [name], np.array([6]), outputs(1))
     store.budget_bytes = store.used_bytes
-    assert await store.get(names[-1]) is not None  # writing it evicts others
+    assert await store.get(names[-1]) is not None  # writing this session evicts other sessions
     assert await store.get(names[0]) is None
     assert store.used_bytes <= store.budget_bytes
 
@@ -236,7 +238,7 @@ async def test_another_engine_continues_exactly_where_a_buffered_session_is(make
     answer = await new.engine.submit(StepRequest("a", (10,), expected_position=5))
     assert answer.position == 6
     assert answer.predictions[0].token_id == new.runner.logits([0, *tokens, 10]).argmax()
-    again = await old.engine.submit(StepRequest("a", (11,)))  # by a request that still holds the old engine
+    again = await old.engine.submit(StepRequest("a", (11,)))  # a request still uses the old engine
     assert again.position == 7
     assert again.predictions[0].token_id == new.runner.logits([0, *tokens, 10, 11]).argmax()
     await old.engine.drain()

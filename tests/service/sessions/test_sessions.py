@@ -1,4 +1,4 @@
-"""Sessions created from a history, and repeated creations."""
+"""Tests of sessions that are created from a history, and of repeated creations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = tuple(range(10, 30))
 
 @pytest.fixture
 def harness(make_harness: MakeHarness) -> EngineHarness:
-    """A harness with a certified model, whose sessions keep 16 tokens."""
+    """A harness with a certified model. Its sessions keep 16 tokens."""
     return make_harness(certified=True, window=4, max_window=140)
 
 
@@ -57,7 +57,7 @@ async def test_a_truncated_history_is_continued_without_a_start_token(harness: E
 
 @pytest.mark.parametrize("mode", [None, Mode.RECURRENT, Mode.WINDOW, Mode.BOTH])
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 20])
-async def test_every_mode_answers_from_the_known_tokens_only(
+async def test_every_mode_answers_only_from_the_tokens_of_the_history(
     harness: EngineHarness, mode: Mode | None, count: int
 ) -> None:
     view = await harness.engine.create_session("s", mode, history=History(TOKENS[:count], 100))
@@ -95,7 +95,7 @@ async def test_the_last_tokens_of_a_long_history_are_kept(harness: EngineHarness
         assert answer.error_bound == epsilon(harness, 16)
 
 
-async def test_a_truncated_session_is_rewound_to_its_first_known_token_and_no_further(harness: EngineHarness) -> None:
+async def test_a_truncated_session_can_be_rewound_only_to_its_first_stored_token(harness: EngineHarness) -> None:
     await harness.engine.create_session("s", history=History((5, 6, 7), 10))
     await harness.engine.submit(StepRequest("s", (8, 9)))
     with pytest.raises(InvalidRequest, match="positions 8 to 12"):
@@ -142,7 +142,7 @@ async def test_an_impossible_history_is_rejected(
     assert caught.value.extra() == {"field": field}
 
 
-# The same creation again
+# Repeated creations
 
 CREATIONS = [
     (None, None),
@@ -156,7 +156,7 @@ CREATIONS = [
 
 
 @pytest.mark.parametrize("first", range(len(CREATIONS)))
-async def test_a_repeated_creation_is_answered_and_a_different_one_is_rejected(
+async def test_a_repeated_creation_is_answered_and_a_different_creation_is_rejected(
     harness: EngineHarness, first: int
 ) -> None:
     mode, history = CREATIONS[first]
@@ -185,7 +185,9 @@ async def test_a_repeated_creation_does_not_count_against_the_quota(harness: Eng
         await harness.engine.create_session("t", owner=ann)
 
 
-async def test_a_session_does_not_continue_from_the_state_of_an_earlier_one_of_its_id(harness: EngineHarness) -> None:
+async def test_a_session_does_not_continue_from_the_state_of_an_earlier_session_of_the_same_id(
+    harness: EngineHarness,
+) -> None:
     await harness.engine.create_session("s", history=History((5, 6), 9))
     await harness.engine.submit(PredictRequest(session="s"))
     harness.clock.now_s += harness.settings.session_ttl_s + 1

@@ -16,7 +16,7 @@ def make_residents(slots: int = 8) -> StateCache:
 
 
 def keep(state_cache: StateCache, session: str, touched_s: float = 0.0, value: float = 0.0) -> int:
-    """Makes a state with `value` in every unit resident, and returns its slot."""
+    """Makes a state resident that has `value` in every unit. Returns its slot."""
     with state_cache.lease() as slot:
         outputs = {"next.a": np.full((1, 2), value), "next.b": np.full((1, 3, 1), value), "hidden": np.zeros((1, 4))}
         state_cache.scatter([slot], outputs)
@@ -36,7 +36,7 @@ def test_a_resident_state_keeps_its_revision_and_position() -> None:
     state_cache.check_integrity(idle=True)
 
 
-def test_a_sessions_new_state_replaces_the_old_one() -> None:
+def test_a_sessions_new_state_replaces_the_old_state() -> None:
     state_cache = make_residents()
     for _ in range(100):
         keep(state_cache, "s")
@@ -50,8 +50,8 @@ def test_the_least_recently_used_session_is_evicted_first() -> None:
     state_cache = StateCache(STATE, 4, 8 * SLOT_BYTES, lambda: evicted.append(None))
     for name in "abcdef":
         keep(state_cache, name)
-    assert state_cache.find("a", 1.0) is not None  # a use: now b is the oldest
-    assert state_cache.peek("b") is not None  # no use: still the oldest
+    assert state_cache.find("a", 1.0) is not None  # a use of a, so b is now the least recently used
+    assert state_cache.peek("b") is not None  # this is no use, so b is still the least recently used
     with state_cache.lease():
         assert state_cache.peek("b") is None
         assert state_cache.peek("a") is not None
@@ -104,7 +104,7 @@ SPOILT: dict[str, Callable[[StateCache], object]] = {
 
 
 @pytest.mark.parametrize("text", SPOILT)
-def test_a_bookkeeping_fault_is_found_and_mending_drops_all_states(text: str) -> None:
+def test_a_bookkeeping_fault_is_found_and_the_repair_drops_all_states(text: str) -> None:
     state_cache = make_residents()
     for index, name in enumerate("abcd"):
         keep(state_cache, name, float(index))
@@ -119,11 +119,11 @@ def test_a_bookkeeping_fault_is_found_and_mending_drops_all_states(text: str) ->
     assert sorted(state_cache.acquire() for _ in range(6)) == [2, 3, 4, 5, 6, 7]
 
 
-def test_mending_keeps_the_slots_that_requests_use() -> None:
+def test_the_repair_keeps_the_slots_that_requests_use() -> None:
     state_cache = make_residents()
     mine = state_cache.acquire()
     kept = keep(state_cache, "s")
-    state_cache.retain(kept)  # for a request that reads it
+    state_cache.retain(kept)  # stands for a request that reads the state
     state_cache.mend([Fault("the bookkeeping is wrong")])
     assert len(state_cache) == 0
     assert state_cache.used_bytes == 2 * SLOT_BYTES
@@ -132,7 +132,7 @@ def test_mending_keeps_the_slots_that_requests_use() -> None:
     state_cache.check_integrity(idle=True)
 
 
-def test_a_resident_state_that_was_written_to_is_dropped_alone() -> None:
+def test_only_the_resident_state_that_was_written_to_is_dropped() -> None:
     state_cache = make_residents()
     keep(state_cache, "a")
     slot = keep(state_cache, "b", 1.0)

@@ -22,7 +22,7 @@ def test_the_budget_sets_the_number_of_slots() -> None:
     assert (pool.slot_bytes, pool.capacity) == (SLOT_BYTES, 10)
 
 
-def test_a_budget_for_too_few_states_is_refused_with_the_bytes_needed() -> None:
+def test_a_budget_for_too_few_states_is_refused_with_the_needed_bytes() -> None:
     with pytest.raises(ValueError, match=f"state_budget_bytes is {SLOT_BYTES}.* need {8 * SLOT_BYTES}"):
         StatePool(STATE, 4, SLOT_BYTES)
 
@@ -69,7 +69,7 @@ def test_unpacking_a_state_of_another_size_fails() -> None:
         pool.unpack(pool.acquire(), b"\0" * 4)
 
 
-def test_a_lease_ends_with_its_block_unless_the_slot_is_retained() -> None:
+def test_a_slot_is_released_after_the_block_of_its_lease_unless_it_is_retained() -> None:
     pool = make_slab()
     with pool.lease() as slot:
         pool.retain(slot)

@@ -1,4 +1,4 @@
-"""A command that runs until it is stopped. Its output is read line by line."""
+"""A command that runs until the test stops it. The test reads its output line by line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WAIT_S = 300
 
 
 class Command:
-    """A program, run in the checkout and in its own session."""
+    """A program. It runs in the checkout and in its own process session."""
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        """Starts the program with its arguments. `environment`: default this process's."""
+        """Starts the program with its arguments. `environment`: by default, this process's environment."""
         self.process = subprocess.Popen(
             arguments,
             cwd=ROOT,
@@ -38,20 +38,20 @@ class Command:
         self._printed.put("")
 
     def until(self, wanted: Callable[[str], object]) -> list[str]:
-        """Returns the next lines, up to the first that is wanted."""
+        """Returns the next lines, up to the first line for which `wanted` is true."""
         lines: list[str] = []
         while not lines or not wanted(lines[-1]):
             line = self._printed.get(timeout=WAIT_S)
-            assert line, f"the command ended before the expected output; it printed {lines}"
+            assert line, f"the command exited before it printed the expected output; its output is {lines}"
             lines.append(line)
         return lines
 
     def until_said(self, text: str) -> list[str]:
-        """Returns the next lines, up to the first that contains the text."""
+        """Returns the next lines, up to the first line that contains the text."""
         return self.until(lambda line: text in line)
 
     def end(self) -> None:
-        """Kills the program, if it is still running."""
+        """Kills the program if it is still running."""
         self.process.kill()
         self.process.wait(WAIT_S)
         self._reader.join(WAIT_S)

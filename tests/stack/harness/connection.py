@@ -1,4 +1,5 @@
-"""One persistent HTTP/1.1 connection with little overhead: hundreds of them share a core with the servers."""
+"""A persistent HTTP/1.1 connection with little overhead, because hundreds of connections share a core with the
+servers."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from typing import Any
 
 
 class Broken(Exception):
-    """The connection was refused, or closed before the end of the answer. The outcome of the request is unknown."""
+    """Raised if the connection is refused, or closed before the end of the answer. The outcome of the request is
+    unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer: its status, its JSON, and its headers by lower-case name."""
+    """An answer: its status, its JSON document, and its headers with lower-case names."""
 
     status: int
     document: dict[str, Any]
@@ -31,7 +33,8 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Reply:
-        """Sends a request and returns the answer. Raises Broken; the next call then reconnects."""
+        """Sends a request, and returns the answer. Raises Broken if the connection fails. The next call then
+        reconnects."""
         content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         lines = [f"{method} {path} HTTP/1.1", "host: wane", f"content-length: {len(content)}"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
@@ -44,7 +47,7 @@ class Connection:
         except (OSError, asyncio.IncompleteReadError) as error:
             self.close()
             raise Broken(str(error)) from error
-        except BaseException:  # else the next request would read this answer
+        except BaseException:  # otherwise the next request would read this answer
             self.close()
             raise
 

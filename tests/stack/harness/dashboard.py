@@ -1,4 +1,4 @@
-"""Reads the dashboard of deploy/grafana like Grafana: its panels and their queries to Prometheus."""
+"""Reads the panels of the dashboard in deploy/grafana and their queries to Prometheus, as Grafana does."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ PANELS: dict[str, dict[str, Any]] = {one["title"]: one for one in DASHBOARD["pan
 SOURCE: dict[str, Any] = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())[
     "datasources"
 ][0]
-RATES_OVER = 4  # times the interval of scrapes, at least: Grafana's own rule for $__rate_interval
+RATES_OVER = 4  # Grafana's $__rate_interval has at least this many scrape intervals
 
 
 def queries(panel: dict[str, Any]) -> list[str]:
-    """Returns a panel's queries, with `All` for the variables and the shortest interval that Grafana uses for rates."""
+    """Returns a panel's queries. Replaces the variables with `All`, and the interval for rates with the shortest one
+    that Grafana uses."""
     seconds = RATES_OVER * int(SOURCE["jsonData"]["timeInterval"].removesuffix("s"))
     values = {"$__rate_interval": f"{seconds}s", "$model": ".*", "$replica": ".*"}
     found: list[str] = []

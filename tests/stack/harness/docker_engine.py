@@ -1,9 +1,10 @@
-"""Docker for the tests: an engine, and stand-ins for the base images, which cannot be pulled everywhere.
+"""Provides Docker for the tests: a running engine, and stand-ins for the base images, because some machines cannot pull
+the base images.
 
 A stand-in is built from Debian 12. Its Python, Redis, HAProxy and Prometheus have the versions of the tags in
-service/Dockerfile and docker-compose.yml. It has the official image's paths, user and stop signal, as far as these two
-files rely on them. The stand-in for Python also has the wheels of the project's dependencies, so that a build needs no
-network. Stand-ins stay in the engine, and are rebuilt when their ingredients change.
+service/Dockerfile and docker-compose.yml. It has the paths, the user and the stop signal of the official image, as far
+as these two files rely on them. The stand-in for Python also has the wheels of the project's dependencies, so that a
+build needs no network. Docker keeps the stand-ins. They are rebuilt when their contents change.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ COPY wheels /wheels
 RUN ln -s python3 /usr/bin/python && printf '[global]\\nno-index = true\\nfind-links = /wheels\\n' > /etc/pip.conf
 """
 FOR_OLDER_PYTHON = "async-timeout"
-"""Additional requirements of Debian's Python 3.11.2: redis has one before 3.11.3."""
+"""Additional requirements for Debian's Python 3.11.2, because the package redis has one for Python before 3.11.3."""
 
 MOST_FILES = 16384
 WAIT_S = 60.0
@@ -47,7 +48,7 @@ LOG_TAIL_CHARACTERS = 4000
 
 
 def run(*command: str | Path, given: str | None = None, folder: Path = ROOT) -> str:
-    """Returns a command's output. If the command fails, fails the test with the output."""
+    """Runs a command, and returns its output. If the command fails, the test fails with the output."""
     done = subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, check=False)
     said = (done.stdout + done.stderr)[-LOG_TAIL_CHARACTERS:]
     assert done.returncode == 0, f"{' '.join(map(str, command))} ended with {done.returncode}: {said}"
@@ -60,14 +61,14 @@ def docker(*arguments: str | Path, given: str | None = None) -> str:
 
 
 def runs() -> bool:
-    """Returns whether an engine answers."""
+    """Returns whether a Docker engine answers."""
     return subprocess.run(["docker", "version"], capture_output=True, check=False).returncode == 0
 
 
 @contextmanager
 def engine(folder: Path) -> Iterator[None]:
-    """Provides the running engine, or starts one for the block, with its log in the folder. Skips the test if no engine
-    can run."""
+    """Uses the running Docker engine, or starts one for the block. Writes the log of a started engine into the folder.
+    Skips the test if no engine can run."""
     for name in ("docker", "docker-compose", "debootstrap"):
         program(name)
     if os.geteuid() != 0:
@@ -75,7 +76,8 @@ def engine(folder: Path) -> Iterator[None]:
     if runs():
         yield
         return
-    # dockerd cannot give containers more open files than it has itself, and this process may have fewer.
+    # dockerd cannot give containers a higher limit of open files than its own, and the limit of this process may be
+    # lower.
     files = min(MOST_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     log = folder / "dockerd.log"
     with log.open("w") as said:
@@ -96,7 +98,8 @@ def engine(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def tagged(image: str, name: str) -> Iterator[None]:
-    """Gives an image another name for the block. Afterwards an image that had this name before has it again."""
+    """Gives an image another name during the block. If another image had this name, that image gets the name back after
+    the block."""
     before = docker("images", "--quiet", "--filter", f"reference={name}")
     docker("tag", image, name)
     try:
@@ -126,13 +129,13 @@ def python_stand_in() -> str:
 
 
 def _debian() -> str:
-    """Returns the base of all stand-ins: Debian with their programs."""
+    """Returns the base image of all stand-ins, which is Debian with the programs of all of them."""
     bootstrap = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE]
 
     def make(image: str) -> None:
         with TemporaryDirectory() as folder:
             root, packed = Path(folder) / "root", Path(folder) / "root.tar"
-            # The mounts of debootstrap end with its namespace.
+            # The mounts of debootstrap disappear with its mount namespace.
             run("unshare", "--mount", *bootstrap, root)
             run(
                 "tar",
@@ -148,7 +151,7 @@ def _debian() -> str:
 
 
 def _image(name: str, recipe: str, prepare: Callable[[Path], None] = lambda folder: None, contents: str = "") -> str:
-    """Builds the image of a Dockerfile, whose context `prepare` fills with `contents`."""
+    """Builds the image of a Dockerfile. `prepare` fills the build context with `contents`."""
 
     def make(image: str) -> None:
         with TemporaryDirectory() as folder:
@@ -160,7 +163,7 @@ def _image(name: str, recipe: str, prepare: Callable[[Path], None] = lambda fold
 
 
 def _kept(name: str, made_of: str, make: Callable[[str], None]) -> str:
-    """Returns an existing stand-in, or builds it. Replaces a stand-in of other ingredients."""
+    """Returns the existing stand-in if its contents have not changed. Otherwise builds a new one in its place."""
     image = f"{PREFIX}/{name}:{sha256(made_of.encode()).hexdigest()[:16]}"
     there = docker("images", "--format={{.Repository}}:{{.Tag}}", f"{PREFIX}/{name}").split()
     if image not in there:

@@ -1,9 +1,9 @@
 """Checks the final tokens of sessions against the operations and answers of their clients, like Jepsen.
 
-A session is an append-only list of tokens. A client invokes an append, of one token or several. The answer is a
-position, a rejection, or nothing, if the connection broke or timed out. One append may be sent many times, by a client
-or by a proxy, and still is one operation. From the final tokens of a session, and from the times at which operations
-were invoked and answered, `faults` finds
+A session is an append-only list of tokens. A client invokes an append of one or several tokens. The answer is a
+position or a rejection. There is no answer if the connection broke or timed out. A client or a proxy may send the same
+append many times. It is still one operation. `faults` compares the final tokens of a session with the operations, and
+with the times at which they were invoked and answered. It finds these kinds of faults:
 
     lost          an acknowledged append that is not at its position, or not alone there
     duplicated    tokens at more places than appends put them
@@ -11,8 +11,9 @@ were invoked and answered, `faults` finds
     reordered     an append before another that was answered before it was invoked
     refused       tokens of an append that was rejected, but applied
 
-An append without an answer may have been applied or not, even after its client gave up. It counts as applied if that
-explains the tokens. So does an append acknowledged as not durable: a store may lose it, but not reorder it.
+An append without an answer may have been applied, even after its client stopped waiting. It counts as applied if that
+explains the tokens. The same rule holds for an append that was acknowledged as not durable, because a store may lose
+such an append, but not reorder it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from enum import Enum
 
 
 class Outcome(Enum):
-    """The outcome of an operation, as far as its client knows."""
+    """The outcome of an operation, as its client knows it."""
 
     ACKNOWLEDGED = "acknowledged"
     NOT_DURABLE = "not durable"
@@ -34,8 +35,9 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """One operation on one session. `start`: the position of its first token in the answer, or else in the request, or
-    None. Times are seconds on one clock; an operation without an answer never ends."""
+    """One operation on one session. `start`: the position of its first token according to the answer, or according to
+    the request if there is no answer, or None. All times are seconds of the same clock. An operation without an answer
+    never ends."""
 
     tokens: tuple[int, ...]
     outcome: Outcome
@@ -46,7 +48,7 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One finding; `place` is a position in the session."""
+    """One fault. `place` is a position in the session."""
 
     kind: str
     place: int
@@ -57,35 +59,37 @@ class Fault:
 
 
 def faults(history: Sequence[Append], final: Sequence[int]) -> list[Fault]:
-    """Returns the faults in the final tokens of a session. There are none if some order of the appends, which agrees
-    with their times, explains the tokens."""
+    """Returns the faults in the final tokens of a session. The result is empty if an order of the appends explains the
+    tokens and agrees with the times of the appends."""
     acknowledged = sorted((one for one in history if one.outcome is Outcome.ACKNOWLEDGED), key=_start)
     found = list(_lost(acknowledged, final))
     return found or _Explanation(history, {_start(one): one for one in acknowledged}, tuple(final)).faults()
 
 
 def _start(append: Append) -> int:
-    assert append.start is not None, "an acknowledgement says where the tokens are"
+    assert append.start is not None, "an acknowledged append must have a position"
     return append.start
 
 
 def _lost(acknowledged: Sequence[Append], final: Sequence[int]) -> Iterator[Fault]:
-    """Returns acknowledged appends that are not at their positions, or share one."""
+    """Yields a fault for each acknowledged append that is not at its position, or that overlaps another acknowledged
+    append."""
     end = 0
     for append in acknowledged:
         start = _start(append)
         there = tuple(final[start : start + len(append.tokens)])
         if there != append.tokens:
-            yield Fault("lost", start, f"{list(append.tokens)} was acknowledged, but there is {list(there)}")
+            yield Fault("lost", start, f"{list(append.tokens)} was acknowledged, but the session has {list(there)}")
         elif start < end:
-            yield Fault("lost", start, f"{list(append.tokens)} was acknowledged where another append was, too")
+            yield Fault("lost", start, f"{list(append.tokens)} was acknowledged at the position of another append")
         end = start + len(append.tokens)
 
 
 class _Explanation:
     """Searches an order of appends that explains the tokens of a session. Acknowledged appends are at their positions.
-    Between them are appends that may have been applied: none twice, and none before one that was answered before it was
-    invoked. If several appends are possible at a position, the search tries each."""
+    Appends that may have been applied are between them. Each of these is applied at most once, and never before an
+    append that was answered before it was invoked. If several appends are possible at a position, the search tries each
+    of them."""
 
     def __init__(self, history: Sequence[Append], fixed: Mapping[int, Append], final: tuple[int, ...]) -> None:
         self.final = final
@@ -94,22 +98,26 @@ class _Explanation:
         self.refused = [one for one in history if one.outcome is Outcome.REFUSED]
 
     def faults(self) -> list[Fault]:
-        """Returns no faults if there is such an order, else those at the first position that no order explains."""
+        """Returns no faults if there is such an order. Otherwise returns the fault at the first position that no order
+        explains."""
         place = self._unexplained()
         if place is None:
             return []
         token = self.final[place]
         if any(self._fits(append, place) for append in self.refused):
-            return [Fault("refused", place, f"{token} was refused, and is there")]
+            return [Fault("refused", place, f"{token} was refused, but the session has it")]
         given = sum(append.tokens.count(token) for append in (*self.fixed.values(), *self.possible))
         if not given:
-            return [Fault("strange", place, f"nobody appended {token}")]
+            return [Fault("strange", place, f"no client appended {token}")]
         if self.final.count(token) > given:
-            return [Fault("duplicated", place, f"{token} was appended {given} times, and is more often there")]
-        return [Fault("reordered", place, f"{token} is not where its append can have put it")]
+            return [
+                Fault("duplicated", place, f"{token} was appended {given} times, but the session has it more often")
+            ]
+        return [Fault("reordered", place, f"{token} is at a position where no append can have put it")]
 
     def _fits(self, append: Append, place: int) -> bool:
-        """Returns whether the append's tokens are at the position, may be there, and overlap no acknowledged append."""
+        """Returns whether the append's tokens are at the position, the append may have this position, and the tokens
+        overlap no acknowledged append."""
         end = place + len(append.tokens)
         return (
             self.final[place:end] == append.tokens
@@ -118,8 +126,8 @@ class _Explanation:
         )
 
     def _unexplained(self) -> int | None:
-        """Returns the first position that no order explains. A branch of the search is a position, the possible appends
-        before it, and the latest time at which one of those was invoked."""
+        """Returns the first position that no order explains. A branch of the search consists of a position, the appends
+        that it uses before that position, and the latest time at which one of these appends was invoked."""
         branches: list[tuple[int, frozenset[int], float]] = [(0, frozenset(), -math.inf)]
         seen = set(branches)
         furthest = 0

@@ -30,7 +30,8 @@ async def open_clients(
     name: str = "session",
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[list[SessionClient]]:
-    """Starts a client and a session for each number in `first`, with that many tokens."""
+    """Starts a client and a session for each entry of `first`. The entry is the number of tokens with which the session
+    begins."""
     clients = [
         SessionClient(port, f"{name}-{number}", Random(number), VOCABULARY, retries, yields, dict(headers or {}))
         for number in range(len(first))
@@ -51,8 +52,8 @@ async def open_clients(
 
 @asynccontextmanager
 async def stepping(clients: Iterable[SessionClient], rate: float) -> AsyncIterator[None]:
-    """Makes every client send tokens, on average `rate` a second, until the end of the block and the last answers. The
-    garbage collector is off, because it would stop the clients for longer than most answers take."""
+    """Makes every client send `rate` tokens a second on average, until the end of the block. Then waits for the last
+    answers. Garbage collection is off, because it would stop the clients for longer than most answers take."""
     over = asyncio.Event()
     gc.collect()
     gc.disable()
@@ -68,15 +69,15 @@ async def stepping(clients: Iterable[SessionClient], rate: float) -> AsyncIterat
 
 
 async def stepped(clients: Sequence[SessionClient], steps: int = 1) -> None:
-    """Waits until each client has ended that many more steps, with any outcome. The first of them may have been in
-    flight before."""
+    """Waits until each client has ended `steps` more steps, with any outcome. The first of these steps may have been in
+    flight before the call."""
     wanted = {client.session: len(client.history) + steps for client in clients}
     await until_each(clients, lambda client: len(client.history) >= wanted[client.session])
 
 
 async def until_each(clients: Sequence[SessionClient], condition: Callable[[SessionClient], bool]) -> None:
-    """Waits until the condition holds for every client. A client for which it does not hold sends its next step at
-    once, so that the wait does not depend on the longest of many random gaps."""
+    """Waits until the condition holds for every client. A client for which it does not hold sends its next step
+    immediately. Otherwise the longest of many random gaps would determine the wait."""
 
     def holds() -> bool:
         late = [client for client in clients if not condition(client)]
@@ -88,22 +89,22 @@ async def until_each(clients: Sequence[SessionClient], condition: Callable[[Sess
 
 
 async def until_true(condition: Callable[[], bool]) -> None:
-    """Waits until the condition holds. The timeout only ends a test that hangs."""
+    """Waits until the condition holds. Only a test that hangs reaches the timeout."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(LOOK_EVERY_S)
 
 
 def failures(clients: Iterable[SessionClient]) -> list[str]:
-    """Returns the failures that clients saw."""
+    """Returns the failures that the clients have recorded."""
     return [failure for client in clients for failure in client.failures]
 
 
 async def histories(
     clients: Sequence[SessionClient], store: str, session_history_tokens: int, owner: str | None = None
 ) -> list[str]:
-    """Checks every session's history against the store. Tokens that are no longer in the tail, all of one long first
-    step, count as acknowledged. `owner`: the name of the clients' key."""
+    """Checks the history of every session against the store. Returns the faults. Tokens that the store has dropped all
+    belong to a long first step, and count as stored. `owner`: the name of the clients' key."""
     found: list[str] = []
     settings = Settings()
     reader = RedisStore(
@@ -125,7 +126,7 @@ async def histories(
             tail = [int(token) for token in record.tail.ids()][-record.position or None :]
             first = client.history[0].tokens
             cut = record.position - len(tail)
-            assert cut <= len(first), "the tail lacks more than the first step: this is a bug of the test"
+            assert cut <= len(first), "the store has dropped more than the first step, which the test cannot check"
             found += [f"{client.session}: {fault}" for fault in faults(client.history, [*first[:cut], *tail])]
     finally:
         await reader.close()
@@ -133,5 +134,6 @@ async def histories(
 
 
 def longest_gap_s(clients: Sequence[SessionClient]) -> float:
-    """Returns the longest latency of a step, from when it was due until it was answered, with all of its retries."""
+    """Returns the longest latency of a step. The latency is the time from when the step was due until it was answered,
+    and includes retries."""
     return max(timed.latency_s for client in clients for timed in client.timed)

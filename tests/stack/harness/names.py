@@ -1,4 +1,5 @@
-"""The DNS of a cluster, as far as HAProxy uses it: the SRV records of a headless service, and its hosts' addresses."""
+"""A DNS server like that of a cluster, with the records that HAProxy uses: the SRV records of a headless service, and
+the addresses of its hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ LOOPBACK = bytes([127, 0, 0, 1])
 
 
 class Names(asyncio.DatagramProtocol):
-    """Answers queries for the name `service` with `ports`, each on its own host at 127.0.0.1."""
+    """Answers queries for the name `service` with `ports`. Each port has its own host name, with the address
+    127.0.0.1."""
 
     def __init__(self, service: str) -> None:
         self.service = service
@@ -27,7 +29,7 @@ class Names(asyncio.DatagramProtocol):
         self.port = transport.get_extra_info("sockname")[1]
 
     def datagram_received(self, data: bytes, address: Any) -> None:
-        """Answers one question in full."""
+        """Returns the complete answer to a query."""
         (number,) = struct.unpack_from(">H", data)
         end = data.index(b"\0", 12) + 5
         name = read(data[12 : end - 4])
@@ -68,7 +70,7 @@ def record(name: str, kind: int, data: bytes) -> bytes:
 
 @asynccontextmanager
 async def names(service: str) -> AsyncIterator[Names]:
-    """Runs a server on a free port of 127.0.0.1 during the block."""
+    """Runs a DNS server on a free port of 127.0.0.1 during the block."""
     loop = asyncio.get_running_loop()
     transport, server = await loop.create_datagram_endpoint(lambda: Names(service), local_addr=("127.0.0.1", 0))
     try:

@@ -1,5 +1,5 @@
-"""Runs the pods of the manifests as processes of this machine, like a node: with the image's command, the variables and
-the probes, and at the end with preStop, SIGTERM, and SIGKILL after the grace period."""
+"""Runs the pods of the manifests as processes of this machine, as a node would. A pod has the image's command, its
+variables and its probes. Stopping a pod runs preStop, sends SIGTERM, and sends SIGKILL after the grace period."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WAIT_S = 120.0
 
 
 class Pod:
-    """One pod of a Deployment or StatefulSet, by its name. `port`: the local port for its first container port.
-    `addresses`: local addresses of the other pods. `variables` override the manifest's. `files`: local paths of mounted
-    files. The `folder` has the Secret's files in `secrets`, in the folder of its name."""
+    """One pod of the Deployment or StatefulSet `name`. `port`: the local port for the pod's first container port.
+    `addresses`: the local addresses of the other pods. `variables`: override the variables of the manifest. `files`:
+    the local paths of mounted files. `folder`: its subfolder `secrets` has one folder for each Secret."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Pod:
                 await asyncio.sleep(0.1)
 
     async def delete(self) -> int:
-        """Stops the pod like kubelet. Returns the exit code, which is negative if the process was killed."""
+        """Stops the pod as kubelet does. Returns the exit code, which is negative if a signal killed the process."""
         await asyncio.sleep(self.container["lifecycle"]["preStop"]["sleep"]["seconds"])
         self.process.terminate()
         return await asyncio.to_thread(self.process.wait)

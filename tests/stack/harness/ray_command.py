@@ -23,7 +23,7 @@ from tests.stack.harness.command import Command
 CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
 OWNER = "alice"
 OWN, OTHERS = ({"authorization": f"Bearer the-key-of-{name}-in-tests"} for name in (OWNER, "bob"))
-"""The header of a client with a key, and that of another client."""
+"""The authorization headers of a client and of another client."""
 
 KEYS = f"{OWNER}:the-key-of-{OWNER}-in-tests,bob:the-key-of-bob-in-tests"
 REPLICA = re.compile(r"\w+ \(pid (\d+), RUNNING\)")
@@ -32,13 +32,15 @@ READY = ": ready at "
 
 
 class RayCommand(Command):
-    """The command, its configuration, and the replicas in its latest output."""
+    """The command, its configuration, and the replicas in its last output."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         """Starts the command. `folder` needs a short path, because it contains sockets."""
         program("redis-server")
         if find_spec("ray") is None:
-            (pytest.fail if os.environ.get(REQUIRED) == "1" else pytest.skip)("ray is not installed; scripts/test does")
+            (pytest.fail if os.environ.get(REQUIRED) == "1" else pytest.skip)(
+                "ray is not installed; scripts/test installs it"
+            )
         self.port = free_port()
         self.folder = folder
         self.configuration = folder / "serve.yaml"
@@ -55,15 +57,15 @@ class RayCommand(Command):
         )
 
     def until_store(self) -> str:
-        """The address of the session store, which the command prints first."""
+        """Waits until the command prints the address of the session store. Returns the address."""
         told = STORE.fullmatch(self.until(STORE.fullmatch)[-1])
         assert told is not None
         password = (self.folder / "redis" / PASSWORD).read_text(encoding="utf-8").strip()
         return told[1].replace("//", f"//:{password}@")
 
     def until_ready(self, replicas: int, without: Sequence[int] = ()) -> list[int]:
-        """Waits until exactly this number of replicas runs, none in a process in `without`. Returns their process
-        ids."""
+        """Waits until exactly this number of replicas runs, and none of them has a process id in `without`. Returns the
+        process ids."""
 
         def wanted(line: str) -> bool:
             pids = running(line)
@@ -81,20 +83,20 @@ class RayCommand(Command):
         self.until_said("is read again")
 
     def processes(self) -> list[int]:
-        """Returns every process of the command. Ray's processes are in sessions of their own, so they are found by the
-        command's environment."""
+        """Returns every process of the command. Ray's processes have their own process sessions, so this function finds
+        them by a variable in their environment."""
         mark = f"HOME={self.folder}".encode()
         found: list[int] = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if mark in (folder / "environ").read_bytes().split(b"\0"):
                     found.append(int(folder.name))
-            except OSError:  # it has ended meanwhile
+            except OSError:  # the process has ended meanwhile
                 continue
         return found
 
     def logged(self, request_id: str) -> dict[str, Any]:
-        """Returns a request's line in the log of its replica, which has ended."""
+        """Returns the line of a request in the log of its replica. The replica has exited."""
         for file in (self.folder / "ray").glob("session_2*/logs/worker-*.err"):
             for line in file.read_text(encoding="utf-8").splitlines():
                 if line.startswith("{") and request_id in line:
@@ -110,5 +112,5 @@ class RayCommand(Command):
 
 
 def running(line: str) -> list[int]:
-    """Returns the process ids of the replicas that a line shows as running."""
+    """Returns the process ids of the replicas that are running according to a line of output."""
     return [int(pid) for pid in REPLICA.findall(line)]

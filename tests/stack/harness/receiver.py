@@ -1,4 +1,4 @@
-"""A real OTLP receiver: Rotel, a collector of OpenTelemetry data, which logs the spans that it receives."""
+"""A real OTLP receiver: Rotel, a collector of OpenTelemetry data. It logs the spans that it receives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINKED = re.compile(r" *-> ID: ([0-9a-f]{16})")
 
 @dataclass
 class Received:
-    """One received span. Times are nanoseconds since the epoch."""
+    """A received span. Times are nanoseconds since the epoch."""
 
     resource: dict[str, str]
     fields: dict[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Received:
 
 
 class Receiver:
-    """The process, and the spans of its log; `endpoint` is for OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """The process, and the spans in its log. `endpoint`: the value for OTEL_EXPORTER_OTLP_ENDPOINT."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -75,7 +75,7 @@ class Receiver:
         self._reader.start()
         while "Starting Rotel" not in self._lines.get(timeout=TIMEOUT_S):
             pass
-        while True:  # it logs this before it listens
+        while True:  # the receiver logs this before it listens
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S).close()
                 return
@@ -89,7 +89,7 @@ class Receiver:
                 self._lines.put(ANSI.sub("", line).rstrip("\n"))
 
     def spans(self) -> list[Received]:
-        """Stops the receiver, which first logs all received spans, and reads them."""
+        """Stops the receiver, which first logs all received spans. Then reads the spans from its log."""
         self.process.terminate()
         assert self.process.wait(TIMEOUT_S) == 0
         self._reader.join(TIMEOUT_S)
@@ -133,5 +133,5 @@ def _program() -> str:
     spec = importlib.util.find_spec("rotel")
     if spec is None or spec.origin is None:
         say = pytest.fail if os.environ.get(REQUIRED) == "1" else pytest.skip
-        say("rotel is not installed; the extra dev does that")
+        say("rotel is not installed; the extra dev installs it")
     return str(Path(spec.origin).with_name("rotel-agent"))

@@ -1,8 +1,9 @@
-"""Never-interrupted reference sessions: all tokens run through the numpy oracle, in float64. The claims of answers are
-checked against them.
+"""Checks the claims of answers against reference sessions. A reference session runs all tokens of a session without
+interruption through the numpy oracle, in float64.
 
-An answer lists only its most probable tokens. Total variation is half of the sum of all distances, and merging tokens
-does not increase it. So the listed tokens, with all others merged into one, must be within the bound.
+An answer lists only its most probable tokens. The total variation is half of the sum of the differences of all
+probabilities, and merging tokens does not increase it. So the check merges all tokens that are not listed into one. The
+total variation of the merged distributions must be within the bound.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from wane.models.certificate.total_variation import total_variation
 from wane.models.reference import Reference
 
 Answers = Mapping[int, Mapping[str, Any]]
-"""The documents of a session's answers, by the position after them."""
+"""The documents of a session's answers. The key is the position after the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
     """The result of comparing answers with the reference. `broken`: a line for every claim that does not hold.
-    `largest`: the largest distance of a rebuilt answer. `of_bounds`: the largest share of its bound that an answer
-    used."""
+    `largest`: the largest distance of a rebuilt answer from the reference. `of_bounds`: the largest ratio of an
+    answer's distance to its bound."""
 
     answers: int
     rebuilt: int
@@ -51,7 +52,8 @@ class ReferenceRun:
         self._rounding = float(total_variation(certificate.head_diameter, between_runs))
 
     def compare(self, sessions: Sequence[tuple[Sequence[int], Answers]]) -> Compared:
-        """Compares every answer of every session, given its tokens, with the reference."""
+        """Compares every answer of every session with the reference. Each session is given as its tokens and its
+        answers."""
         count = {"answers": 0, "rebuilt": 0, "bounded": 0, "proved": 0}
         largest = of_bounds = 0.0
         broken: list[str] = []
@@ -70,15 +72,15 @@ class ReferenceRun:
                 of_bounds = max(of_bounds, distance / (bound + self._rounding))
             where = f"session {session} at {position}, {answer['state']}"
             if distance > bound + self._rounding:
-                broken.append(f"{where}: {distance:g} from the reference, and claims {bound:g}")
+                broken.append(f"{where}: {distance:g} from the reference, but claims at most {bound:g}")
             if answer["top1_proved"] and answer["predictions"][0]["token_id"] != int(probabilities.argmax()):
-                broken.append(f"{where}: its first token is claimed to be proved, and is not the reference's")
+                broken.append(f"{where}: its first token is claimed to be proved, but differs from the reference's")
         return Compared(**count, largest=largest, of_bounds=of_bounds, broken=tuple(broken))
 
     def _distributions(
         self, sessions: Sequence[tuple[Sequence[int], Answers]]
     ) -> Iterator[tuple[int, int, NDArray[np.float64]]]:
-        """Yields session, position and probabilities (V) for every answer."""
+        """Yields the session, the position and the reference's probabilities (V) for every answer."""
         order = sorted(range(len(sessions)), key=lambda number: -len(sessions[number][0]))
         state = self._reference.zero_state(len(order))
         for position in range(len(sessions[order[0]][0]) + 1):
@@ -95,7 +97,7 @@ class ReferenceRun:
 
 
 def _distance(predictions: Sequence[Mapping[str, Any]], probabilities: NDArray[np.float64]) -> float:
-    """Returns a lower bound of the total variation: over the listed tokens, with all others merged into one."""
+    """Returns a lower bound of the total variation. It merges all tokens that are not listed into one."""
     ours = np.array([prediction["probability"] for prediction in predictions])
     theirs = probabilities[[prediction["token_id"] for prediction in predictions]]
     return float(np.abs(ours - theirs).sum() + abs(ours.sum() - theirs.sum())) / 2

@@ -1,4 +1,4 @@
-"""Fake replicas, which count their requests and answer as configured."""
+"""Fake replicas. They list their requests, and answer as configured."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Replica:
-    """A fake replica. `answers`: `200`, another status, or `nothing` to close the connection without an answer.
-    `asked`: the path of every request except readiness probes."""
+    """A fake replica. `answers`: a status, or `nothing` to close the connection without an answer. `asked`: the paths
+    of all requests except readiness probes."""
 
     number: int
     ready: bool = True
@@ -22,12 +22,12 @@ class Replica:
     server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listens on its earlier port."""
+        """Listens again on the same port."""
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self.server.sockets[0].getsockname()[1]
 
     def stop(self) -> None:
-        """Refuses connections."""
+        """Stops listening, so connections are refused."""
         assert self.server is not None
         self.server.close()
         self.server = None

@@ -1,4 +1,4 @@
-"""A client of one session, which sends steps when they are due and records their answers."""
+"""A client of one session. It sends steps when they are due, and records their answers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from tests.stack.harness.connection import Broken, Connection, Reply
 from tests.stack.harness.history import Append, Outcome
 
 TIMEOUT_S = 120.0
-"""Timeout of one answer, and of one step with its retries. It only ends a test that hangs."""
+"""The timeout of one answer, and of one step with its retries. Only a test that hangs reaches it."""
 
 AGAIN_S = 0.02
-"""Time between two attempts."""
+"""The time between two attempts."""
 
 RETRYABLE = frozenset({429, 502, 503, 504})
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An answered step: when it was due, and when its answer arrived, in seconds of the event loop's clock."""
+    """An answered step. The times are when it was due and when its answer arrived, in seconds of the event loop's
+    clock."""
 
     due_s: float
     ended_s: float
@@ -35,16 +36,16 @@ class Timed:
 
 
 class Failed(Exception):
-    """The answer to a step is wrong."""
+    """Raised if the answer to a step is wrong."""
 
 
 @dataclass(slots=True)
 class SessionClient:
-    """One session and its only client.
+    """A session and its only client.
 
-    With `retries` each step has its position, and is retried until it is answered; without, it is sent once, and is not
-    idempotent. With `yields` the client continues from the position in a conflict. `answers`: the documents of the
-    answers, by position.
+    With `retries`, each step has an expected position, and the client retries it until it is answered. Without
+    `retries`, the client sends each step once, and the steps are not idempotent. With `yields`, the client continues
+    from the position in a conflict. `answers` maps positions to the documents of the answers.
     """
 
     port: int
@@ -69,7 +70,7 @@ class SessionClient:
         self.connection = Connection(self.port)
 
     async def begin(self, first: int) -> None:
-        """Creates the session, with this number of tokens."""
+        """Creates the session, and sends a first step with `first` random tokens."""
         reply = await self.connection.ask(
             "POST", "/v1/sessions", {"session": self.session}, {**self.headers, "x-session-id": self.session}
         )
@@ -79,8 +80,8 @@ class SessionClient:
         self.timed.clear()
 
     async def step_at_rate(self, rate: float, over: asyncio.Event) -> None:
-        """Sends single tokens until stopped, on average `rate` a second. A token's due time does not depend on the
-        answer to the one before."""
+        """Sends single tokens until `over` is set, `rate` tokens a second on average. The due time of a token does not
+        depend on the previous answer."""
         clock = asyncio.get_running_loop().time
         due = clock()
         while True:
@@ -90,16 +91,16 @@ class SessionClient:
                     await over.wait()
                 return
             self._gap = None
-            due = min(due, clock())  # later only after `hurry`
+            due = min(due, clock())  # due is in the future only after `hurry`
             await self.step((self.random.randrange(1, self.vocabulary),), due)
 
     def hurry(self) -> None:
-        """Makes the next step of `play` due now."""
+        """Makes the next step of `step_at_rate` due immediately."""
         if self._gap is not None and not self._gap.expired():
             self._gap.reschedule(0)
 
     async def step(self, tokens: tuple[int, ...], due_s: float | None = None) -> None:
-        """Sends one step, and records it with any outcome."""
+        """Sends one step. Records the step, whatever its outcome."""
         clock = asyncio.get_running_loop().time
         invoked = clock()
         start = self.position if self.retries else None
@@ -124,7 +125,8 @@ class SessionClient:
         self.position = position
 
     def _yield(self, tokens: tuple[int, ...], invoked_s: float, position: int) -> None:
-        """Handles a conflict. The step may have been sent to several replicas, and one of them may still apply it."""
+        """Continues from the position in a conflict. The client may have sent the step to several replicas, and one of
+        them may still apply it."""
         self.history.append(Append(tokens, Outcome.UNKNOWN, self.position, invoked_s))
         self.conflicts += 1
         self.position = position
@@ -137,7 +139,7 @@ class SessionClient:
             return await self.connection.ask("POST", path, {"tokens": tokens}, {**self.headers, **(headers or {})})
 
     async def _until_answered(self, tokens: tuple[int, ...], clock: Callable[[], float]) -> Reply:
-        """Retries a step of unknown outcome, or with an answer that says retryable."""
+        """Sends a step. Retries it while its outcome is unknown or the answer is retryable."""
         give_up = clock() + TIMEOUT_S
         while True:
             try:

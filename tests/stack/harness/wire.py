@@ -1,4 +1,4 @@
-"""A TCP proxy between two programs that can be cut: it then forwards nothing, and closes nothing."""
+"""A TCP proxy between two programs. A test can cut it. A cut proxy forwards no bytes and closes no connections."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ READ_AT_ONCE = 65536
 
 
 class Wire:
-    """Forwards bytes between clients of `port` and the port `behind` it.
+    """Forwards bytes between clients of `port` and the port `behind`.
 
-    While it is cut, connections stay open, new ones are accepted, and nothing arrives. Once it is mended, the bytes
-    sent meanwhile arrive.
+    While it is cut, connections stay open, it accepts new connections, and no bytes arrive. After it is mended, the
+    bytes that were sent in the meantime arrive.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Wire:
         self._whole.clear()
 
     def mend(self) -> None:
-        """Forwards again."""
+        """Forwards again, including the bytes that were sent in the meantime."""
         self._whole.set()
 
     async def start(self) -> asyncio.Server:
@@ -53,7 +53,7 @@ class Wire:
 
 @contextlib.asynccontextmanager
 async def wire() -> AsyncIterator[Wire]:
-    """Provides a wire whose other end is not set yet."""
+    """Runs a proxy during the block. The test sets its target, `behind`, later."""
     carrying = Wire()
     server = await carrying.start()
     try:

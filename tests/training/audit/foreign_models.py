@@ -1,4 +1,4 @@
-"""Foreign language models: plain torch modules that do not use Wane."""
+"""Language models that do not use Wane: plain torch modules."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from wane.training.audit.checkpoint import read_checkpoint
 from wane.training.audit.model import ForeignModel, import_model
 
 TORCH_CELLS = {cell: getattr(nn, info.module.upper()) for cell, info in CELLS.items() if "audit" not in info.missing}
-"""The class of torch.nn by cell. A checkpoint does not record an RNN's nonlinearity."""
+"""The class of torch.nn for each cell. A checkpoint does not record the nonlinearity of an RNN."""
 
 VOCABULARY = 13
 
 
 class Plain(nn.Module):
-    """Embedding, recurrent layers and linear head, with the given names."""
+    """An embedding, recurrent layers and a linear head, with the given parameter names."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class OfCells(nn.Module):
 
 
 def saved(path: Path, tensors: object) -> Path:
-    """Saves tensors with torch.save; returns the path."""
+    """Saves tensors with torch.save. Returns the path."""
     torch.save(tensors, path)
     return path
 

@@ -30,7 +30,7 @@ assert len(NAMES) == VOCABULARY
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with events and their names."""
+    """A working directory with a file of events and a file of their names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     torch.set_num_threads(1)
@@ -41,8 +41,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def calm(module: Plain, recurrent: float) -> Plain:
-    """Scales the module's recurrent matrix; with a small enough scale the module is proved to forget."""
+def scaled(module: Plain, recurrent: float) -> Plain:
+    """Scales the module's recurrent matrix. If `scale` is small enough, the audit proves that the module forgets."""
     with torch.no_grad():
         module.get_parameter("rnn.weight_hh_l0").mul_(recurrent)
     return module
@@ -93,7 +93,7 @@ def test_an_exported_bundle_predicts_like_the_torch_model(folder: Path, cell: Ce
 
 
 def test_the_report_has_the_certificate_with_its_margins(folder: Path) -> None:
-    saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="tanh"), 0.3).state_dict())
+    saved(folder / "model.pt", scaled(Plain("rnn_tanh", nonlinearity="tanh"), 0.3).state_dict())
     report = audited(folder)
     assert report.certificate.contractive
     best = [margin for margin in report.margins if margin.best]
@@ -113,7 +113,7 @@ def test_the_report_has_the_certificate_with_its_margins(folder: Path) -> None:
 def test_a_model_without_a_certificate_is_reported_with_the_reason(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved(folder / "model.pt", calm(Plain("rnn_tanh"), 9.0).state_dict())
+    saved(folder / "model.pt", scaled(Plain("rnn_tanh"), 9.0).state_dict())
     report = audited(folder)
     assert not report.certificate.certified
     assert report.recommended.certified is None
@@ -132,7 +132,7 @@ def test_a_model_that_diverges_is_reported_without_measurements(
     audited(folder)
     plot = folder / "audits" / "model" / "audit.png"
     assert plot.exists()
-    saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
+    saved(folder / "model.pt", scaled(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
     capsys.readouterr()
     report = audited(folder, "--nonlinearity", "relu")
     printed = capsys.readouterr().out
@@ -150,7 +150,7 @@ def test_a_model_that_diverges_is_reported_without_measurements(
 
 
 def test_a_model_that_diverges_is_not_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved(folder / "model.pt", calm(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
+    saved(folder / "model.pt", scaled(Plain("rnn_tanh", nonlinearity="relu"), 12.0).state_dict())
     command = ["audit", "model.pt", "--data", "events.jsonl", "--vocabulary", "names.json", "--nonlinearity", "relu"]
     assert main([*command, "--max-window", "8", "--threads", "1", "--export", "bundles"]) == 2
     printed = capsys.readouterr().out
@@ -274,14 +274,14 @@ def test_invalid_input_is_reported_with_its_fault(
     (folder / "bad.jsonl").write_text('["a", "b"]\n[')
     try:
         status: object = main(["audit", "model.pt", "--max-window", "16", *options])
-    except SystemExit as ended:  # raised by argparse
+    except SystemExit as ended:  # argparse raises it
         status = ended.code
     printed = capsys.readouterr()
     assert status == 2
     assert message in printed.out + printed.err
 
 
-def test_a_folder_that_is_no_model_is_refused_and_no_folder_is_exported(
+def test_a_folder_that_is_no_model_is_refused_and_a_folder_cannot_be_exported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["audit", str(folder), "--data", "events.jsonl"]
@@ -306,7 +306,7 @@ def test_an_exported_bundle_is_replaced_only_on_request(folder: Path, capsys: py
     printed = capsys.readouterr().out
     assert "bundles/model was not written: a bundle already exists: version 1, perplexity " in printed
     assert "the new bundle: version 1, not evaluated; use --replace" in printed
-    assert not (folder / "audits" / "model" / "audit.json").exists()  # refused before the measurement
+    assert not (folder / "audits" / "model" / "audit.json").exists()  # the export fails before the measurement
     assert (folder / "bundles" / "model" / "weights.safetensors").read_bytes() == before
     audited(folder, "--export", "bundles", "--replace")
     assert (folder / "bundles" / "model" / "weights.safetensors").read_bytes() != before

@@ -50,7 +50,7 @@ def model(cell: Cell = "lstm", **fields: object) -> tuple[Network, Reference]:
 
 
 def run(oracle: Reference, tokens: np.ndarray) -> Array:
-    """Returns hidden after the last of `tokens`, from the zero state: float64 (H)."""
+    """Returns `hidden` (H) after `tokens` in float64, from the zero state."""
     state = oracle.zero_state(1)
     for token in tokens:
         hidden, state = oracle.advance(np.array([token]), state)
@@ -121,7 +121,7 @@ def test_a_gradient_matches_finite_differences(cell: Cell, tied: bool, monkeypat
             for unit in range(embedding.shape[1]):
                 ends = []
                 for step in (1e-5, -1e-5):
-                    # the changed input is an extra token of the embedding, but not of the head
+                    # the changed input is an additional row of the embedding, which the head does not have
                     changed = embedding[stream[t - at.i]].clone()
                     changed[unit] += step
                     tokens = stream[: t + 1].clone()
@@ -148,7 +148,8 @@ def test_a_model_without_memory_forgets_after_one_token() -> None:
 
 
 def filled(network: Network, **values: object) -> Network:
-    """Sets the named weights and biases of a one-layer network, such as weight_hh, and all others to 0."""
+    """Sets the named weights and biases of a one-layer network, such as weight_hh. Sets all other weights and biases to
+    0."""
     with torch.no_grad():
         for name, tensor in network.named_parameters():
             short = "head" if name == "head.weight" else name.split(".")[-1].removesuffix("_l0")
@@ -172,12 +173,13 @@ def test_an_overflow_of_the_run_is_reported_with_its_token(piece: int, monkeypat
     assert 16 < read < len(stream) - 1
     with pytest.raises(Unmeasurable, match=f"^the never-interrupted run overflows float32 at token {read}$"):
         measure(network, short_corpus(), "audit", WINDOWS, COUNT)
-    with pytest.raises(Unmeasurable, match=r"^the perplexity of a mean loss"):  # one token less: all values are finite
+    # With one token less, all values are finite.
+    with pytest.raises(Unmeasurable, match=r"^the perplexity of a mean loss"):
         measure(network, short_corpus(read), "audit", WINDOWS, COUNT)
 
 
-def test_an_overflow_of_a_window_alone_is_reported() -> None:
-    # unit 0 grows by 1e20 per token unless unit 1 remembers `<eos>`, the first token of the stream
+def test_an_overflow_of_only_a_window_is_reported() -> None:
+    # unit 0 grows by 1e20 at every token, unless unit 1 remembers `<eos>`, the first token of the stream
     eos = CORPUS.vocabulary.eos_id
     embedding = torch.tensor([1.0, 0, 0, 0, 0, 0]).repeat(CORPUS.vocabulary.size, 1)
     embedding[eos] = torch.tensor([0.0, 1, 0, 0, 0, 0])
@@ -210,7 +212,7 @@ def test_a_distance_is_measured_even_if_its_square_overflows() -> None:
     network, _ = model("rnn_relu", layers=1, tied=False)
     filled(network, embedding=1.0, weight_ih=1e30 * torch.eye(6), weight_hh=torch.eye(6))
     found = measure(network, short_corpus(), "audit", (1, 2), 1)
-    # the only position has read at least 4 tokens: 4e30 in each of six units, against k * 1e30
+    # the only position has read at least 4 tokens, so each of the six units is at least 4e30, compared with k * 1e30
     assert [at.distance.max for at in found.windows] == pytest.approx([3e30 * 6**0.5, 2e30 * 6**0.5])
 
 
@@ -224,7 +226,7 @@ def test_an_overflowing_perplexity_per_word_is_left_out() -> None:
     assert measure(model()[0], corpus, "audit", WINDOWS, COUNT).windows[0].perplexity.per_word is not None
 
 
-def test_a_measurement_advances_its_bar_by_the_announced_total() -> None:
+def test_a_measurement_advances_its_progress_bar_to_the_announced_total() -> None:
     network, _ = model()
     steps: list[int] = []
     corpus = short_corpus()
@@ -247,7 +249,9 @@ def test_the_window_grid_has_powers_of_two_and_midpoints() -> None:
         ({4: 0.001, 1: 0.001}, 1),
     ],
 )
-def test_a_recommended_window_is_within_tolerance_from_there_on(p99: dict[int, float], smallest: int | None) -> None:
+def test_from_a_recommended_window_on_all_windows_are_within_the_tolerance(
+    p99: dict[int, float], smallest: int | None
+) -> None:
     windows = [
         AtWindow.model_validate(
             {

@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 
 
 def assert_same(path: Path, module: nn.Module, **options: Any) -> tuple[str, ...]:
-    """Asserts that the imported file computes the module's logits; returns the import's notes."""
+    """Asserts that the imported model computes the module's logits. Returns the notes of the import."""
     model, tokens = imported(path, **options), some_tokens()
     with torch.no_grad():
         assert torch.allclose(logits_of(model, tokens), module(tokens), atol=1e-6)
@@ -69,7 +69,7 @@ def test_an_imported_checkpoint_computes_the_logits_of_torch(
     ids=" ".join,
 )
 @pytest.mark.parametrize("width", [6, 5])
-def test_usual_names_are_recognised(tmp_path: Path, names: tuple[str, str, str], width: int) -> None:
+def test_common_names_are_recognised(tmp_path: Path, names: tuple[str, str, str], width: int) -> None:
     module = Plain(names=names, width=width)
     assert assert_same(saved(tmp_path / "model.pt", module.state_dict()), module) == ()
 
@@ -105,7 +105,7 @@ def test_other_names_are_recognised_by_shape_or_mapped(tmp_path: Path) -> None:
     ],
     ids=["state_dict", "lightning", "data parallel", "compiled", "nested", "with arguments", "parameters", "by module"],
 )
-def test_usual_wrappers_are_unwrapped(tmp_path: Path, wrap: Callable[[Tensors], object]) -> None:
+def test_common_wrappers_of_a_checkpoint_are_removed(tmp_path: Path, wrap: Callable[[Tensors], object]) -> None:
     module = Plain()
     assert_same(saved(tmp_path / "model.ckpt", wrap(dict(module.state_dict()))), module)
 
@@ -171,7 +171,7 @@ def test_other_floats_become_float32_with_a_note(tmp_path: Path, dtype: torch.dt
     assert note in assert_same(path, module.float())
 
 
-def test_modules_without_numbers_are_mapped(tmp_path: Path) -> None:
+def test_modules_without_numbers_can_be_mapped_to_layers(tmp_path: Path) -> None:
     lower, upper = Plain(names=("embed", "lower", "x")), Plain(names=("y", "upper", "out"))
     kept = {name: tensor for name, tensor in lower.state_dict().items() if not name.startswith("x.")}
     kept |= {name: tensor for name, tensor in upper.state_dict().items() if not name.startswith("y.")}
@@ -215,7 +215,8 @@ def test_tensors_outside_the_model_must_be_ignored_explicitly(tmp_path: Path) ->
 
 
 def changed(**changes: Tensor | None) -> Tensors:
-    """Returns a checkpoint's tensors with some replaced, or removed if None; `__` stands for the dot."""
+    """Returns the tensors of a checkpoint. Replaces the named tensors, or removes a tensor if its value is None. In the
+    names, `__` stands for a dot."""
     tensors = dict(Plain(num_layers=2).state_dict())
     for name, tensor in changes.items():
         if tensor is None:
@@ -270,7 +271,7 @@ def test_an_inexpressible_model_is_refused_with_its_tensor(tmp_path: Path, tenso
         imported(saved(tmp_path / "model.pt", tensors))
 
 
-def test_a_nonlinearity_is_for_an_rnn(tmp_path: Path) -> None:
+def test_a_nonlinearity_is_accepted_only_for_an_rnn(tmp_path: Path) -> None:
     with pytest.raises(ForeignError, match="--nonlinearity is for an RNN; by its row count this is a LSTM"):
         imported(saved(tmp_path / "model.pt", Plain().state_dict()), nonlinearity="relu")
 
@@ -303,7 +304,7 @@ def test_a_mapping_to_a_missing_name_lists_the_known_ones(tmp_path: Path, option
 
 
 class Trap:
-    """Runs code during unpickling."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return Path.touch, (Path("trapped"),)  # type: ignore[return-value]
@@ -324,7 +325,7 @@ class Trap:
     ],
     ids=["module", "namespace", "trap", "tensor", "empty", "no tensors"],
 )
-def test_a_file_of_anything_but_tensors_is_refused_and_not_run(
+def test_a_file_with_anything_but_tensors_is_refused_without_running_its_code(
     tmp_path: Path, content: object, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -350,6 +351,6 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, data: bytes) ->
         read_checkpoint(path)
 
 
-def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ForeignError, match=r"none.pt: No such file or directory"):
         read_checkpoint(tmp_path / "none.pt")

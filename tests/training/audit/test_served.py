@@ -1,4 +1,4 @@
-"""Runs the README's commands: trains a model outside Wane, then audits, exports and serves it."""
+"""Runs the README's commands, which train a model outside Wane, and audit, export and serve it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_example_does_not_import_wane() -> None:
 def outside_predictions(folder: Path, prompt: str, *, truncated: bool = False) -> torch.Tensor:
     """Returns the probabilities (V) that the model's own code predicts after the prompt.
 
-    Feeds it the start token first, unless `truncated`.
+    The input begins with the start token, unless `truncated` is true.
     """
     spec = importlib.util.spec_from_file_location("outside_lstm", EXAMPLE)
     assert spec is not None and spec.loader is not None
@@ -55,7 +55,8 @@ def outside_predictions(folder: Path, prompt: str, *, truncated: bool = False) -
 
 
 def readme_commands(outside: Path, bundles: Path) -> list[list[str]]:
-    """Returns the README's commands to train outside, audit and serve, as Python's arguments, with replaced folders."""
+    """Returns the README's commands that train outside Wane, audit and serve. Each is a list of arguments for Python,
+    with replaced folders."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = [part for part in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "wane audit" in part]
     lines = block.replace("\\\n", " ").replace("runs/outside", str(outside)).replace("runs/bundles", str(bundles))

@@ -13,7 +13,7 @@ TEXT = ["the cat sat on the mat", "the dog sat on the log", "a café, 日本"] *
 
 
 def byte_level(path: Path, special: list[str], text: list[str] = TEXT) -> Tokenizer:
-    """Trains a byte-level BPE like Hugging Face's users do, and writes it to `path`."""
+    """Trains a byte-level BPE as users of Hugging Face do, and writes it to `path`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -47,7 +47,7 @@ def test_an_end_token_of_any_name_can_be_given(tmp_path: Path) -> None:
         read_tokenizer(tmp_path / "tokenizer.json", "text", "<none>")
 
 
-def test_without_an_end_token_the_line_break_becomes_eos_and_loses_its_merges(tmp_path: Path) -> None:
+def test_without_an_end_token_the_line_break_becomes_eos_and_has_no_merges(tmp_path: Path) -> None:
     theirs = byte_level(tmp_path / "tokenizer.json", [], ["one\n\n\n\ntwo\n\n", "\n\none"] * 5)
     assert theirs.token_to_id("ĊĊ") is not None
     vocabulary = read_tokenizer(tmp_path / "tokenizer.json", "text", None).vocabulary
@@ -204,7 +204,7 @@ def test_two_tokens_cannot_both_be_eos(tmp_path: Path) -> None:
         read_names(tmp_path / "names.json", "events", "stop")
 
 
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_unreadable_file(tmp_path: Path) -> None:
     with pytest.raises(ForeignError, match=r"none.json: No such file"):
         read_names(tmp_path / "none.json", "text", None)
     (tmp_path / "names.txt").write_bytes(b"a\n\xff\n")

@@ -1,4 +1,4 @@
-"""Steps of many sessions in one call: over the fake engine, and over the real models."""
+"""Tests of calls with steps of many sessions, over the fake engine and over the real models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wane.service.types import Mode, StepRequest
 PATH = "/v1/sessions/tokens"
 
 
-async def test_each_step_is_answered_like_a_single_one(client: httpx.AsyncClient) -> None:
+async def test_each_step_of_a_call_is_answered_like_a_single_step(client: httpx.AsyncClient) -> None:
     steps: list[dict[str, Any]] = [{"session": "a", "tokens": [1]}, {"session": "b", "input": "xyz"}]
     results = (await client.post(PATH, json={"steps": steps})).json()["results"]
     for step, result in zip(steps, results, strict=True):
@@ -95,7 +95,7 @@ async def test_a_server_without_models_refuses_the_whole_call(
     ],
     ids=["none", "no session", "no tokens", "an unknown field", "not a token id", "too many"],
 )
-async def test_an_invalid_call_is_refused_whole(
+async def test_an_invalid_call_is_refused_as_a_whole(
     client: httpx.AsyncClient, engine: FakeEngine, body: object, field: str
 ) -> None:
     document = assert_problem(await client.post(PATH, json=body), 422, "invalid_request")
@@ -104,7 +104,7 @@ async def test_an_invalid_call_is_refused_whole(
 
 
 @pytest.mark.parametrize("name", ["x-wane-position", "idempotency-key"])
-async def test_a_header_for_one_step_is_refused_with_many(client: httpx.AsyncClient, name: str) -> None:
+async def test_a_header_for_a_single_step_is_refused_for_many_steps(client: httpx.AsyncClient, name: str) -> None:
     response = await client.post(PATH, json={"steps": [{"session": "a", "tokens": [1]}]}, headers={name: "1"})
     assert assert_problem(response, 422, "invalid_request")["field"] == name
 

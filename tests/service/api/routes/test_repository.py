@@ -1,4 +1,4 @@
-"""The model repository over HTTP: its answers, and failures in the protocol's own shape."""
+"""Tests of the model repository over HTTP. Its failures have the document format of the repository protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUTES = ("/v2/repository/index", "/v2/repository/models/fake/load", "/v2/reposi
 
 
 def assert_error(response: httpx.Response, status: int, code: str) -> str:
-    """Checks the whole error document, and returns its message."""
+    """Checks all fields of an error document. Returns its message."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     document: dict[str, Any] = response.json()
@@ -100,7 +100,7 @@ async def test_a_load_takes_no_parameters(client: httpx.AsyncClient) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, str, Path]]:
-    """A client of a real server, the server's URL, and its folder of bundles."""
+    """A client of a real server, the server's URL, and the server's folder of bundles."""
     folder = tmp_path_factory.mktemp("served") / "bundles"
     folder.mkdir()
     put(folder, "1")

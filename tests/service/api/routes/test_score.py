@@ -1,4 +1,4 @@
-"""Scores over HTTP: whole, streamed, and refused."""
+"""Tests of scores over HTTP: complete answers, streamed answers and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wane.service.errors import Unavailable
 
 
 def events(text: str) -> list[tuple[str, Any]]:
-    """Returns the names and documents of server-sent events."""
+    """Returns the name and the document of every server-sent event in a text."""
     parts = [event.split("\n") for event in text.strip().split("\n\n")]
     return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in parts]
 

@@ -1,4 +1,4 @@
-"""Sessions over HTTP: creation, repeated creation, and creation with a history."""
+"""Tests of the creation of sessions over HTTP, also with a history, and of its repetition."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ async def test_the_history_and_the_position_of_a_new_session_reach_the_engine(
 
 @pytest.fixture
 def session(http: httpx.Client) -> Iterator[str]:
-    """The name of a session that may not exist. It is deleted after the test."""
+    """The name of a new session. The fixture deletes the session after the test, if the session exists."""
     yield "brought-back"
     http.delete("/v1/sessions/brought-back")
 
 
 @pytest.fixture
 def curve(http: httpx.Client) -> list[float]:
-    """The certificate's bounds, by the number of tokens, from 1."""
+    """The bounds in the certificate. The first is for a window of one token."""
     bounds: list[float] = http.get(f"/v1/models/{MODEL}").json()["certificate"]["error_bound"]
     return bounds
 

@@ -1,4 +1,4 @@
-"""Answers to many steps in columns, compared with the documents of the same steps."""
+"""Tests of answers to many steps in the columns format. Compares them with the documents of the same steps."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ VARIABLE = ("latency", "request_id")
 
 @pytest.fixture
 async def server(harness: EngineHarness) -> AsyncIterator[ServerHarness]:
-    """With the sessions a, b and c, each after one token."""
+    """An application with the sessions a, b and c. Each session has received one token."""
     async with served(harness) as server:
         yield server
 
 
 def body(*steps: tuple[str, object], form: str = "columns", **fields: Any) -> Document:
-    """Returns a body of steps with one token each, and with these fields in every step."""
+    """Returns a body with one-token steps. Every step also has these fields."""
     document: Document = {"steps": [{"session": name, "tokens": [token], **fields} for name, token in steps]}
     return document | {"format": form}
 
 
 def documents(columns: Document) -> list[Document]:
-    """Returns the columns' values as a document for each step."""
+    """Returns one document for each step, with the values of its row in the columns."""
     names = [name for name in columns if name not in ("token_id", "logprob", "error", "latency")]
     found: list[Document] = []
     for row, error in enumerate(columns["error"]):
@@ -44,7 +44,7 @@ def documents(columns: Document) -> list[Document]:
 
 
 def comparable(result: Document, columns: Document) -> Document:
-    """Returns the values of a step's document that columns have too."""
+    """Returns the fields of a step's document that the columns format also has."""
     if "error" in result:
         return {"error": without_time(result["error"])}
     names = [name for name in columns if name not in ("token_id", "logprob", "error", "latency")]
@@ -78,7 +78,7 @@ async def test_columns_and_documents_are_equal(make_harness: MakeHarness, whole:
     assert columns["latency"].keys() == {"queue_ms", "compute_ms", "total_ms"}
 
 
-async def test_conflicts_and_replays_keep_their_rows(server: ServerHarness) -> None:
+async def test_conflicts_and_replays_are_in_the_rows_of_their_steps(server: ServerHarness) -> None:
     client = await Client.of(server)
     await client.ask(post(body(("a", 6), ("b", 6)), path=PATH))
     steps = [
@@ -93,7 +93,7 @@ async def test_conflicts_and_replays_keep_their_rows(server: ServerHarness) -> N
     assert (columns["error"][1]["code"], columns["error"][1]["position"]) == ("position_conflict", 2)
 
 
-async def test_other_than_plain_steps_are_answered_in_columns(server: ServerHarness) -> None:
+async def test_steps_with_options_are_answered_in_columns(server: ServerHarness) -> None:
     steps = [
         {"session": "a", "tokens": [6, 7], "top_k": 2},
         {"session": "b", "input": "xy"},
@@ -163,7 +163,7 @@ async def test_an_invalid_call_is_refused(server: ServerHarness, request_: objec
     assert await positions(server.harness) == [1, 1, 1]
 
 
-async def test_a_key_steps_its_own_sessions_only(harness: EngineHarness) -> None:
+async def test_a_key_may_step_only_its_own_sessions(harness: EngineHarness) -> None:
     async with served(harness, api_keys=",".join(f"{name}:{key}" for name, key in KEYS.items())) as server:
         held = {name: f"authorization: Bearer {key}" for name, key in KEYS.items()}
         client = await Client.of(server)
@@ -181,15 +181,17 @@ async def test_a_key_steps_its_own_sessions_only(harness: EngineHarness) -> None
     assert await positions(harness) == [1, 1, 1]
 
 
-async def test_columns_are_less_than_0_4_times_as_long(server: ServerHarness, harness: EngineHarness) -> None:
+async def test_columns_have_less_than_0_4_times_the_bytes_of_documents(
+    server: ServerHarness, harness: EngineHarness
+) -> None:
     names = [f"session-{index:04}" for index in range(64)]
     for name in names:
         await harness.engine.create_session(name)
     lengths = {}
     client = await Client.of(server)
     for form in ("columns", "documents"):
-        await client.say(post(body(*[(name, 6) for name in names], form=form), path=PATH))
-        status, headers, _ = await client.hear()
+        await client.send_packets(post(body(*[(name, 6) for name in names], form=form), path=PATH))
+        status, headers, _ = await client.read_response()
         assert status == 200
         lengths[form] = int(headers["content-length"])
     print(f"64 steps: {lengths['columns']} bytes in columns, {lengths['documents']} bytes as documents")  # noqa: T201
@@ -217,7 +219,7 @@ async def test_a_disconnection_cancels_queued_steps(make_harness: MakeHarness) -
         harness.runner.busy.clear()
         harness.runner.gate.clear()
         client = await Client.of(server)
-        await client.say(post(body(("a", 6), ("b", 6), ("c", 6)), path=PATH))
+        await client.send_packets(post(body(("a", 6), ("b", 6), ("c", 6)), path=PATH))
         await harness.runner.until_busy()
         client.writer.close()
         await server.models.epochs.depart()

@@ -1,4 +1,5 @@
-"""WebSockets of sessions, with a real client and a real server: over the fake engine, and over the real models."""
+"""Tests of WebSockets of sessions, with a real client and a real server, over the fake engine and over the real
+models."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ async def test_a_rewind_is_answered_with_the_prediction_at_its_position(
     assert isinstance(asked, PredictRequest) and asked.session == "s"
 
 
-async def test_early_messages_are_answered_one_at_a_time_in_order(
+async def test_messages_sent_before_earlier_answers_are_answered_one_after_another_in_order(
     server: SocketServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once: list[int] = []
@@ -122,10 +123,10 @@ async def test_messages_received_during_an_answer_keep_their_order(
     engine.wait = asyncio.Event()
     async with opened(server) as socket:
         await socket.send(json.dumps({"tokens": [1]}))
-        await engine.waiting.wait()  # otherwise the read-ahead may be full, and the ping is not read
+        await engine.waiting.wait()  # otherwise the read-ahead may be full, and the server would not read the ping
         for length in range(2, MOST_EARLY + 1):
             await socket.send(json.dumps({"tokens": [1] * length}))
-        await (await socket.ping())  # so that the messages were received
+        await (await socket.ping())  # a pong proves that the server has received the messages
         engine.wait.set()
         positions = [json.loads(await socket.recv())["position"] for _ in range(MOST_EARLY)]
     assert positions == list(range(1, MOST_EARLY + 1))
@@ -279,7 +280,7 @@ async def counted(client: httpx.AsyncClient) -> dict[str, float]:
 
 @asynccontextmanager
 async def opened_with_key(harness: EngineHarness) -> AsyncIterator[ClientConnection]:
-    """Opens a WebSocket with a key, to a session of its owner."""
+    """Opens a WebSocket with a key. The session belongs to the key's owner."""
     async with served(harness, api_keys=f"alice:{KEY}") as server:
         await harness.engine.create_session("mine", owner=Owner("alice"))
         headers = {"authorization": f"Bearer {KEY}"}
@@ -323,7 +324,7 @@ async def test_a_message_over_the_rate_of_its_key_is_refused(
         '{"tokens":[18446744073709551615]}',
     ],
 )
-def test_a_message_of_one_token_is_read_like_by_its_model(message: str) -> None:
+def test_a_one_token_message_is_read_as_its_pydantic_model_reads_it(message: str) -> None:
     token, body = only_token(message), valid(parsed(message), StreamBody)
     assert token is not None and body.tokens == [token]
     plain = StepRequest("a", (token,))
@@ -352,7 +353,7 @@ def test_a_message_of_one_token_is_read_like_by_its_model(message: str) -> None:
         '{"tokens":[6],"wrong":1}',
     ],
 )
-def test_any_other_message_is_read_by_its_model(message: str) -> None:
+def test_every_other_message_is_read_by_its_pydantic_model(message: str) -> None:
     assert only_token(message) is None
 
 
@@ -373,7 +374,7 @@ def session(http: httpx.Client) -> Iterator[str]:
 
 
 def comparable(document: dict[str, Any]) -> dict[str, Any]:
-    """An answer without its latency and its session's name."""
+    """Returns an answer without its latency and its session's name."""
     return {name: value for name, value in document.items() if name not in ("latency", "session")}
 
 

@@ -15,27 +15,27 @@ MakeStore = Callable[..., Awaitable[RedisStore]]
 
 @pytest.fixture(scope="session")
 def common(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A Redis that tests share, if they do not break it. Every test has its own namespace."""
+    """A Redis server for all tests that neither stop nor fill it. Every test has its own namespace."""
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Redis for one test."""
+    """A Redis server for one test."""
     with redis_server(tmp_path / "redis") as server:
         yield server
 
 
 def settings_of(**changes: Any) -> dict[str, Any]:
-    """Arguments of a `RedisStore`."""
+    """Arguments for a `RedisStore`."""
     usual = {"namespace": "n", "session_history_tokens": 4, "ttl_s": 100.0, "budget_bytes": 2**20, "timeout_s": 5.0}
     return {**usual, "metrics": Metrics(), **changes}
 
 
 @pytest.fixture
 async def make_store(request: pytest.FixtureRequest) -> AsyncIterator[MakeStore]:
-    """Opens stores at an address, and closes them."""
+    """Opens stores at an address, and closes them after the test."""
     stores: list[RedisStore] = []
 
     async def make(url: str, **changes: Any) -> RedisStore:

@@ -1,4 +1,4 @@
-"""A TCP proxy that can be cut, to simulate network failures between two programs."""
+"""A TCP proxy that simulates network failures between two programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """Forwards bytes to a port until it is cut; `mend` makes it forward again."""
+    """Forwards bytes to a port. `sever` stops the forwarding, and `mend` starts it again."""
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -26,7 +26,7 @@ class Proxy:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Stops listening, and closes every connection."""
         assert self._server is not None
         self._server.close()
         for task in list(self._connections):
@@ -36,15 +36,16 @@ class Proxy:
         await self._server.wait_closed()
 
     def sever(self) -> None:
-        """Stops forwarding without closing connections, like a pulled cable."""
+        """Stops forwarding without closing connections, like a network whose cable is unplugged."""
         self._whole.clear()
 
     def hold_answers(self) -> None:
-        """Forwards requests but no answers, until the connection is reset."""
+        """Forwards requests but no answers, until `mend` is called."""
         self.answers_held = True
 
     def mend(self) -> None:
-        """Forwards new connections. Closes the connections from before the cut; their withheld bytes never arrive."""
+        """Forwards the bytes of new connections. Closes all earlier connections. Bytes that were not forwarded never
+        arrive."""
         self._drop()
         self.answers_held = False
         self._whole.set()
@@ -77,7 +78,7 @@ class Proxy:
 
 @asynccontextmanager
 async def proxy(target: int) -> AsyncIterator[Proxy]:
-    """Runs a proxy to a port during the block."""
+    """Runs a proxy to the port `target` during the block."""
     between = Proxy(target)
     await between.open()
     try:

@@ -1,5 +1,5 @@
-"""A real redis-server, on its own port and in its own folder, that can be killed and restarted; and helpers of tests
-that need real programs."""
+"""A real redis-server that tests can kill and restart. It has its own port and its own folder. Also has helpers for
+tests that need real programs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ import pytest
 REQUIRED = "WANE_REQUIRE_STACK"
 READY = "Ready to accept connections"
 TIMEOUT_S = 120
-"""Timeout of a test that waits."""
+"""The longest time that a test waits."""
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
-"""Every command is on the disk before it is answered."""
+"""Options that make Redis write every command to the disk before it answers."""
 
 
 def program(name: str) -> str:
-    """Returns the path of a program. If it is missing, skips the test, or fails it if `WANE_REQUIRE_STACK` is 1."""
+    """Returns the path of a program. If the program is missing, skips the test, or fails the test if
+    `WANE_REQUIRE_STACK` is 1."""
     found = shutil.which(name)
     if found is None:
         say = pytest.fail if os.environ.get(REQUIRED) == "1" else pytest.skip
-        say(f"{name} is not installed; scripts/install-stack does that")
+        say(f"{name} is not installed; scripts/install-stack installs it")
     return found
 
 
@@ -44,7 +45,7 @@ class RedisServer:
     """A redis-server process. `start` after `kill` or `stop` restarts it with the same port, folder and options."""
 
     def __init__(self, folder: Path, options: Sequence[str] = DURABLE, port: int | None = None) -> None:
-        """Does not start the server. `options`: of the command line, after those for port and folder."""
+        """Does not start the server. `options`: command-line options, after the options for the port and the folder."""
         self.program = program("redis-server")
         self.folder = folder
         self.options = tuple(options)
@@ -65,7 +66,7 @@ class RedisServer:
         return self._process
 
     def start(self) -> None:
-        """Starts the server, and waits until it takes commands."""
+        """Starts the server, and waits until it accepts commands."""
         assert self._process is None, "the server runs already"
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [self.program, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
@@ -79,18 +80,20 @@ class RedisServer:
                 break
         else:
             self.kill()
-            raise AssertionError(f"redis-server ended before it took commands; it said {''.join(self._said)}")
+            raise AssertionError(
+                f"redis-server exited before it accepted commands; its output is {''.join(self._said)}"
+            )
         self._reader = Thread(target=self._read, args=(process,), daemon=True)
         self._reader.start()
 
     def _read(self, process: subprocess.Popen[str]) -> None:
-        """Reads the server's output, so that a full pipe does not block it."""
+        """Reads the server's output, because a full pipe would block the server."""
         assert process.stdout is not None
         with process.stdout:
             self._said.extend(process.stdout)
 
     def kill(self) -> None:
-        """Sends SIGKILL: data that is not on the disk is lost."""
+        """Sends SIGKILL. The server loses all data that is not on the disk."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -98,11 +101,11 @@ class RedisServer:
         self._end(signal.SIGTERM)
 
     def pause(self) -> None:
-        """Sends SIGSTOP: connections stay open, but nothing is answered."""
+        """Sends SIGSTOP. Connections stay open, but the server answers nothing."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continues after `pause`."""
+        """Sends SIGCONT, which ends a `pause`."""
         self.process.send_signal(signal.SIGCONT)
 
     def _end(self, sign: signal.Signals) -> None:

@@ -1,4 +1,5 @@
-"""Sessions in a Redis Cluster: each session of a batch is written to its own node, all in one round trip."""
+"""Tests of sessions in a Redis Cluster. The store writes each session of a batch to the session's node, with one round
+trip for all nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ HALVES = ((0, 8191), (8192, 16383))
 
 @pytest.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[list[RedisServer]]:
-    """Two nodes, each with half of the slots."""
+    """A cluster of two nodes. Each node has half of the hash slots."""
     with ExitStack() as stack:
         buses = [free_port() for _ in HALVES]
         servers = [

@@ -1,4 +1,4 @@
-"""The format of sessions for other processes."""
+"""Tests of the format in which sessions are stored for other processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_only_the_latest_tokens_are_read() -> None:
     assert codec.read("s", codec.write(record), 2).tail.ids().tolist() == [6, 7]
 
 
-def spoilt() -> dict[str, bytes]:
+def invalid_records() -> dict[str, bytes]:
     data = codec.write(PLAIN)
     return {
         "nothing": b"",
@@ -56,10 +56,10 @@ def spoilt() -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("name", spoilt())
+@pytest.mark.parametrize("name", invalid_records())
 def test_invalid_bytes_are_unreadable(name: str) -> None:
     with pytest.raises(codec.Unreadable, match="'s'"):
-        codec.read("s", spoilt()[name], 300)
+        codec.read("s", invalid_records()[name], 300)
 
 
 def test_a_session_of_a_later_format_is_unreadable() -> None:

@@ -1,4 +1,4 @@
-"""The file that passes sessions from one process to the next."""
+"""Tests of the file that passes the sessions of a process to the next process."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def make_store(file: Path, **changes: Any) -> tuple[MemoryStore, Clock]:
     ), clock
 
 
-def test_saved_sessions_are_loaded_unchanged_longest_idle_first(tmp_path: Path) -> None:
+def test_saved_sessions_are_loaded_unchanged_in_order_of_last_use(tmp_path: Path) -> None:
     path = tmp_path / "sessions"
     dump_file.save(path, records(), lambda: 1000.0)
     assert dump_file.load(path, 9, lambda: 1000.0) == records()[::-1]
     assert [one.idle_s for one in dump_file.load(path, 9, lambda: 1007.0)] == [16.0, 8.5]
-    assert [one.idle_s for one in dump_file.load(path, 9, lambda: 7.0)] == [9.0, 1.5]  # a clock that was set back
+    # The wall clock was set back between the processes.
+    assert [one.idle_s for one in dump_file.load(path, 9, lambda: 7.0)] == [9.0, 1.5]
     assert [len(one.tail) for one in dump_file.load(path, 2)] == [3, 1]  # <eos> is cut off with the first token
     assert names(tmp_path) == ["sessions"]
 
@@ -109,7 +110,7 @@ def test_a_failed_write_keeps_the_earlier_file(tmp_path: Path, monkeypatch: pyte
     assert names(tmp_path) == ["sessions"]
 
 
-async def test_a_store_opens_with_the_sessions_of_a_closed_one(tmp_path: Path) -> None:
+async def test_a_store_opens_with_the_sessions_of_a_closed_store(tmp_path: Path) -> None:
     path = tmp_path / "sessions"
     store, clock = make_store(path)
     await store.open()  # there is no file yet
@@ -131,11 +132,11 @@ async def test_a_store_opens_with_the_sessions_of_a_closed_one(tmp_path: Path) -
     assert await after.get("b~:.-") is None
     assert (await after.count("m"), await after.count("n")) == (1, 0)
     assert after.used_bytes == entry_bytes("a", len(found.tail.data))
-    assert names(tmp_path) == ["sessions.read"]  # its sessions continue here
+    assert names(tmp_path) == ["sessions.read"]  # the sessions of the file continue in this process
     assert await after.append(found, (7,), STEP)
 
 
-async def test_a_store_closed_while_opening_leaves_the_file_to_the_next(
+async def test_a_store_that_is_closed_while_opening_leaves_the_file_to_the_next_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "sessions"

@@ -1,4 +1,4 @@
-"""The store that the settings select, with a password from a file."""
+"""Tests of the store that the settings select, and of its password file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_password_in_the_address_overrides_the_file(tmp_path: Path) -> None:
     assert isinstance(make_store(settings, 8, Metrics()), RedisStore)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_password_file(tmp_path: Path) -> None:
     settings = Settings(store="redis://127.0.0.1:1/0", store_password_file=tmp_path / "none")
     with pytest.raises(StoreError, match="none, cannot be read"):
         make_store(settings, 8, Metrics())

@@ -1,4 +1,5 @@
-"""The local fallback while the store is unreachable; the store wins once it is back."""
+"""Tests of the local fallback while the store is unreachable. When the store is reachable again, its sessions replace
+conflicting local sessions."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.stack
 
 
 class FallbackStoreHarness(FallbackStore):
-    """A `FallbackStore` with access to its parts."""
+    """A `FallbackStore`. Tests can read its metrics, its Redis store and its clock."""
 
     def __init__(self, url: str) -> None:
         self.metrics = Metrics()
@@ -36,11 +37,11 @@ class FallbackStoreHarness(FallbackStore):
         super().__init__(self.shared, 100.0, self.metrics, self.clock)
 
     async def until_settled(self) -> None:
-        """Waits until the store is reachable, and has every session that it accepts."""
+        """Waits until the store is reachable, and every local session is written or discarded."""
         await until(lambda: self.standing.reachable and not self.standing.not_durable)
 
-    async def until_given(self) -> None:
-        """Waits for the writes that started when the store came back."""
+    async def until_written(self) -> None:
+        """Waits for the writes that began when the store became reachable."""
         assert self._settling is not None
         await self._settling
 
@@ -67,7 +68,7 @@ async def step(store: FallbackStore | RedisStore, token: int, session: str = "s"
     return after
 
 
-async def test_a_session_continues_during_an_outage_and_is_durable_after_it(server: RedisServer) -> None:
+async def test_a_session_continues_during_an_outage_and_is_durable_after_the_outage(server: RedisServer) -> None:
     async with fallback_store(server.port) as store:
         await store.create(record())
         assert (await step(store, 5)).durable is True
@@ -91,7 +92,7 @@ async def test_a_session_continues_during_an_outage_and_is_durable_after_it(serv
         assert store.sample("wane_sessions_conflict_discarded_total") == 0
 
 
-async def test_the_store_wins_over_discarded_tokens_and_the_next_step_conflicts(
+async def test_the_tokens_in_the_store_replace_local_tokens_and_the_next_step_conflicts(
     server: RedisServer, make_store: MakeStore
 ) -> None:
     other = await make_store(server.url, namespace="n")
@@ -107,13 +108,13 @@ async def test_the_store_wins_over_discarded_tokens_and_the_next_step_conflicts(
         with pytest.raises(PositionConflict, match="not durable are lost") as caught:
             await step(store, 8)
         assert caught.value.position == 2
-        after = await step(store, 8)  # raised only once
+        after = await step(store, 8)  # the store raises the conflict only once
         assert (after.position, after.durable, after.tail.ids().tolist()) == (3, True, [0, 5, 7, 8])
-        assert not follows(after.revision, lost.revision)  # nor is the state of the lost tokens
+        assert not follows(after.revision, lost.revision)  # the state of the lost tokens is not used either
         assert store.sample("wane_sessions_conflict_discarded_total") == 1
 
 
-async def test_the_step_that_finds_the_store_back_gets_the_conflict_itself(
+async def test_the_first_step_after_an_outage_raises_the_conflict_if_it_reconciles_the_session(
     server: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = await make_store(server.url, namespace="n")
@@ -136,7 +137,7 @@ async def test_an_unacknowledged_step_is_not_applied_twice(server: RedisServer) 
         await store.create(record())
         await step(store, 5)
         between.hold_answers()
-        first = await step(store, 6)  # the store applied it, but counts as unreachable
+        first = await step(store, 6)  # Redis applies the step, but its answer does not arrive
         assert first.durable is False
         assert (await step(store, 7)).durable is False
         between.mend()
@@ -147,7 +148,7 @@ async def test_an_unacknowledged_step_is_not_applied_twice(server: RedisServer) 
         assert store.sample("wane_sessions_conflict_discarded_total") == 0
 
 
-async def test_another_replicas_step_is_not_mistaken_for_the_unacknowledged_one(
+async def test_a_step_of_another_replica_is_not_mistaken_for_the_unacknowledged_step(
     server: RedisServer, make_store: MakeStore
 ) -> None:
     other = await make_store(server.url, namespace="n")
@@ -156,7 +157,7 @@ async def test_another_replicas_step_is_not_mistaken_for_the_unacknowledged_one(
         await step(store, 5)
         between.sever()
         await step(store, 6)
-        await step(other, 6)  # the same tokens, and a step of its own
+        await step(other, 6)  # a different step with the same token
         between.mend()
         await store.until_settled()
         with pytest.raises(PositionConflict):
@@ -189,7 +190,7 @@ async def test_an_unseen_session_cannot_continue_during_an_outage(server: RedisS
         assert await store.delete("s")
 
 
-async def test_there_is_no_fallback_before_the_store_was_ever_reached(server: RedisServer) -> None:
+async def test_there_is_no_fallback_before_the_first_connection_to_the_store(server: RedisServer) -> None:
     server.kill()
     async with fallback_store(server.port) as store:
         assert not store.standing.ready
@@ -232,7 +233,7 @@ async def test_a_durable_session_is_rewound_during_an_outage(server: RedisServer
         assert (found.position, found.durable) == (1, True)
 
 
-async def test_a_stored_state_is_dropped_if_the_session_was_rewound_before_it(
+async def test_a_stored_state_is_dropped_if_the_session_was_rewound_to_before_the_state(
     server: RedisServer,
 ) -> None:
     async with fallback_store(server.port) as store:
@@ -242,7 +243,7 @@ async def test_a_stored_state_is_dropped_if_the_session_was_rewound_before_it(
         server.kill()
         here = await step(store, 7)
         assert await store.rewind("s", here.revision, 1)
-        for token in (8, 9):  # the same position again, by other tokens
+        for token in (8, 9):  # the session reaches the same position with other tokens
             here = await step(store, token)
         server.start()
         await store.until_settled()
@@ -272,7 +273,7 @@ async def test_a_session_with_an_unanswered_creation_continues(server: RedisServ
     async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record("other"))
         between.hold_answers()
-        assert await store.create(record())  # the store applied it, but counts as unreachable
+        assert await store.create(record())  # Redis creates the session, but its answer does not arrive
         assert (await step(store, 5)).durable is False
         between.mend()
         await store.until_settled()
@@ -288,7 +289,7 @@ async def test_a_session_created_from_a_history_during_an_outage_is_written(serv
         here = await step(store, 5)
         assert await store.append(here, (6,), STEP, SNAPSHOT)
         async with Redis.from_url(f"redis://127.0.0.1:{server.port}/0") as redis:
-            await redis.delete(store.shared.keys("s")[0])  # the session has expired, but its state has not
+            await redis.delete(store.shared.keys("s")[0])  # imitates a session that has expired before its state
         assert await store.get("s") is None
         server.kill()
         with suppress(Unavailable):
@@ -341,7 +342,7 @@ async def test_only_one_of_two_concurrent_steps_succeeds_when_the_outage_begins(
         assert found.tail == won.tail
 
 
-async def test_a_new_session_gets_no_conflict_for_an_earlier_one_of_its_id(
+async def test_a_new_session_gets_no_conflict_of_an_earlier_session_of_the_same_id(
     server: RedisServer, make_store: MakeStore
 ) -> None:
     other = await make_store(server.url, namespace="n")
@@ -357,7 +358,9 @@ async def test_a_new_session_gets_no_conflict_for_an_earlier_one_of_its_id(
         assert (await step(store, 8)).position == 1
 
 
-async def test_a_session_deleted_from_the_store_is_deleted_here(server: RedisServer, make_store: MakeStore) -> None:
+async def test_a_session_deleted_from_the_store_is_deleted_from_the_fallback(
+    server: RedisServer, make_store: MakeStore
+) -> None:
     other = await make_store(server.url, namespace="n")
     async with proxy(server.port) as between, fallback_store(between.port) as store:
         await store.create(record())
@@ -403,7 +406,7 @@ async def test_sessions_that_a_full_store_rejects_are_written_later(server: Redi
         await other.trips.do("CONFIG", "SET", "maxmemory", "1")
         between.mend()
         await until(lambda: store.standing.reachable)
-        await store.until_given()
+        await store.until_written()
         assert store.standing.not_durable == 2
         await other.trips.do("CONFIG", "SET", "maxmemory", "0")
         found = await store.get("s")
@@ -422,7 +425,7 @@ async def test_a_session_rejected_by_a_full_store_continues_without_failed_steps
         await other.trips.do("CONFIG", "SET", "maxmemory", "1")
         between.mend()
         await until(lambda: store.standing.reachable)
-        await store.until_given()
+        await store.until_written()
         full = await step(store, 6)
         assert (full.position, full.durable) == (2, False)
         seen = await store.get("s")

@@ -24,18 +24,18 @@ def record(session: str = "s", model: str = "m") -> SessionRecord:
 
 
 async def append(store: MemoryStore, session: str, tokens: tuple[int, ...], step: LastStep) -> SessionRecord | None:
-    """Appends to the current session."""
+    """Appends tokens to the session as the store has it."""
     return await store.append(await store.get(session) or record(session), tokens, step)
 
 
 async def rewind(store: MemoryStore, session: str, position: int) -> SessionRecord | None:
-    """Rewinds the current session."""
+    """Rewinds the session as the store has it."""
     there = await store.get(session)
     assert there is not None
     return await store.rewind(session, there.revision, position)
 
 
-async def test_an_append_moves_position_revision_and_tail_and_remembers_the_step() -> None:
+async def test_an_append_changes_position_revision_history_and_last_step() -> None:
     store, _ = make_store()
     assert await store.create(record())
     before = await store.get("s")
@@ -47,7 +47,7 @@ async def test_an_append_moves_position_revision_and_tail_and_remembers_the_step
     assert await store.get("s") == appended
 
 
-async def test_an_append_at_another_revision_does_nothing() -> None:
+async def test_an_append_at_another_revision_has_no_effect() -> None:
     store, _ = make_store()
     await store.create(record())
     before = await store.get("s")
@@ -57,7 +57,7 @@ async def test_an_append_at_another_revision_does_nothing() -> None:
     assert await store.get("s") == before
 
 
-async def test_an_append_to_a_session_created_again_does_nothing() -> None:
+async def test_an_append_with_the_revision_of_a_deleted_session_has_no_effect_on_its_successor() -> None:
     store, _ = make_store()
     await store.create(record())
     deleted = await store.get("s")
@@ -71,7 +71,7 @@ async def test_an_append_to_a_session_created_again_does_nothing() -> None:
     assert store.used_bytes == 0
 
 
-async def test_a_rewind_cuts_the_tail_forgets_the_step_and_counts_as_a_change() -> None:
+async def test_a_rewind_removes_tokens_and_the_last_step_and_changes_the_revision() -> None:
     store, _ = make_store()
     await store.create(record())
     for token in range(10, 16):
@@ -87,7 +87,7 @@ async def test_a_rewind_cuts_the_tail_forgets_the_step_and_counts_as_a_change() 
     assert not follows(rewound.revision, full.revision)
 
 
-async def test_a_whole_tail_has_no_dropped_tokens_and_rewinds_to_0() -> None:
+async def test_a_complete_history_has_no_dropped_tokens_and_can_be_rewound_to_0() -> None:
     store, _ = make_store()
     await store.create(record())
     await append(store, "s", (1, 2, 3, 4), STEP)
@@ -96,7 +96,7 @@ async def test_a_whole_tail_has_no_dropped_tokens_and_rewinds_to_0() -> None:
     assert (whole.dropped_tokens, whole.earliest) == (0, 0)
 
 
-async def test_an_id_is_taken_until_it_is_deleted() -> None:
+async def test_an_id_cannot_be_used_again_until_its_session_is_deleted() -> None:
     store, _ = make_store()
     assert await store.create(record())
     assert not await store.create(record())
@@ -145,7 +145,7 @@ async def test_idle_sessions_expire_in_order_of_last_use() -> None:
     assert [name for name in "abc" if await store.get(name)] == ["a", "c"]
 
 
-async def test_sessions_are_counted_by_model() -> None:
+async def test_sessions_are_counted_for_each_model() -> None:
     store, _ = make_store()
     for name, model in (("a", "m"), ("b", "m"), ("c", "n")):
         await store.create(record(name, model))
@@ -167,7 +167,7 @@ async def test_a_record_with_every_field_round_trips() -> None:
             await store.delete(kept.session)
 
 
-async def test_a_new_session_needs_room_for_a_full_tail_and_expired_sessions_free_it() -> None:
+async def test_a_new_session_needs_memory_for_a_full_history_and_expired_sessions_free_memory() -> None:
     whole = entry_bytes("a", 5 * 2)
     store, clock = make_store(budget_bytes=2 * whole)
     await store.create(record("a"))
@@ -200,7 +200,7 @@ async def test_memory_is_counted_through_every_change_and_freed() -> None:
     assert store.used_bytes == 0
 
 
-async def test_sessions_that_outgrow_the_budget_evict_the_longest_idle() -> None:
+async def test_sessions_over_the_budget_evict_the_session_that_is_idle_longest() -> None:
     ended: list[str] = []
     small, whole = entry_bytes("a", 2), entry_bytes("a", 10)
     clock = Clock()
@@ -208,7 +208,7 @@ async def test_sessions_that_outgrow_the_budget_evict_the_longest_idle() -> None
     for name, model in (("a", "m"), ("b", "n"), ("c", "m")):
         clock.now_s += 1
         await store.create(record(name, model))
-    await store.touch("a")  # so that b is idle longest
+    await store.touch("a")  # now b is the session that is idle longest
     await append(store, "c", (1, 2, 3, 4), STEP)
     assert ended == []
     await append(store, "a", (1,), STEP)
@@ -230,7 +230,7 @@ async def test_one_call_removes_a_limited_number_of_expired_sessions() -> None:
     assert [await store.count("m") for _ in range(3)] == [EXPIRED_AT_ONCE + 4, 4, 0]
 
 
-async def test_the_kind_of_a_session_is_its_model_and_vocabulary_until_it_expires() -> None:
+async def test_the_store_returns_the_model_and_vocabulary_of_a_session_until_it_expires() -> None:
     store, clock = make_store()
     await store.create(record()._replace(vocabulary="v"))
     await store.create(record("t", "n")._replace(vocabulary="w"))
@@ -253,7 +253,7 @@ async def test_the_id_of_an_expired_session_is_free() -> None:
 
 
 @pytest.mark.parametrize(("data", "length"), [(b"", 0), (b"x" * 15, 15), (b"x" * 16, 16), (b"x" * 9000, 16)])
-def test_a_digest_is_the_data_itself_or_16_bytes(data: bytes, length: int) -> None:
+def test_a_digest_is_short_data_itself_or_16_bytes(data: bytes, length: int) -> None:
     assert len(digest(data)) == length
     assert (digest(data) == data) == (len(data) < 16)
     assert digest(data) != digest(data + b"x")

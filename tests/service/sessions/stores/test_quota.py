@@ -1,4 +1,4 @@
-"""The quota of an owner's sessions, in every store."""
+"""Tests of the quota of an owner's sessions, in every store."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def of_alice(number: int) -> SessionRecord:
     return in_memory(f"alice/{number}")
 
 
-async def test_one_session_over_the_quota_is_rejected_and_quotas_are_per_owner() -> None:
+async def test_each_owner_has_a_quota_and_one_session_over_it_is_rejected() -> None:
     store = MemoryStore(4, 10, 2**24, Clock())
     for number in range(3):
         assert await store.create(of_alice(number), 3)
     with pytest.raises(QuotaExceeded, match="alice has 3 sessions"):
         await store.create(of_alice(3), 3)
-    assert not await store.create(of_alice(2), 3)  # it exists already, so it does not count again
+    assert not await store.create(of_alice(2), 3)  # the session already exists, so it does not count again
     assert await store.create(in_memory("bob/0"), 1)
     assert await store.create(in_memory("alice"))
 
 
-async def test_deleted_and_expired_sessions_free_the_quota() -> None:
+async def test_deleted_and_expired_sessions_do_not_count_against_the_quota() -> None:
     clock = Clock()
     store = MemoryStore(4, 10, 2**24, clock)
     for number in range(2):
@@ -86,7 +86,7 @@ async def test_replicas_count_an_owners_sessions_together(common: RedisServer, m
 
 
 @pytest.mark.stack
-async def test_expired_sessions_in_redis_free_the_quota_and_used_ones_do_not(
+async def test_expired_sessions_in_redis_free_the_quota_and_sessions_in_use_do_not(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     store = await make_store(common.url, ttl_s=TTL_S)
@@ -137,20 +137,23 @@ async def test_sessions_created_without_a_quota_during_an_outage_are_not_counted
 
 
 async def counted(store: RedisStore, owner: str) -> set[str]:
-    """Returns the sessions in the owner's set."""
+    """Returns the sessions that Redis counts for the owner."""
     key = store.counting(f"{owner}/any")[1]
     return {name.decode() for name in await store.trips.do("ZRANGE", key, 0, -1)}
 
 
-def hold_back(trips: RedisPipeline, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Argument, ...]]:
-    """Returns the commands that are sent without waiting from now on; they are withheld."""
+def withhold_commands(trips: RedisPipeline, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Argument, ...]]:
+    """Withholds all commands that the store sends without waiting for the answer. Returns the list of these
+    commands."""
     held: list[tuple[Argument, ...]] = []
     monkeypatch.setattr(trips, "tell", lambda *command: held.append(command))
     return held
 
 
-def after_looking(store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls something after the store has read a session's time to live, and before it uses it."""
+def after_reading_ttl(
+    store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls `then` after the store has read a session's time to live and before the store uses the value."""
     do = store.trips.do
 
     async def look(*command: Argument) -> Any:
@@ -163,8 +166,8 @@ def after_looking(store: RedisStore, then: Callable[[], Awaitable[object]], monk
     monkeypatch.setattr(store.trips, "do", look)
 
 
-def before_making(store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls something after a session was counted, and before it is created."""
+def before_creating(store: RedisStore, then: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls `then` after the store has counted a session and before it creates the session."""
     run = store.trips.run
 
     async def make(script: Script, *arguments: Any, **options: Any) -> Any:
@@ -182,7 +185,7 @@ async def test_a_session_created_while_its_id_is_deleted_counts(
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     await one.create(record("alice/0"), 1)
-    held = hold_back(one.trips, monkeypatch)
+    held = withhold_commands(one.trips, monkeypatch)
     assert await one.delete("alice/0")
     assert await other.create(record("alice/0"), 1)
     for command in held:
@@ -198,19 +201,19 @@ async def test_a_session_created_while_its_id_is_found_expired_counts(
     one, other = await make_store(common.url), await make_store(common.url)
     await one.create(record("alice/0"), 1)
     await one.delete("alice/0")
-    after_looking(one, lambda: other.create(record("alice/0"), 1), monkeypatch)
+    after_reading_ttl(one, lambda: other.create(record("alice/0"), 1), monkeypatch)
     with pytest.raises(QuotaExceeded):
         await one.create(record("alice/1"), 1)
 
 
 @pytest.mark.stack
-async def test_a_session_found_expired_and_created_twice_meanwhile_counts(
+async def test_a_session_that_is_created_twice_while_it_is_found_expired_counts(
     common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other, third = [await make_store(common.url) for _ in range(3)]
     await one.create(record("alice/0"), 1)
     await one.delete("alice/0")
-    held = hold_back(third.trips, monkeypatch)
+    held = withhold_commands(third.trips, monkeypatch)
 
     async def again() -> None:
         assert await third.create(record("alice/0"), 1)
@@ -219,7 +222,7 @@ async def test_a_session_found_expired_and_created_twice_meanwhile_counts(
         for command in held:
             await other.trips.do(*command)
 
-    after_looking(one, again, monkeypatch)
+    after_reading_ttl(one, again, monkeypatch)
     with pytest.raises(QuotaExceeded):
         await one.create(record("alice/1"), 1)
 
@@ -235,8 +238,8 @@ async def test_a_session_removed_as_expired_just_before_creation_counts(
         assert await one.delete("alice/0")
         assert await one.create(record("alice/1"), 1)
 
-    before_making(other, give_up, monkeypatch)
-    assert await other.create(record("alice/0"), 1)  # one over the quota while both are being created
+    before_creating(other, give_up, monkeypatch)
+    assert await other.create(record("alice/0"), 1)  # one session over the quota while the store creates both
     assert await one.delete("alice/1")
     with pytest.raises(QuotaExceeded):
         await one.create(record("alice/2"), 1)
@@ -262,7 +265,7 @@ async def test_every_session_counts_under_concurrent_creation_and_deletion(
 ) -> None:
     stores = [await make_store(common.url) for _ in range(3)]
 
-    async def quarrel(store: RedisStore, names: list[str]) -> None:
+    async def create_and_delete(store: RedisStore, names: list[str]) -> None:
         for session in names:
             await asyncio.gather(
                 store.delete(session),
@@ -271,8 +274,10 @@ async def test_every_session_counts_under_concurrent_creation_and_deletion(
                 return_exceptions=True,
             )
 
-    await asyncio.gather(*(quarrel(store, [f"alice/{number % 5}" for number in range(60)]) for store in stores))
+    await asyncio.gather(
+        *(create_and_delete(store, [f"alice/{number % 5}" for number in range(60)]) for store in stores)
+    )
     alive = {f"alice/{number}" for number in range(5) if await stores[0].get(f"alice/{number}")}
-    async with asyncio.timeout(TIMEOUT_S):  # commands sent without waiting may be in flight
+    async with asyncio.timeout(TIMEOUT_S):  # commands whose answer the store does not wait for may be in flight
         while not alive <= await counted(stores[0], "alice"):
             pass

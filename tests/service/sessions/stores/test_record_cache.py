@@ -1,4 +1,4 @@
-"""The cache of the sessions that were last seen."""
+"""Tests of the cache of recently used session records."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_limited_number_of_snapshots_is_cached_until_the_session_changes() -> 
     assert [one.snapshot is None for one in kept if one] == [True] + [False] * SNAPSHOTS
 
 
-def test_the_cache_knows_whether_its_sessions_are_mostly_out_of_date() -> None:
+def test_the_cache_measures_whether_most_of_its_sessions_are_out_of_date() -> None:
     remembered, _ = make()
     assert not remembered.mostly_moved
     for _ in range(20):

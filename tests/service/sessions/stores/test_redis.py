@@ -1,4 +1,4 @@
-"""Sessions in a real Redis: the rules of `Store`, with two replicas, and with a Redis that restarts."""
+"""Tests of sessions in a real Redis: the contract of `Store`, two replicas, and restarts of Redis."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def record(session: str = "s", **changes: Any) -> SessionRecord:
 
 
 async def begin(store: RedisStore, session: str = "s") -> SessionRecord:
-    """Returns an existing session."""
+    """Creates a session. Returns its record."""
     assert await store.create(record(session))
     found = store.get_cached(session)
     assert found is not None
@@ -42,7 +42,7 @@ async def begin(store: RedisStore, session: str = "s") -> SessionRecord:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits until the condition holds; fails the test after a timeout."""
+    """Waits until the condition holds. Fails the test after a timeout."""
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(PROBE_EVERY_S / 10)
@@ -61,7 +61,7 @@ async def test_a_session_round_trips_and_its_changes_are_durable(common: RedisSe
     assert (found.model, found.model_version, found.vocabulary, found.mode) == ("m", "1", "v", Mode.AUTO)
 
 
-async def test_a_tail_holds_the_latest_tokens(common: RedisServer, make_store: MakeStore) -> None:
+async def test_a_session_keeps_the_latest_tokens(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url)
     here = await begin(store)
     for index in range(6):
@@ -95,7 +95,7 @@ async def test_a_session_created_from_a_history_is_kept_and_continues(
             assert (here.position, here.tail) == (found.position, found.tail) == (position, grown)
 
 
-async def test_a_new_session_does_not_get_the_state_of_an_earlier_one(
+async def test_a_new_session_does_not_get_the_state_of_an_earlier_session(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     store = await make_store(common.url)
@@ -109,7 +109,9 @@ async def test_a_new_session_does_not_get_the_state_of_an_earlier_one(
     assert (found.position, found.snapshot) == (9, None)
 
 
-async def test_an_id_is_taken_until_it_is_deleted(common: RedisServer, make_store: MakeStore) -> None:
+async def test_an_id_cannot_be_used_again_until_its_session_is_deleted(
+    common: RedisServer, make_store: MakeStore
+) -> None:
     store = await make_store(common.url)
     await begin(store)
     assert not await store.create(record())
@@ -151,7 +153,7 @@ async def test_the_same_tokens_from_two_replicas_are_two_steps(common: RedisServ
     assert results.count(None) == 1
 
 
-async def test_a_session_deleted_and_created_again_is_a_different_one(
+async def test_a_session_that_is_deleted_and_created_again_is_a_different_session(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
@@ -168,7 +170,7 @@ async def test_a_session_deleted_and_created_again_is_a_different_one(
     assert not follows(recalled.revision, old.revision)
 
 
-async def test_an_append_to_a_deleted_session_fails_and_drops_it_from_the_cache(
+async def test_an_append_to_a_deleted_session_fails_and_drops_the_session_from_the_cache(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
@@ -178,7 +180,7 @@ async def test_an_append_to_a_deleted_session_fails_and_drops_it_from_the_cache(
     assert one.get_cached("s") is None
 
 
-async def test_a_revision_follows_after_appends_but_not_after_rewinds(
+async def test_a_revision_follows_an_earlier_revision_after_appends_but_not_after_rewinds(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     store = await make_store(common.url)
@@ -196,7 +198,7 @@ async def test_a_revision_follows_after_appends_but_not_after_rewinds(
     assert found._replace(idle_s=0.0) == rewound
 
 
-async def test_a_state_is_kept_until_the_session_is_rewound_before_it(
+async def test_a_state_is_kept_until_the_session_is_rewound_to_before_the_state(
     common: RedisServer, make_store: MakeStore
 ) -> None:
     store = await make_store(common.url)
@@ -222,8 +224,10 @@ async def test_a_state_is_kept_until_the_session_is_rewound_before_it(
         assert not await redis.keys(f"{store.prefix}*")
 
 
-async def test_an_idle_session_expires_and_use_keeps_it_alive(common: RedisServer, make_store: MakeStore) -> None:
-    store = await make_store(common.url, ttl_s=30_000.0)  # a stall of a minute changes none of it
+async def test_an_idle_session_expires_and_a_session_in_use_does_not(
+    common: RedisServer, make_store: MakeStore
+) -> None:
+    store = await make_store(common.url, ttl_s=30_000.0)  # a delay of a minute does not affect this test
     here = await begin(store)
     await store.append(here, (5, 6), STEP, SNAPSHOT)
     keys = store.keys("s")
@@ -233,9 +237,9 @@ async def test_an_idle_session_expires_and_use_keeps_it_alive(common: RedisServe
         found = await store.get("s")
         assert found is not None
         assert found.idle_s == pytest.approx(20_000, abs=300)
-        assert await redis.pttl(keys[0]) <= 10_000_000  # reading does not reset it
+        assert await redis.pttl(keys[0]) <= 10_000_000  # a read does not reset the time to live
         await store.touch("s")
-        assert await store.get("s")  # it was notified by then
+        assert await store.get("s")  # Redis has received the touch by then
         for key in keys:
             assert 29_000_000 < await redis.pttl(key) <= 30_000_000
         await redis.pexpire(keys[0], 1)
@@ -261,7 +265,7 @@ async def test_commits_of_one_event_loop_turn_are_one_round_trip(common: RedisSe
     assert (count, commands) == (2, 100)
 
 
-async def test_scripts_that_redis_forgot_are_sent_again(common: RedisServer, make_store: MakeStore) -> None:
+async def test_scripts_that_redis_has_lost_are_sent_again(common: RedisServer, make_store: MakeStore) -> None:
     store = await make_store(common.url)
     here = await begin(store)
     async with Redis.from_url(common.url) as redis:
@@ -290,7 +294,7 @@ async def test_acknowledged_changes_survive_a_killed_redis(server: RedisServer, 
     found = await store.get("s")
     assert found is not None
     assert (found.position, found.tail.ids().tolist()) == (20, [21, 22, 23, 24])
-    after = await store.append(here, (25,), STEP)  # which does not know the script either
+    after = await store.append(here, (25,), STEP)  # the restarted Redis does not have the script either
     assert after is not None
     assert after.position == 21
 
@@ -302,7 +306,7 @@ async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions
     here = await begin(store)
     here = await store.append(here, (5,), STEP) or here
     run = await last_save(server)
-    while await last_save(server) == run:  # two starts within a second are indistinguishable
+    while await last_save(server) == run:  # Redis cannot distinguish two starts within one second
         server.kill()
         server.start()
     await until(lambda: store.standing.ready)
@@ -318,7 +322,7 @@ async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions
 
 
 async def last_save(server: RedisServer) -> object:
-    """Returns when the server was started, or last saved, in seconds."""
+    """Returns the time of the server's start or last save, in whole seconds."""
     async with Redis.from_url(server.url) as redis:
         return await redis.lastsave()
 
@@ -328,7 +332,7 @@ async def test_an_append_with_a_lost_answer_is_not_applied_twice(server: RedisSe
         store = await make_store(f"redis://127.0.0.1:{between.port}/0")
         direct = await make_store(server.url)
         here = await begin(store)
-        here = await store.append(here, (5,), STEP) or here  # Redis has the script then
+        here = await store.append(here, (5,), STEP) or here  # now Redis has the script
         between.hold_answers()
         appending = asyncio.create_task(store.append(here, (7,), STEP))
 
@@ -339,7 +343,8 @@ async def test_an_append_with_a_lost_answer_is_not_applied_twice(server: RedisSe
         async with asyncio.timeout(TIMEOUT_S):
             while not await arrived():
                 pass
-        between.mend()  # which closes the connection: the append is sent again, and finds itself applied
+        # This closes the connection. The store sends the append again, and finds that Redis has applied it.
+        between.mend()
         after = await appending
         assert after is not None
         found = await direct.get("s")
@@ -347,7 +352,7 @@ async def test_an_append_with_a_lost_answer_is_not_applied_twice(server: RedisSe
         assert (found.position, found.revision) == (after.position, after.revision) == (2, after.revision)
 
 
-async def test_a_cut_network_is_detected_and_then_commands_fail_at_once(
+async def test_a_cut_network_is_detected_and_then_commands_fail_immediately(
     server: RedisServer, make_store: MakeStore
 ) -> None:
     async with proxy(server.port) as between:
@@ -357,9 +362,9 @@ async def test_a_cut_network_is_detected_and_then_commands_fail_at_once(
         with pytest.raises(Unavailable):
             await store.append(here, (7,), STEP)
         assert not store.standing.reachable
-        with pytest.raises(Unavailable):  # at once: nothing is sent
+        with pytest.raises(Unavailable):  # fails immediately, because the store sends nothing
             await store.append(here, (7,), STEP)
-        await store.touch("s")  # no error
+        await store.touch("s")  # a touch raises no error
         between.mend()
         await until(lambda: store.standing.reachable)
         assert await store.append(here, (7,), STEP)
@@ -375,10 +380,12 @@ async def test_a_hanging_redis_is_unreachable(server: RedisServer, make_store: M
     await until(lambda: store.standing.reachable)
     found = await store.get("s")
     assert found is not None
-    assert found.position in (0, 1)  # it may have been applied
+    assert found.position in (0, 1)  # Redis may have applied the append
 
 
-async def test_a_store_unreachable_at_start_is_used_once_reachable(server: RedisServer, make_store: MakeStore) -> None:
+async def test_a_store_that_is_unreachable_at_start_is_used_once_it_is_reachable(
+    server: RedisServer, make_store: MakeStore
+) -> None:
     server.kill()
     store = await make_store(server.url)
     assert not store.standing.ready
@@ -411,7 +418,9 @@ async def test_a_session_written_by_a_later_version_is_not_changed(common: Redis
             await store.get("s")
 
 
-async def test_the_store_is_asked_first_if_other_replicas_step_too(common: RedisServer, make_store: MakeStore) -> None:
+async def test_the_store_is_read_before_a_step_if_other_replicas_also_step_its_sessions(
+    common: RedisServer, make_store: MakeStore
+) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
     here = await begin(one)
     assert one.get_cached("s", to_step=True) is not None
@@ -419,7 +428,7 @@ async def test_the_store_is_asked_first_if_other_replicas_step_too(common: Redis
         found = await other.get("s")
         assert found is not None
         await other.append(found, (7,), STEP)
-        await one.append(here, (8,), STEP)  # lost
+        await one.append(here, (8,), STEP)  # this append loses the race
         here = one.get_cached("s") or here
     assert one.get_cached("s", to_step=True) is None
     assert one.get_cached("s") is not None
@@ -429,7 +438,7 @@ async def test_the_store_is_asked_first_if_other_replicas_step_too(common: Redis
 
 
 @pytest.mark.parametrize("carried_out", [True, False])
-async def test_an_append_sent_twice_that_finds_a_later_one_has_an_unknown_outcome(
+async def test_an_append_sent_twice_has_an_unknown_outcome_if_a_later_append_was_applied(
     common: RedisServer, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, carried_out: bool
 ) -> None:
     one, other = await make_store(common.url), await make_store(common.url)
