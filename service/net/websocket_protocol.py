@@ -200,7 +200,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return super().send(message)
 
     async def send_text(self, text: bytes) -> None:
-        """Sends a text message. Builds the frame without the websockets library, because messages are not compressed."""
+        """Sends a text message. Builds the frame without the websockets library, because nothing is compressed."""
         if not self.writable.is_set():
             await self.writable.wait()
         if self.disconnected or self.conn.state is not State.OPEN:
@@ -236,7 +236,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.take_in(data, is_text=self.curr_msg_data_type == "text")
 
     def take_in(self, data: bytes, *, is_text: bool, at_rest: bool = False) -> None:
-        """Queues a message. `at_rest`: the library's parser is not running, so the reader may resume within this call."""
+        """Queues a message. `at_rest`: the library's parser is not running, so the reader may resume at once."""
         if self.close_sent:
             self.counts_frame()
             return
@@ -282,8 +282,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             super().handle_pong(event)
 
     def counts_frame(self) -> bool:
-        """Counts a frame that completes no message. Closes the WebSocket and returns False if there were too many of
-        them."""
+        """Counts a frame that completes no message. Closes the WebSocket and returns False if there were too many."""
         if self.discarding:
             return False
         self.frames_left -= 1
@@ -297,7 +296,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return False
 
     def break_off(self, reason: RejectReason, code: int, why: str) -> None:
-        """Stops reading, sends the close frame, and closes the connection after the client had time to read the reason."""
+        """Stops reading, sends a close frame, and closes the connection after the client had time to read the frame."""
         if self.discarding or self.transport.is_closing():
             return
         self.discarding = True
@@ -315,7 +314,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
 
 def short_text(data: bytes) -> bytes | None:
-    """Returns the text if `data` is exactly one frame with a short text, as most messages are. Otherwise returns None."""
+    """Returns the text if `data` is exactly one frame with a short text, as most messages are; else None."""
     size = len(data) - 6
     if not 0 <= size <= SHORT_BYTES or data[0] != WHOLE_TEXT or data[1] != MASKED | size:
         return None
