@@ -70,8 +70,8 @@ class Cost(TypedDict):
 Costs = Annotated[
     dict[Role, list[Cost]],
     Field(
-        description="by graph, shortest length first: compute time per item, measured at warm-up and averaged over later "
-        "runs, with the largest weight on the latest run; the mode auto chooses by these times"
+        description="by graph, shortest length first: compute time per item, measured at warm-up and averaged over "
+        "later runs, with the largest weight on the latest run; the mode auto chooses by these times"
     ),
 ]
 
