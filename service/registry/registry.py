@@ -242,7 +242,7 @@ class ModelRegistry:
                 f"there is no session {id_of(session)!r}: it was never created, was deleted, or has expired"
             )
         if model is not None and model != own:
-            why = f"session {id_of(session)!r} belongs to model {own!r}, not of {truncate_repr(model)}"
+            why = f"session {id_of(session)!r} belongs to model {own!r}, not to {truncate_repr(model)}"
             raise InvalidRequest(why, "model")
         if vocabulary != engine.tokenizer:
             older = self.retired_engines.of(own, vocabulary)
