@@ -1,4 +1,5 @@
-"""The figure of perplexity by window in research/stability.md, drawn from the manifests of the shipped bundles.
+"""Plots perplexity against window length, from the manifests of the shipped bundles. research/stability.md shows the
+figure.
 
 python -m research.windows research/figures/windows.png
 """
