@@ -22,7 +22,7 @@ HELD = 64
 KINDS = (
     ("curve", ":", "by the curve"),
     ("request", "--", "by the request's bound"),
-    ("direction", "-", "by direction"),
+    ("direction", "-", "by the direction proof"),
 )
 
 
@@ -103,7 +103,7 @@ def _shares(axes: Axes, models: dict[str, ModelFigures]) -> None:
             axes.plot(windows, shares, style, color=f"C{index}", marker=marker, markersize=4)
     axes.axhline(90, color="0.6", linewidth=0.8)
     _by_window(axes, every)
-    axes.set(ylabel="% of the positions", title="Most probable token proved to be the never-interrupted run's")
+    axes.set(ylabel="% of the positions", title="Proved: top-1 equal to the never-interrupted run's")
     axes.set_ylim(-3, 103)
 
 
@@ -121,8 +121,8 @@ def _frontier(axes: Axes, models: dict[str, ModelFigures]) -> None:
                 axes.plot([perplexity], [share], "o", color=f"C{index}", markersize=9, fillstyle="none")
         if model.perplexity is not None:
             axes.axvline(model.perplexity, color=f"C{index}", linestyle=":", linewidth=1)
-    axes.set(xlabel="validation perplexity per token", ylabel="% proved by direction", xscale="log")
-    axes.set_title(f"The frontier: by window (ringed: {HELD}; dotted: recurrent)", fontsize=10)
+    axes.set(xlabel="validation perplexity per token", ylabel="% proved by the direction proof", xscale="log")
+    axes.set_title(f"Trade-off by window length (ringed: k = {HELD}; dotted: recurrent)", fontsize=10)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
     axes.tick_params(axis="x", which="minor", labelsize=8)

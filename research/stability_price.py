@@ -203,12 +203,12 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
     for heading in ("model", "lambda", "seed", "perplexity per token", f"k({EPSILON:g})"):
         table.add_column(heading, justify="right")
     for point in results["prices"]:
-        k = f"none within {results['longest_window']}" if point["k"] is None else str(point["k"])
+        k = f"none up to {results['longest_window']}" if point["k"] is None else str(point["k"])
         row = (point["family"], str(point["lambda"] or "none"), str(point["seed"]), f"{point['perplexity']:.2f}", k)
         table.add_row(*row)
     yield table
     table = Table(title="Distances of weights, recurrent and truncated training")
-    for heading in ("optimiser", "lambda", "step", "apart", "recurrent moved", "truncated moved"):
+    for heading in ("optimiser", "lambda", "step", "distance", "recurrent from start", "truncated from start"):
         table.add_column(heading, justify="right")
     for found in results["distances"]:
         for index in sorted({1, len(found["steps"]) // 2, len(found["steps"]) - 1}):

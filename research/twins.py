@@ -198,7 +198,7 @@ def show(results: dict, bundles: dict[str, Bundle], console: Console) -> None:  
     console.print(table)
     weights = results["weights"]
     console.print(
-        f"weights: |recurrent - truncated| = {weights['between_twins']:.2f}; from the common start "
+        f"weights: |recurrent - truncated| = {weights['between_twins']:.2f}; from the common initial weights "
         f"{weights['recurrent_from_start']:.2f} and {weights['truncated_from_start']:.2f}; "
         f"norms {weights['norm_recurrent']:.2f} and {weights['norm_truncated']:.2f}"
     )
