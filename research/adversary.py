@@ -1,12 +1,15 @@
-"""A gradient-based adversary: finds tokens and initial states that bring a run's end far from its window's end.
+"""A gradient-based adversary. It searches for tokens and initial states that maximise the distance between the end of
+a run and the end of its window.
 
-Tokens are discrete, so the gradient is taken with respect to the share of each token at each place, in a mixture of
-embeddings. It is used in two ways. *Flips*: the gradient estimates the gain of every single substitution; the best
-ones, at one or several places at once, are tried and kept if they gain (HotFlip, Ebrahimi et al. 2018, arXiv
-1712.06751). *Softened*: the mixtures themselves climb, and end as their largest parts.
+Tokens are discrete, so each position holds a mixture of embeddings, and the gradient is taken with respect to the
+mixture's weights (`shares`). The search has two methods:
 
-The objective is the logarithm of the distance at the end, which ranges from 1 to 1e-12, or of its part along a
-direction: the lead of one token over another.
+- `flipped`: the gradient estimates the gain of every single substitution. The best substitutions, at one or several
+  positions together, are tried, and kept if the distance grows (HotFlip, Ebrahimi et al. 2018, arXiv 1712.06751).
+- `softened`: gradient ascent on the mixtures. At the end each mixture is replaced by its token of the largest weight.
+
+The objective is the logarithm of the distance at the end, because the distance ranges from 1 to 1e-12. With a
+direction, the objective is the logarithm of the distance along it, for example of the lead of one token over another.
 """
 
 from __future__ import annotations
@@ -28,20 +31,21 @@ Tokens = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 AT_ONCE = (1, 3, 9)
-"""Numbers of places changed in one try."""
+"""The numbers of positions that are substituted in one try."""
 
 SHARPNESS = 2.0
-"""The initial logit of a mixture's starting token above the others."""
+"""The initial logit of a mixture's starting token. The other tokens start at 0."""
 
 STEP = 1.0
 """The largest change of a mixture's logits in one step."""
 
 NEAREST = 1e-300
-"""Keeps the logarithm of a zero distance finite."""
+"""Added to squared distances, to keep the logarithm of zero finite."""
 
 
 class Adversary:
-    """The adversary of one model, in float64 (torch evaluates gates and convolutions in float32 in both runs)."""
+    """The adversary of one model. It computes in float64, but torch evaluates gates and convolutions in float32 in both
+    runs."""
 
     def __init__(self, architecture: Architecture, weights: Weights) -> None:
         self._architecture = architecture
@@ -53,9 +57,10 @@ class Adversary:
     def flipped(
         self, tokens: Tokens, past: int, rounds: int, window: Tokens | None = None, direction: Floats | None = None
     ) -> Tokens:
-        """Substitutes tokens (N, T), the first `past` of them before the cut, to increase the distance.
+        """Returns `tokens` (N, T) with substitutions that increase the distance. The first `past` tokens are before the
+        cut.
 
-        window: (K), fixed tokens after the cut; `tokens` are then the pasts alone. direction: (H).
+        window: (K), fixed tokens after the cut. `tokens` then contains the pasts only. direction: (H), see the module.
         """
         chosen = torch.from_numpy(tokens)
         fixed = None if window is None else self._shares(torch.from_numpy(window)[None].expand(len(tokens), -1))
@@ -78,7 +83,7 @@ class Adversary:
         return chosen.numpy()
 
     def softened(self, tokens: Tokens, past: int, steps: int) -> Tokens:
-        """Returns the tokens (N, T) at which climbing mixtures end that start from these."""
+        """Returns the tokens (N, T) at which a gradient ascent on mixtures ends. The ascent starts at `tokens`."""
         logits = SHARPNESS * self._shares(torch.from_numpy(tokens))
         for _ in range(steps):
             logits = logits.detach().requires_grad_()
@@ -91,10 +96,11 @@ class Adversary:
     def states(
         self, reach: Mapping[str, tuple[Floats, Floats]], last: Tokens, rounds: int, generator: np.random.Generator
     ) -> tuple[dict[str, Floats], Tokens]:
-        """Returns climbed initial states, (N, ...) by name, and the tokens from there, (N, K), which start as `last`.
+        """Returns initial states, (N, ...) by name, and tokens (N, K) that follow them. Both maximise the distance by
+        gradient ascent. The search for the tokens starts at `last`.
 
-        reach: the least and the greatest value of each unit, by state tensor, except a convolution's inputs, which are
-        outputs of a LayerNorm.
+        reach: by state tensor, the smallest and the largest value of each unit. It has no entry for the inputs of
+        convolutions, which are outputs of a LayerNorm.
         """
         count, size = len(last), len(self._names) - len(self._front)
         places = {name: (np.full(1, -1.0), np.full(1, 1.0)) for name in self._front} | dict(reach)
@@ -132,7 +138,7 @@ class Adversary:
         return found_states, chosen.numpy()
 
     def _admitted(self, states: list[Tensor]) -> list[Tensor]:
-        """Returns the states with normalised inputs of the convolutions."""
+        """Returns the states after the LayerNorm is applied to the inputs of convolutions."""
         admitted = []
         for name, state in zip(self._names, states, strict=True):
             if name in self._front:
@@ -151,12 +157,13 @@ class Adversary:
         return self._logarithm(self._apart(self._admitted(states), shares), None)
 
     def _ends(self, shares: Tensor, fixed: Tensor | None, past: int, direction: Floats | None) -> Tensor:
-        """Returns the logarithm of the ends' distance, (N). shares: (T, N, V), of which `past` are before the cut."""
+        """Returns the objective, (N). shares: (T, N, V), of which the first `past` are before the cut."""
         _, full = self._run(shares[:past], self._zero(shares.shape[1]))
         return self._logarithm(self._apart(full, shares[past:] if fixed is None else fixed), direction)
 
     def _apart(self, full: list[Tensor], last: Tensor) -> Tensor:
-        """Returns the difference of the ends of runs from `full` and from zero: (N, H)."""
+        """Returns the difference (N, H) between the ends of two runs over `last`: one starts from `full`, one from the
+        zero state."""
         count = last.shape[1]
         both = [torch.cat([one, other]) for one, other in zip(full, self._zero(count), strict=True)]
         hidden, _ = self._run(torch.cat([last, last], dim=1), both)
@@ -167,7 +174,8 @@ class Adversary:
         return torch.log(squares + NEAREST)
 
     def _run(self, shares: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Runs the network over mixtures of tokens, (T, N, V); each place has its own embedding."""
+        """Runs the network over mixtures of tokens, (T, N, V). Each position has its own embedding, the mixture's
+        mean."""
         time, count = shares.shape[:2]
         rows = (shares @ self._weights["embedding.weight"]).reshape(time * count, -1)
         places = torch.arange(time * count).view(time, count)
@@ -181,5 +189,5 @@ class Adversary:
         return [torch.zeros(count, *shape, dtype=torch.float64) for shape in shapes]
 
     def _shares(self, tokens: Tensor) -> Tensor:
-        """Returns pure tokens as shares: (N, T) -> (T, N, V)."""
+        """Returns tokens (N, T) as one-hot shares (T, N, V)."""
         return functional.one_hot(tokens.T, self._architecture.vocabulary_size).double()

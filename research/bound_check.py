@@ -1,4 +1,4 @@
-"""Checks the bounds of one random model with adversarial histories."""
+"""Checks the bounds of one random model against random and adversarial histories."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ DIRECTIONS, PUSHED = 4, 4
 SHOWN = (1, 2, 4, 8, 16, 24)
 LONG, REPEATED, KEPT = 2000, 12, 64
 FRONT_ROUNDING = 1e-9
-FLOAT64 = 1e-14  # tolerance of shares
+FLOAT64 = 1e-14  # the tolerance of probabilities
 DTYPES: dict[str, type[np.float64 | np.float32]] = {"float64": np.float64, "float32": np.float32}
 
 OF_WINDOWS = ("of_radius", "of_lead", "of_top1", "of_variation")
-"""The bounds of a window."""
+"""The keys that count violations of a window's bounds."""
 
 Floats = NDArray[np.float64]
 Found = dict[str, object]
 
 
 def random_model(seed: int) -> tuple[Architecture, Weights]:
-    """Returns a random model; cells take turns."""
+    """Returns a random model. Successive seeds use successive cells."""
     generator = np.random.default_rng(seed)
     cell = tuple(CELLS)[seed % len(CELLS)]
     residual = bool(generator.random() < 0.4)
@@ -87,7 +87,7 @@ def random_model(seed: int) -> tuple[Architecture, Weights]:
 
 
 def examine(seed: int) -> Found:
-    """Checks one model with all its histories, initial states and windows."""
+    """Checks one model with all of its histories, initial states and windows."""
     return _Examined(seed).found()
 
 
@@ -123,7 +123,7 @@ class _Examined:
         return found
 
     def _histories(self) -> Tokens:
-        """Returns random histories and adversarial ones."""
+        """Returns random and adversarial histories."""
         size = self.architecture.vocabulary_size
         random = random_histories(self.generator, size, RANDOM, PAST, LAST)
         greedy = greedy_histories(self.exact, size, PAST, LAST)
@@ -134,12 +134,13 @@ class _Examined:
         return np.concatenate([random, greedy, climbed, ascended])
 
     def _states(self, last: Tokens) -> tuple[State, Tokens]:
-        """Returns initial states within reach and the tokens from there, if any state within reach is covered."""
+        """Returns reachable initial states and the tokens that follow them. Returns no states if the cell's bounds do
+        not cover every reachable state."""
         reach = reachable(self.architecture, self.layers)
         if reach is None:
             return {}, last[:0]
         states, last = self.adversary.states(reach, last, FLIPS, self.generator)
-        if self.architecture.front is None:  # makes them exact in float32, and within reach
+        if self.architecture.front is None:  # makes the states exact in float32, and keeps them reachable
             states = {name: (value * (1 - 2.0**-20)).astype(np.float32).astype(float) for name, value in states.items()}
         return states, last
 
@@ -173,12 +174,13 @@ class _Examined:
         found["violations"] = violations
 
     def _hold_served(self, found: Found, histories: Tokens) -> None:
-        """Checks the served rounding term in float32 over thousands of steps.
+        """Checks the served rounding term against float32 runs of thousands of steps.
 
-        Pairs of runs of the exported `step` graph that read the same tokens, one after a past and one from the zero
-        state, must stay within e_k and the rounding of two runs; each of them within the rounding of one run from exact
-        arithmetic. The tokens: each one repeated after each other one; cycles of two and three; the adversary's
-        histories, repeated; random ones.
+        Each pair of runs of the exported `step` graph reads the same tokens. One run has a past, and the other starts
+        from the zero state. Their distance must stay within e_k plus the rounding of two runs. The distance of the run
+        with a past from exact arithmetic must stay within the rounding of one run. The tokens are: one repeated token
+        after a past of one repeated token, for every pair of tokens; cycles of two and of three tokens; the adversary's
+        histories, repeated; random tokens.
         """
         size, random = self.architecture.vocabulary_size, self.generator
         past, held = (each.ravel() for each in np.meshgrid(np.arange(size), np.arange(size)))
@@ -208,14 +210,14 @@ class _Examined:
         found["served_pairs"] = len(tokens)
         found["served_above"] = int((~(apart <= limits)).any(axis=1).sum()) + int((~(off <= rounding.carried)).sum())
         found["served_sequences"] = rounding.sequences
-        # after the past is forgotten, only rounding remains
+        # once the past is forgotten, only rounding remains
         left = limits <= 1.5 * rounding.between_runs
         found["served_of_two"] = float(apart[:, left].max() / rounding.between_runs) if left.any() else None
         found["served_of_one"] = float(off.max() / rounding.carried)
 
     def _long_runs(self, run: Run, pasts: Tokens, tokens: Tokens) -> tuple[Floats, Floats]:
-        """Returns the distance of the two float32 runs' `hidden` after each token, (N, T), and the largest distance of
-        the run with the past from exact arithmetic, (N).
+        """Returns the distance (N, T) between the `hidden` of the two float32 runs after each token, and the largest
+        distance (N) from exact arithmetic of the run with the past.
         """
         rows = len(tokens)
         exact = self.exact.zero_state(rows)
@@ -237,7 +239,8 @@ class _Examined:
         return np.stack(apart, axis=1), off
 
     def _hold_windows(self, found: Found, histories: Tokens, states: State) -> None:
-        """Checks a few windows: the radius, the changes of leads, and the proved top-1 tokens."""
+        """Checks a few windows: the radius, the bounds of leads, the proved top-1 tokens, and the bound of the total
+        variation."""
         request = RequestBound(self.architecture, self.weights, self.layers)
         top1 = Top1(self.architecture, self.weights, request)
         counts = dict.fromkeys(("windows", "window_pairs", "proved", *OF_WINDOWS), 0)
@@ -282,16 +285,17 @@ class _Examined:
 
 
 def softmax(logits: Floats) -> Floats:
-    """Returns probabilities (..., V)."""
+    """Returns the probabilities (..., V) of `logits`."""
     shares: Floats = np.exp(logits - logits.max(axis=-1, keepdims=True))
     shares /= shares.sum(axis=-1, keepdims=True)
     return shares
 
 
 def reachable(architecture: Architecture, layers: list[Layer]) -> dict[str, tuple[Floats, Floats]] | None:
-    """Returns, by state tensor of the recurrent layers, a box that no state leaves from any start in it.
+    """Returns, by state tensor of the recurrent layers, the smallest and the largest reachable values. A run that
+    starts in this box stays in it.
 
-    None for cells without such a box: linear and relu layers.
+    Returns None for linear and relu cells, which have no such box.
     """
     if architecture.cell in ("linear", "rnn_relu"):
         return None

@@ -2,21 +2,23 @@
 
     python -m research.certificates [--models N] [--workers N] [--output FILE] [--figure FILE]
 
-Models of every cell, plain and residual, one to three layers, with weights scaled across the boundary of stability.
+The models cover every cell, plain and residual blocks, and one to three layers. Their weights are scaled so that some
+models are stable and others are not.
 
-- The curve: random and adversarial histories (`research/histories.py`; by gradients: `research/adversary.py`), run
-  in float64 and step by step in float32 to the end and from the zero state over the last tokens; and, for cells whose
-  bounds cover any state within reach, initial states that climb the gradient. At every k the distance must stay within
-  e_k plus the a priori rounding of two runs in that dtype. Models over a front have no such rounding term and are
-  checked, in float64 only, against e_k + 1e-9.
-- The served rounding: the `step` graph of every contractive model is exported and its rounding measured, as for a
-  bundle; pairs of float32 runs over thousands of steps (repeated tokens, cycles, the adversary's histories, random
-  ones) must stay within e_k and that term, and each within half the term of exact arithmetic.
-- The window: after all these pasts, and more that climb toward this one window, every run must end within the radius
-  of the window's end, every lead must move within its bound by direction, every proved top-1 token must win, and every
-  distribution must be within the total variation by direction (float64).
+- The curve. Random and adversarial histories (`research/histories.py`, `research/adversary.py`) are run to the end, and
+  their last tokens are also run from the zero state, both in float64 and in float32. If the cell's bounds cover all
+  reachable states, some runs start from initial states that are found by gradient ascent. At every k the distance must
+  be at most e_k plus the a priori rounding of two runs in that dtype. Models with convolution blocks before the
+  recurrent layers have no such rounding term. They are checked in float64 only, against e_k + 1e-9.
+- The served rounding. The `step` graph of every contractive model is exported, and its rounding is measured as for a
+  bundle. Pairs of float32 runs over thousands of steps (repeated tokens, cycles, the adversary's histories, random
+  tokens) must stay within e_k plus this rounding. Each run must stay within half of the rounding of exact arithmetic.
+- The window, in float64. Its pasts are all these histories and histories that are adversarial to this window. Every run
+  must end within the radius of the window's end. Every lead must change by at most its bound of the direction proof.
+  Every proved top-1 token must be the most probable one. Every distribution must be within the direction proof's bound
+  of the total variation.
 
-FILE keeps the results so far; another run continues from there.
+FILE contains the results so far. Another run of the program continues from there.
 """
 
 from __future__ import annotations
@@ -45,14 +47,14 @@ KINDS = {"random": ("tab:blue", 0.95), "adversarial": ("tab:red", 1.0), "state":
 
 
 def violations(found: dict[str, object]) -> int:
-    """Returns the number of violations of all bounds of one model."""
+    """Returns the total number of bound violations of one model."""
     of_windows: dict[str, int] = found["request"]  # type: ignore[assignment]
     served = int(str(found.get("served_above", 0)))
     return int(str(found["violations"])) + served + sum(of_windows[key] for key in OF_WINDOWS)
 
 
 def report(console: Console, results: list[dict[str, object]]) -> None:
-    """Prints the figures as tables."""
+    """Prints the results as tables."""
     table = Table(title="Models and histories")
     for heading in (
         "cell",
@@ -82,7 +84,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
     for name in DTYPES:
         key = f"{name}_passed_without_rounding"
         passed = sum(int(str(each.get(key, 0))) for each in results)
-        console.print(f"{name}: {passed:,} distances were above e_k alone, without its rounding term")
+        console.print(f"{name}: {passed:,} distances exceeded e_k without the rounding term")
     report_served(console, results)
     report_windows(console, results)
     table = Table(title="Observed / bound of contractive models, float64: median (max)")
@@ -96,8 +98,8 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def report_served(console: Console, results: list[dict[str, object]]) -> None:
-    """Prints the served rounding term against float32 runs of the exported step graph."""
-    table = Table(title="Served rounding, float32 graphs, thousands of steps; observed / served: median (max)")
+    """Prints how close float32 runs of the exported step graph come to the served rounding term."""
+    table = Table(title="Served rounding, float32 graphs, thousands of steps. Observed / served: median (max)")
     for heading in ("cell", "carried along", "models", "pairs", "above", "of one run", "of two runs"):
         table.add_column(heading, justify="right")
     for cell in (*CELLS, "all"):
@@ -115,8 +117,8 @@ def report_served(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def report_windows(console: Console, results: list[dict[str, object]]) -> None:
-    """Prints the figures of windows."""
-    table = Table(title="Windows, float64; observed / bound of contractive models: median (max)")
+    """Prints the results of the windows."""
+    table = Table(title="Windows, float64. Observed / bound of contractive models: median (max)")
     headings = (
         "windows",
         "pairs",
@@ -145,7 +147,8 @@ def report_windows(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[list[float]]]:
-    """Returns observed / bound by cell and kind of history, then by k: one number per model."""
+    """Returns observed / bound by cell and kind of history. Each value has one list per k, with one number per
+    model."""
     shares: dict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[] for _ in SHOWN])
     for cell in CELLS:
         for kind in KINDS:
@@ -159,7 +162,7 @@ def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[li
 
 
 def draw(results: list[dict[str, object]], file: Path) -> None:
-    """Plots the median, and the tenth to the ninetieth percentile, of observed / bound by k."""
+    """Plots observed / bound as a function of k: the median, and the range from the 10th to the 90th percentile."""
     figure, axes = pyplot.subplots(2, 3, figsize=(10, 5.6), sharex=True, sharey=True, layout="constrained")
     shares = tightness(results)
     for axis, cell in zip(axes.flat, CELLS, strict=True):
@@ -184,7 +187,7 @@ def draw(results: list[dict[str, object]], file: Path) -> None:
 
 
 def main() -> None:
-    """Continues from the results in the output file."""
+    """Checks the models that the output file does not contain yet, then prints and plots all results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--models", type=int, default=5400)
     parser.add_argument("--workers", type=int, default=1)

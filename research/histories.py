@@ -1,8 +1,9 @@
-"""Pairs of runs that read the same last tokens, one with a past and one from the zero state, and their distance.
+"""Generates token histories, and measures the distance between two runs that read the same last tokens. One run has
+read a past before, and the other starts from the zero state.
 
-Pasts are random or adversarial: pasts that drive the state to its edges by one repeated token, followed by tokens
-chosen one by one to keep the two runs as far apart as possible (greedy over the vocabulary); and a climb by single
-tokens on the distance at the end.
+Histories are random or adversarial. A greedy history repeats one token, which drives the state to its extremes, and
+then appends the tokens that keep the two runs farthest apart. A climbed history is the result of a random search that
+changes single tokens to increase the distance at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ Curve = NDArray[np.float64]
 
 
 def distances(reference: Reference, past: Tokens, last: Tokens) -> Curve:
-    """Returns the 2-norm distance of `hidden` after each of the last tokens, (N, K). past: (N, P), last: (N, K)."""
+    """Returns the 2-norm distance (N, K) between the two runs' `hidden` after each of the last tokens. past: (N, P),
+    last: (N, K)."""
     full = reference.zero_state(len(past))
     for column in past.T:
         _, full = reference.advance(column, full)
@@ -25,7 +27,7 @@ def distances(reference: Reference, past: Tokens, last: Tokens) -> Curve:
 
 
 def distances_from(reference: Reference, full: State, last: Tokens) -> Curve:
-    """Like `distances`, from any states `full`, (N, ...). last: (N, K)."""
+    """Like `distances`, but the first run starts from the states `full`, (N, ...). last: (N, K)."""
     count = len(last)
     cut = reference.zero_state(count)
     curve = []
@@ -38,7 +40,8 @@ def distances_from(reference: Reference, full: State, last: Tokens) -> Curve:
 
 
 def after(reference: Reference, state: State, past: Tokens | None, window: Tokens) -> Curve:
-    """Returns `hidden`, (N, H), of runs from `state` (N, ...) after their pasts (N, P), if any, and the window (K)."""
+    """Returns `hidden` (N, H) after runs over `past` (N, P), unless that is None, and then over `window` (K). The runs
+    start from `state` (N, ...)."""
     for column in () if past is None else past.T:
         _, state = reference.advance(column, state)
     for token in window:
@@ -47,7 +50,8 @@ def after(reference: Reference, state: State, past: Tokens | None, window: Token
 
 
 def random_histories(generator: np.random.Generator, vocabulary: int, count: int, past: int, last: int) -> Tokens:
-    """Returns (count, past + last) tokens; one half repeats only a few tokens, which drives states far."""
+    """Returns random tokens (count, past + last). Half of the rows use only two different tokens, which drives states
+    to extremes."""
     tokens = generator.integers(vocabulary, size=(count, past + last), dtype=np.int64)
     few = generator.integers(vocabulary, size=(count // 2, 2), dtype=np.int64)
     tokens[: count // 2] = np.take_along_axis(few, generator.integers(2, size=(count // 2, past + last)), axis=1)
@@ -55,7 +59,8 @@ def random_histories(generator: np.random.Generator, vocabulary: int, count: int
 
 
 def greedy_histories(reference: Reference, vocabulary: int, past: int, last: int) -> Tokens:
-    """Returns (V, past + last): each token repeated, then at each step the token that keeps states furthest apart."""
+    """Returns tokens (V, past + last). Each row starts with one repeated token. Then each step appends the token that
+    keeps the states of the two runs farthest apart."""
     pasts = np.repeat(np.arange(vocabulary, dtype=np.int64)[:, None], past, axis=1)
     full, cut = reference.zero_state(vocabulary), reference.zero_state(vocabulary)
     for column in pasts.T:
@@ -78,7 +83,8 @@ def greedy_histories(reference: Reference, vocabulary: int, past: int, last: int
 def climbed_histories(
     reference: Reference, generator: np.random.Generator, start: Tokens, past: int, rounds: int
 ) -> Tokens:
-    """Changes a few tokens of `start` (N, past + last) at a time to move the ends further apart."""
+    """Returns `start` (N, past + last) after random changes of a few tokens at a time. A change is kept if it increases
+    the distance at the end."""
     tokens, best = start, distances(reference, start[:, :past], start[:, past:])[:, -1]
     for _ in range(rounds):
         changed = generator.random(tokens.shape) < 2 / tokens.shape[1]

@@ -16,18 +16,19 @@ from matplotlib.lines import Line2D
 from research.proof_results import MedianAndLargest, ModelFigures, Results
 
 LEAST = 1e-13
-"""Smaller values are float64's rounding."""
+"""Smaller values are rounding errors of float64."""
 
 HELD = 64
 KINDS = (
     ("curve", ":", "by the curve"),
     ("request", "--", "by the request's bound"),
-    ("direction", "-", "by direction"),
+    ("direction", "-", "by the direction proof"),
 )
 
 
 def plot(results: Results, path: Path) -> None:
-    """Plots, above, each bundle's distance and bounds by k; below, the proved shares and their cost."""
+    """Plots each bundle's distances and bounds as functions of k in the upper row, and the proved shares and their cost
+    in the lower row."""
     models = {name: model for name, model in sorted(results.models.items()) if model.windows}
     count = max(len(models), 1)
     figure = plt.figure(figsize=(max(10.5, 2.9 * count), 8.2), layout="constrained")
@@ -58,7 +59,7 @@ def plot(results: Results, path: Path) -> None:
 
 
 def _legend(figure: SubFigure, lines: tuple[tuple[str, str, str, str], ...]) -> None:
-    """Adds a legend at the bottom; lines: label, marker, dashes and colour of each."""
+    """Adds a legend at the bottom. lines: the label, marker, dash style and colour of each line."""
     handles = [
         Line2D([], [], color=colour, marker=mark, linestyle=dashes, markersize=4, label=what)
         for what, mark, dashes, colour in lines
@@ -79,7 +80,7 @@ def _distances(axes: Axes, name: str, model: ModelFigures, colour: str) -> None:
 
 
 def _band(axes: Axes, windows: list[int], spreads: list[MedianAndLargest], colour: str, style: str) -> None:
-    """Plots the median, shaded to the largest value."""
+    """Plots the median, and shades the area from the median to the largest value."""
     known = [
         (k, max(s.median, LEAST), max(s.largest if s.largest is not None else s.median, LEAST))
         for k, s in zip(windows, spreads, strict=True)
@@ -102,12 +103,12 @@ def _shares(axes: Axes, models: dict[str, ModelFigures]) -> None:
             axes.plot(windows, shares, style, color=f"C{index}", marker=marker, markersize=4)
     axes.axhline(90, color="0.6", linewidth=0.8)
     _by_window(axes, every)
-    axes.set(ylabel="% of the positions", title="Most probable token proved to be the never-interrupted run's")
+    axes.set(ylabel="% of the positions", title="Proved: top-1 equal to the never-interrupted run's")
     axes.set_ylim(-3, 103)
 
 
 def _frontier(axes: Axes, models: dict[str, ModelFigures]) -> None:
-    """Plots, for every bundle and k, the windows' perplexity against the proved share."""
+    """Plots the perplexity of windows against the proved share, with a point for every bundle and k."""
     for index, model in enumerate(models.values()):
         points = [
             (model.window_perplexity[k], 100 * window.proved.direction, k)
@@ -120,8 +121,8 @@ def _frontier(axes: Axes, models: dict[str, ModelFigures]) -> None:
                 axes.plot([perplexity], [share], "o", color=f"C{index}", markersize=9, fillstyle="none")
         if model.perplexity is not None:
             axes.axvline(model.perplexity, color=f"C{index}", linestyle=":", linewidth=1)
-    axes.set(xlabel="validation perplexity per token", ylabel="% proved by direction", xscale="log")
-    axes.set_title(f"The frontier: by window (ringed: {HELD}; dotted: recurrent)", fontsize=10)
+    axes.set(xlabel="validation perplexity per token", ylabel="% proved by the direction proof", xscale="log")
+    axes.set_title(f"Trade-off by window length (ringed: k = {HELD}; dotted: recurrent)", fontsize=10)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
     axes.tick_params(axis="x", which="minor", labelsize=8)

@@ -1,4 +1,4 @@
-"""The results of `research.proofs`, as stored in its JSON."""
+"""The results of `research.proofs`, as its JSON stores them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ Values = NDArray[np.float64]
 
 
 class MedianAndLargest(Frozen):
-    """Median and largest of a number over positions; null if infinite."""
+    """The median and the largest value over positions. An infinite value is stored as null."""
 
     median: float | None
     largest: float | None
 
     @classmethod
     def of(cls, values: Values) -> MedianAndLargest:
-        """Summarises values: (N)."""
+        """Summarises `values`, (N)."""
         found = [float(np.median(values)), float(values.max())]
         median, largest = (value if np.isfinite(value) else None for value in found)
         return cls(median=median, largest=largest)
 
 
 class Proved(Frozen):
-    """Shares of positions whose most probable token is proved to be the never-interrupted run's.
+    """The shares of positions at which the window's most probable token is proved to equal that of the
+    never-interrupted run.
 
-    curve, request: the service's margin test, with the certificate's e_k, and with the smaller of e_k and the request's
-    radius, each plus the rounding of two float32 runs. direction: `models/certificate/top1.py`, in exact arithmetic.
+    curve, request: by the service's margin proof. Its error bound is the certificate's e_k for curve, and the smaller
+    of e_k and the request's radius for request. Both add the rounding of two float32 runs. direction: by the direction
+    proof of `models/certificate/top1.py`, in exact arithmetic.
     """
 
     curve: float
@@ -41,13 +43,15 @@ class Proved(Frozen):
 
 
 class WindowFigures(Frozen):
-    """One k. Distances are in the 2-norm, of `hidden`; variations are total variations at temperature 1.
+    """The results of one bundle for windows of one length k. Distances are 2-norm distances of `hidden`. Variations are
+    total variation distances at temperature 1.
 
-    observed, observed_variation: window against never-interrupted run, both in float64. worst_case: e_k;
-    worst_case_variation: epsilon(k), with the rounding of two runs; request, request_variation: the same for the
-    window's tokens, the latter from the smaller of radius and e_k. direction_variation: by direction, like
-    `Proved.direction`; None in older figures. over_worst_case, over_request: observed distance divided by the bound,
-    position by position. violations: positions at which a bound was violated or a proof was wrong.
+    observed, observed_variation: between the window and the never-interrupted run, both in float64. worst_case: e_k.
+    worst_case_variation: epsilon(k), including the rounding of two runs. request: the radius for the window's tokens.
+    request_variation: the bound that follows from the smaller of radius and e_k. direction_variation: the bound of the
+    direction proof (see `Proved`), None in older results. over_worst_case, over_request: at each position the observed
+    distance divided by the bound. violations: the number of positions at which a bound was violated or a proof was
+    wrong.
     """
 
     positions: int
@@ -66,10 +70,12 @@ class WindowFigures(Frozen):
 
 
 class ModelFigures(Frozen):
-    """One bundle. weights: SHA-256 of the file; tokens: of the never-interrupted run, the whole split.
+    """The results of one bundle. weights: the SHA-256 of the weights file. tokens: the length of the never-interrupted
+    run, which reads the whole split.
 
-    smallest_window: k(1e-3); curve: e_k at some k; rounding: of two runs, of the certificate. perplexity,
-    window_perplexity: the manifest's, of the validation split per token, recurrent and by window at the same positions.
+    smallest_window: k(1e-3). curve: e_k at some k. rounding: the certificate's rounding of two runs. perplexity,
+    window_perplexity: the manifest's perplexities per token of the validation split, for the recurrent mode and for
+    windows by k, at the same positions.
     """
 
     weights: str
@@ -86,7 +92,7 @@ class ModelFigures(Frozen):
     windows: dict[int, WindowFigures] = Field(default_factory=dict)
 
     def with_windows_of(self, before: ModelFigures | None) -> ModelFigures:
-        """Adds earlier measurements if they are of the same weights, certificate and text."""
+        """Returns a copy with the measurements of `before`, if these are of the same weights, certificate and text."""
         same = before is not None and before.model_copy(update={"windows": {}}) == self.model_copy(
             update={"perplexity": before.perplexity, "window_perplexity": before.window_perplexity}
         )
@@ -94,7 +100,7 @@ class ModelFigures(Frozen):
 
 
 class Results(Frozen):
-    """The measured bundles by name."""
+    """The results of all measured bundles, by bundle name."""
 
     split: str
     models: dict[str, ModelFigures] = Field(default_factory=dict)
@@ -104,7 +110,7 @@ class Results(Frozen):
         return cls.model_validate_json(path.read_bytes())
 
     def write(self, path: Path) -> None:
-        """Writes atomically."""
+        """Writes the JSON file atomically."""
         write_json(path, self)
 
     def having(self, name: str, model: ModelFigures) -> Results:

@@ -11,12 +11,13 @@ SHOWN = 64
 
 
 def tables(results: Results) -> dict[str, list[str]]:
-    """Returns all tables by the names of their markers on the page."""
+    """Returns all tables. The keys are the names of their markers on the page."""
     return {"models": models_table(results), "distances": distances_table(results), "answers": answers_table(results)}
 
 
 def models_table(results: Results) -> list[str]:
-    """Returns one line per bundle: certificate, cost in perplexity, and proved shares at the usual window."""
+    """Returns a table with one row per bundle: its certificate, the cost in perplexity, and the proved shares for
+    windows of SHOWN tokens."""
     names = (
         "bundle",
         "contraction by layer: factor, rule, norm",
@@ -45,7 +46,7 @@ def models_table(results: Results) -> list[str]:
 
 
 def distances_table(results: Results) -> list[str]:
-    """Returns the state's observed distance and its two bounds, by bundle and k."""
+    """Returns the table of the state's observed distance and its two bounds, by bundle and k."""
     names = (
         "bundle",
         "k",
@@ -74,7 +75,8 @@ def distances_table(results: Results) -> list[str]:
 
 
 def answers_table(results: Results) -> list[str]:
-    """Returns the prediction's total variation and its bounds, and the proved top-1 tokens, by bundle and k."""
+    """Returns the table of the prediction's total variation, its bounds, and the proved top-1 tokens, by bundle and
+    k."""
     names = (
         "bundle",
         "k",
@@ -125,12 +127,12 @@ def _k(model: ModelFigures) -> str:
 
 
 def _spread(spread: MedianAndLargest) -> str:
-    """Formats as median (largest)."""
+    """Formats a spread as `median (largest)`."""
     return f"{_number(spread.median)} ({_number(spread.largest)})"
 
 
 def _number(value: float | None) -> str:
-    """Formats two digits; a value below 1 that rounds to 1 stays below 1."""
+    """Formats a number with two digits. A value below 1 that would round to 1 is written as 0.99..."""
     if value is None:
         return "none"
     if value == 0:
@@ -141,7 +143,7 @@ def _number(value: float | None) -> str:
 
 
 def _share(share: float) -> str:
-    """Formats a share, rounded down so that nearly all does not read as all."""
+    """Formats a share as a percentage. Rounds down, so that only a share of 1 is written as 100 %."""
     if share in (0, 1):
         return f"{share:.0%}".replace("%", " %")
     return f"{max(int(share * 1000), 1 if share > 0 else 0) / 10:.1f} %"

@@ -1,20 +1,21 @@
-"""Compares the bundles' certificates with observations over a text, and counts the predictions that they prove.
+"""Compares the bundles' certificates with observations on a text, and counts the predictions that the certificates
+prove.
 
     OMP_NUM_THREADS=1 python -m research.proofs --data FOLDER [--only NAME ...] [--positions N] [--fewer N]
     python -m research.proofs --render
 
-FOLDER holds WikiText-2's word-level files. At positions spread evenly over a split, for windows of several k, it
-compares the window's state (the output layer's input) and prediction, in float64, with the run that was never
-interrupted since the split's first token, with the certificate's curve and with the bound of each request, and counts
-the proved top-1 tokens.
-Bounds of LSTM and GRU windows, of several layers, and after a front are slow: except for windows of 64 tokens they are
-measured at `--fewer` positions.
+FOLDER contains WikiText-2's word-level files. The positions are spread evenly over a split. At each position and for
+windows of several lengths k, the program computes the window's state (the output layer's input) and prediction in
+float64. It compares them with a run that was never interrupted since the split's first token, with the certificate's
+curve, and with the bound of the request. It also counts the proved top-1 tokens. The bounds are slow for LSTMs, GRUs,
+several layers, and convolution blocks before the recurrent layers. For these models, windows of other lengths than 64
+tokens are measured at only `--fewer` positions.
 
-The JSON stores every k of every bundle as soon as it is done, so that a killed run resumes without repeating it. The
-figure and the page's tables are made from the JSON; `--render` makes only these. Measurements of outdated weights or
-certificates are dropped.
+The JSON stores every k of every bundle as soon as it is measured, so a killed run does not repeat it after a restart.
+The figure and the page's tables are made from the JSON. With `--render` the program only makes these. Measurements of
+outdated weights or certificates are dropped.
 
-Small matrices gain nothing from threads: run it with OMP_NUM_THREADS=1.
+Small matrices gain nothing from threads, so set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SLOW = ("lstm", "gru")
 
 
 def described(manifest: Manifest, tokens: int) -> ModelFigures:
-    """Returns the figures of the manifest, without measurements."""
+    """Returns the results that the manifest contains, without measurements."""
     certificate, quality, last = manifest.certificate, manifest.quality, manifest.max_window
     shown = sorted({*np.geomspace(1, last, 60).astype(int).tolist(), *(k for k in WINDOWS if k <= last)})
     return ModelFigures(
@@ -64,7 +65,8 @@ def described(manifest: Manifest, tokens: int) -> ModelFigures:
 
 
 def read_stream(bundle: Bundle, folder: Path, split: str) -> Tokens:
-    """Reads a split like training: `<eos>` before every line and after the last, (tokens)."""
+    """Returns the token ids of a split, (tokens), as training reads it: with `<eos>` before every line and after the
+    last line."""
     vocabulary = bundle.vocabulary
     flat = [vocabulary.eos_id]
     for sequence in vocabulary.encode_lines(read_wikitext_2(folder)[0][split]):
@@ -75,7 +77,8 @@ def read_stream(bundle: Bundle, folder: Path, split: str) -> Tokens:
 def measure(
     bundle: Bundle, stream: Tokens, split: str, positions: int, fewer: int, path: Path, progress: Progress
 ) -> None:
-    """Measures one bundle into the JSON at `path`, except what the JSON already has."""
+    """Measures one bundle, and adds the results to the JSON at `path`. Skips measurements that the JSON already
+    contains."""
     name, results = bundle.manifest.name, read(path, split)
     figures = described(bundle.manifest, len(stream)).with_windows_of(results.models.get(name))
     positions = min(positions, len(stream) - LONGEST)
@@ -102,12 +105,12 @@ def measure(
 
 
 def read(path: Path, split: str) -> Results:
-    """Reads the current JSON, because other processes may measure other bundles."""
+    """Reads the JSON. It is read before every update, because other processes may measure other bundles."""
     return Results.read(path) if path.exists() else Results(split=split)
 
 
 def current(results: Results, bundles: Path) -> Results:
-    """Returns only the results of the current weights and manifests."""
+    """Returns only the results that match the current weights and manifests."""
     models = {}
     for name, before in sorted(results.models.items()):
         if (bundles / name).is_dir():
@@ -124,22 +127,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, metavar="FOLDER")
     parser.add_argument("--split", choices=("valid", "test"), default="valid")
     parser.add_argument("--positions", type=int, default=5000)
-    parser.add_argument("--fewer", type=int, default=1000, help="positions of slow models, except at k = 64")
+    parser.add_argument("--fewer", type=int, default=1000, help="number of positions for slow models, except at k = 64")
     parser.add_argument("--json", type=Path, default=Path("research/figures/proofs.json"))
     parser.add_argument("--figure", type=Path, default=Path("research/figures/proofs.png"))
     parser.add_argument("--page", type=Path, default=Path("research/stability.md"))
-    parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--render", action="store_true", help="only make the figure and the tables from the JSON")
     options = parser.parse_args(arguments)
     if options.data is None and not options.render:
-        parser.error("name the folder of WikiText-2 with --data, or measure nothing with --render")
+        parser.error("--data FOLDER with WikiText-2 is required without --render")
     if min(options.positions, options.fewer) < 1:
-        parser.error("--positions and --fewer are at least 1")
+        parser.error("--positions and --fewer must be at least 1")
     there = sorted(path.name for path in options.bundles.iterdir() if path.is_dir())
     if unknown := set(options.only or ()) - set(there):
-        parser.error(f"--only: {options.bundles} has no {', '.join(sorted(unknown))}; it has {', '.join(there)}")
+        parser.error(f"--only: {options.bundles} has no {', '.join(sorted(unknown))}, only {', '.join(there)}")
 
     if (kept := read(options.json, options.split).split) != options.split:
-        parser.error(f"--split: {options.json} has figures of {kept}; name another file with --json")
+        parser.error(f"--split: {options.json} has results of the split {kept}; choose another file with --json")
     console = Console(stderr=True)
     if not options.render:
         with Progress(console=console, transient=True) as progress:

@@ -1,4 +1,5 @@
-"""Compares a bundle's windows with its never-interrupted run at many positions: distances, bounds and proofs."""
+"""Compares a bundle's windows with its never-interrupted run at many positions. Computes distances, bounds and
+proofs."""
 
 from __future__ import annotations
 
@@ -19,26 +20,28 @@ from wane.service.engine.top1_proof import MarginProof
 AT_ONCE = 128
 
 FLOAT64 = 1e-9
-"""Tolerance of a distance for float64's rounding."""
+"""The tolerance of a distance, for float64's rounding."""
 
 Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """The never-interrupted run at some positions: ends, (N), and `hidden` after the token there, (N, H)."""
+    """The never-interrupted run at some positions. ends: the positions, (N). hidden: `hidden` after the token at each
+    position, (N, H)."""
 
     ends: Tokens
     hidden: Values
 
     def fewer(self, count: int) -> Never:
-        """Returns about `count` of them, evenly spread."""
+        """Returns at most `count` of the positions, evenly spread."""
         chosen = np.linspace(0, len(self.ends) - 1, min(count, len(self.ends))).astype(np.int64)
         return Never(self.ends[chosen], self.hidden[chosen])
 
 
 def never_interrupted(reference: Reference, stream: Tokens, first: int, count: int, progress: Progress) -> Never:
-    """Runs over the whole stream; returns `count` positions from `first` on, each after more than `first` tokens."""
+    """Runs over the whole stream, and returns `hidden` at `count` evenly spread positions. The smallest position is
+    `first`."""
     ends = np.linspace(first, len(stream) - 1, count).astype(np.int64)
     wanted, hidden = set(ends.tolist()), []
     state = reference.zero_state(1)
@@ -54,7 +57,7 @@ def never_interrupted(reference: Reference, stream: Tokens, first: int, count: i
 
 
 class Prover:
-    """One bundle with its bounds and proofs."""
+    """Computes the bounds and proofs of one bundle."""
 
     def __init__(self, bundle: Bundle) -> None:
         architecture, weights = bundle.manifest.architecture, bundle.weights()
@@ -66,7 +69,7 @@ class Prover:
         self._rounding = self.certificate.rounding.between_runs if self.certificate.rounding else 0.0
 
     def figures(self, stream: Tokens, never: Never, k: int, progress: Progress) -> WindowFigures:
-        """Measures windows of k at all positions."""
+        """Measures windows of `k` tokens at all positions of `never`."""
         columns: dict[str, list[Values]] = {}
         task = progress.add_task(f"windows of {k}", total=len(never.ends))
         for start in range(0, len(never.ends), AT_ONCE):

@@ -1,18 +1,21 @@
-"""The price of stability: perplexity against lambda, and the weight distance of training with a truncated past.
+"""The price of stability: perplexity as a function of lambda, and the effect of truncated training on the weights.
 
     python -m research.stability_price --data DIR --runs DIR [--tokenizer FILE] [--json FILE] [--figures DIR]
 
-Trains one run folder after another, all with the same data, batches and number of steps:
+Trains one run folder after another. All runs have the same data, batches and number of steps:
 
-- price: a Gated network and a tanh-RNN under every lambda from 0.7 to none; three seeds at both ends, one between.
-- distance: the RNN at 0.9 and unconstrained, trained recurrently and truncated (every chunk from the zero state) from
-  the same initial weights; by AdamW, and by projected gradient descent with steps alpha / t, for which Miller and
-  Hardt ("Stable recurrent models", 2019, proposition 2) prove that the weights stay close if the model is stable.
-  The truncated model is the project's: it sees the part of a chunk that it has read, from one token to all of them.
+- price: a Gated network and a tanh-RNN for every lambda from 0.7 to none, with three seeds at both ends and one seed
+  between.
+- distance: the RNN at 0.9 and unconstrained, trained recurrently and truncated (every chunk starts from the zero state)
+  from the same initial weights. The optimisers are AdamW and projected gradient descent with steps alpha / t. For the
+  latter, Miller and Hardt ("Stable recurrent models", 2019, proposition 2) prove that the weights stay close if the
+  model is stable. Here the truncated model sees the part of a chunk that it has read, from one token to the whole
+  chunk.
 
-A finished run is not trained again, an interrupted one resumes; `--report` trains nothing. Perplexities are of
-the validation split, recurrent, with the best weights of the run. k(1e-3) is the certificate's: the smallest window
-from which on no answer is off by more than that in total variation, in exact arithmetic; none where K is too short.
+A finished run is not trained again, and an interrupted run resumes. `--report` trains nothing. Perplexities are
+measured on the validation split, in recurrent mode, with the run's best weights. k(1e-3) is the certificate's smallest
+window from which on the total variation error of every answer is at most 1e-3, in exact arithmetic. It is none if no
+window up to K is large enough.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ EXTREMES = (0.7, None)
 SEEDS = (1, 2, 3)
 DISTANCE_CAPS = (0.9, None)
 KEPT = 20
-"""Number of evenly spaced steps at which weights are compared."""
+"""The number of evenly spaced steps at which weights are compared."""
 
 EPSILON = 1e-3
 THEORY = {
@@ -55,11 +58,11 @@ THEORY = {
     "weight_decay": 0.0,
     "clip_norm": 1e6,
 }
-"""The theory's descent with the step alpha / t. (A clip norm of 1e6 never clips the gradient.)"""
+"""The gradient descent of the theory, with steps alpha / t. A clip norm of 1e6 never clips the gradient."""
 
 
 def variant(base: Experiment, name: str, cap: float | None, seed: int, **training: object) -> Experiment:
-    """Returns the base experiment with another cap, seed and training."""
+    """Returns the base experiment with another name, cap, seed and training options."""
     return Experiment.model_validate(
         base.model_dump()
         | {"name": f"{name}-{cap or 'none'}-seed{seed}"}
@@ -69,18 +72,20 @@ def variant(base: Experiment, name: str, cap: float | None, seed: int, **trainin
 
 
 def price_run(bases: dict[str, Experiment], family: str, cap: float | None, seed: int) -> Experiment:
-    """Returns the run of one point of the price; keeps its weights if it is also a run of the distances."""
+    """Returns the run for one point of the price curve. The run keeps weights at intermediate steps if the distances
+    need them."""
     kept = keep_every(bases) if (family, seed) == ("rnn", SEEDS[0]) and cap in DISTANCE_CAPS else 0
     return variant(bases[family], family, cap, seed, keep_every=kept)
 
 
 def keep_every(bases: dict[str, Experiment]) -> int:
-    """Returns the number of steps between compared weights."""
+    """Returns the number of steps between two comparisons of weights."""
     return max(1, bases["rnn"].training.steps // KEPT)
 
 
 def distance_runs(bases: dict[str, Experiment], cap: float | None) -> dict[str, tuple[Experiment, Experiment]]:
-    """Returns, by optimiser, the recurrent run and its truncated twin."""
+    """Returns, by optimiser, the recurrent run and its truncated twin, which is the same run with truncated
+    training."""
     base, seed = bases["rnn"], SEEDS[0]
     keys = {"keep_every": keep_every(bases)}
     cut = keys | {"regime": "truncated"}
@@ -94,7 +99,7 @@ def distance_runs(bases: dict[str, Experiment], cap: float | None) -> dict[str, 
 
 
 def plan(bases: dict[str, Experiment]) -> list[Experiment]:
-    """Returns every run, in order: one seed of each price, the distances, the other seeds."""
+    """Returns all runs in training order: one seed of each price, then the distances, then the other seeds."""
     runs = [price_run(bases, family, cap, SEEDS[0]) for cap in CAPS for family in bases]
     runs += [run for cap in DISTANCE_CAPS for pair in distance_runs(bases, cap).values() for run in pair]
     runs += [price_run(bases, family, cap, seed) for seed in SEEDS[1:] for cap in EXTREMES for family in bases]
@@ -102,7 +107,8 @@ def plan(bases: dict[str, Experiment]) -> list[Experiment]:
 
 
 def is_done(folder: RunFolder, experiment: Experiment) -> bool:
-    """Whether the folder holds this experiment, trained to its end. The trainer handles a different one."""
+    """Whether the folder contains this experiment, trained to its last step. The trainer handles a folder with another
+    experiment."""
     if not folder.begun:
         return False
     found = folder.experiment()
@@ -111,7 +117,7 @@ def is_done(folder: RunFolder, experiment: Experiment) -> bool:
 
 
 def measure_price(family: str, cap: float | None, run: Experiment, folder: RunFolder, longest: int) -> dict[str, Any]:
-    """Measures one point: perplexity and certificate of the run's best weights."""
+    """Measures one point of the price curve: the perplexity and the certificate of the run's best weights."""
     best, checkpoint = folder.load("best.pt"), folder.load("checkpoint.pt")
     weights = {name: tensor.numpy() for name, tensor in best["weights"].items()}
     architecture = run.model.architecture(len(weights["embedding.weight"]))
@@ -139,7 +145,8 @@ def measure_price(family: str, cap: float | None, run: Experiment, folder: RunFo
 
 
 def measure_distance(recurrent: RunFolder, truncated: RunFolder, steps: range) -> dict[str, list[float]]:
-    """Returns Euclidean distances over all weights at each of `steps`; both runs started from the same weights."""
+    """Returns, at each of `steps`, the Euclidean distance between the two runs' weights, and the distance of each run's
+    weights from the initial weights. Both runs started from the same weights."""
     start = recurrent.load(kept_name(0))["weights"]
     found: dict[str, list[float]] = {"steps": list(steps), "between": [], "recurrent_moved": [], "truncated_moved": []}
     for step in steps:
@@ -151,7 +158,7 @@ def measure_distance(recurrent: RunFolder, truncated: RunFolder, steps: range) -
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Returns the Euclidean distance of two sets of weights over all tensors."""
+    """Returns the Euclidean distance between two sets of weights, over all tensors."""
     return math.sqrt(sum(float(((one[name].double() - other[name].double()) ** 2).sum()) for name in one))
 
 
@@ -179,7 +186,7 @@ def measure(bases: dict[str, Experiment], runs: Path, longest: int, console: Con
         for optimizer, (one, two) in distance_runs(bases, cap).items()
         if is_done(folder(one), one) and is_done(folder(two), two)
     ]
-    # A run that was stopped and resumed has an origin for each start.
+    # A run that was stopped and resumed has one origin per start.
     origins = list({json.dumps(price.pop("origin")): None for price in prices})
     return {
         "epsilon": EPSILON,
@@ -193,15 +200,15 @@ def measure(bases: dict[str, Experiment], runs: Path, longest: int, console: Con
 def tables(results: dict[str, Any]) -> Iterator[Table]:
     """Yields the results as tables."""
     table = Table(title="The price of stability (validation, recurrent)")
-    for heading in ("model", "lambda", "seed", "perplexity a token", f"k({EPSILON:g})"):
+    for heading in ("model", "lambda", "seed", "perplexity per token", f"k({EPSILON:g})"):
         table.add_column(heading, justify="right")
     for point in results["prices"]:
-        k = f"none within {results['longest_window']}" if point["k"] is None else str(point["k"])
+        k = f"none up to {results['longest_window']}" if point["k"] is None else str(point["k"])
         row = (point["family"], str(point["lambda"] or "none"), str(point["seed"]), f"{point['perplexity']:.2f}", k)
         table.add_row(*row)
     yield table
-    table = Table(title="Weights, recurrent and truncated training")
-    for heading in ("optimiser", "lambda", "step", "apart", "recurrent moved", "truncated moved"):
+    table = Table(title="Distances of weights, recurrent and truncated training")
+    for heading in ("optimiser", "lambda", "step", "distance", "recurrent from start", "truncated from start"):
         table.add_column(heading, justify="right")
     for found in results["distances"]:
         for index in sorted({1, len(found["steps"]) // 2, len(found["steps"]) - 1}):
@@ -211,17 +218,17 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains the missing runs, then measures and plots. Returns the exit status: 0, or 2 for invalid input."""
+    """Trains the missing runs, then measures and plots all runs. Returns the exit status: 0, or 2 for invalid input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="file or folder with the data")
-    parser.add_argument("--runs", type=Path, required=True, help="folder of run folders")
+    parser.add_argument("--data", type=Path, required=True, help="file or folder of the training data")
+    parser.add_argument("--runs", type=Path, required=True, help="parent folder of the run folders")
     parser.add_argument("--tokenizer", type=Path, help="use this tokenizer.json for every run")
     parser.add_argument("--gated", type=Path, default=EXPERIMENTS / "price-gated.toml", help="the Gated experiment")
     parser.add_argument("--rnn", type=Path, default=EXPERIMENTS / "price-rnn.toml", help="the RNN experiment")
     parser.add_argument("--longest-window", type=int, default=1024, help="K (default: %(default)s)")
-    parser.add_argument("--report", action="store_true", help="train nothing; report the finished runs")
+    parser.add_argument("--report", action="store_true", help="report the finished runs, without training")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--figures", type=Path, help="folder for stability_price.png and weight_distance.png")
+    parser.add_argument("--figures", type=Path, help="output folder for stability_price.png and weight_distance.png")
     options = parser.parse_args(arguments)
     console = Console()
     try:

@@ -18,7 +18,7 @@ OPTIMIZERS = {"adamw": "AdamW", "sgd": "projected gradient descent, steps alpha 
 
 
 def plot_prices(results: dict[str, Any], path: Path) -> None:
-    """Plots perplexity against lambda, a mark per seed, and below it the certified k on the same axis."""
+    """Plots perplexity against lambda, with a mark per seed. Plots the certified k below, on the same x axis."""
     prices = results["prices"]
     caps = sorted({point["lambda"] for point in prices}, key=lambda cap: cap or 1)
     place = {cap: index for index, cap in enumerate(caps)}
@@ -51,8 +51,8 @@ def plot_prices(results: dict[str, Any], path: Path) -> None:
     above.legend(fontsize=9)
     longest = results["longest_window"]
     below.axhline(longest, color="0.5", linestyle=":", linewidth=1)
-    below.text(0, nowhere, f" x: none within {longest}", va="center", ha="left", fontsize=8, color="0.3")
-    below.set(ylabel=f"certified k({results['epsilon']:g}), tokens", yscale="log", xlabel="lambda that was asked for")
+    below.text(0, nowhere, f" x: no k up to {longest}", va="center", ha="left", fontsize=8, color="0.3")
+    below.set(ylabel=f"certified k({results['epsilon']:g}), tokens", yscale="log", xlabel="requested lambda")
     below.yaxis.set_major_formatter("{x:g}")
     below.set_xticks(range(len(caps)), [str(cap or "none") for cap in caps])
     for axes in (above, below):
@@ -62,13 +62,14 @@ def plot_prices(results: dict[str, Any], path: Path) -> None:
 
 
 def plot_distances(results: dict[str, Any], path: Path) -> None:
-    """Plots the distance of recurrent and truncated training (solid) and how far each moved (dashed, dotted)."""
+    """Plots the distance between the weights of recurrent and truncated training (solid), and the distance of each from
+    the initial weights (dashed, dotted)."""
     figure, parts = plt.subplots(1, len(OPTIMIZERS), figsize=(10.5, 4.8), layout="constrained")
     for axes, (optimizer, title) in zip(parts, OPTIMIZERS.items(), strict=True):
         for index, found in enumerate(f for f in results["distances"] if f["optimizer"] == optimizer):
             name, colour = f"lambda {found['lambda']}" if found["lambda"] else "unconstrained", f"C{index}"
-            lines = (("between", "-", "apart"), ("recurrent_moved", "--", "recurrent: moved"))
-            for key, style, what in (*lines, ("truncated_moved", ":", "truncated: moved")):
+            lines = (("between", "-", "distance of the two"), ("recurrent_moved", "--", "recurrent: from the start"))
+            for key, style, what in (*lines, ("truncated_moved", ":", "truncated: from the start")):
                 axes.plot(found["steps"][1:], found[key][1:], style, color=colour, label=f"{name}, {what}")
         axes.set(xlabel="step", ylabel="distance of weights (2-norm)", title=title, xscale="log", yscale="log")
         axes.grid(alpha=0.3)

@@ -1,10 +1,11 @@
-"""Compares the recurrent-trained model with its truncated-trained twin: perplexity, agreement, latency, weights.
+"""Compares a model of recurrent training with its truncated twin, which differs only in truncated training: perplexity,
+agreement, latency and weights.
 
     python -m research.twins --data FOLDER [--json FILE]
 
-FOLDER holds WikiText-2's word-level files. Perplexities are the manifests'. Everything else is measured in one
-run, in turns: agreement over consecutive positions of the test split, latency at batch 1 in rounds, and the distances
-of the two sets of weights from each other and from their common initial weights.
+FOLDER contains WikiText-2's word-level files. The perplexities are those of the manifests. One run measures everything
+else: the agreement over consecutive positions of the test split, the latency of batches of one item in alternating
+rounds, and the distances of the two sets of weights from each other and from their common initial weights.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Answers = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 def zero_state(bundle: Bundle) -> dict[str, NDArray[np.float32]]:
-    """Returns one session's state before any token."""
+    """Returns the state of one session before its first token."""
     return {tensor.name: np.zeros((1, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
 
 
@@ -64,7 +65,7 @@ def window_answers(runner: OnnxRunner, stream: NDArray[np.int64], k: int) -> Ans
 
 
 def agreement(one: Answers, other: Answers) -> dict[str, float]:
-    """Compares two series of predictions at the same positions."""
+    """Compares two series of predictions at the same positions. Returns the agreement statistics."""
     statistics = AgreementStatistics()
     for p, q, h, g in zip(one[0], other[0], one[1], other[1], strict=True):
         statistics.add(compare(p, q, h, g, None, proved=False))
@@ -79,7 +80,8 @@ def agreement(one: Answers, other: Answers) -> dict[str, float]:
 def latencies(
     runners: dict[str, OnnxRunner], bundles: dict[str, Bundle], k: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns quartiles of the rounds' medians, in microseconds, of one step and of one window of k, at batch 1."""
+    """Returns the quartiles of the rounds' medians, in microseconds, for one step and for one window of `k` tokens. The
+    batch size is 1."""
     token, rows = np.array([5]), np.full((1, k), 5)
     found: dict[str, dict[str, list[float]]] = {name: {"step": [], "window": []} for name in runners}
     for _ in track(range(ROUNDS), "latency", transient=True):
@@ -102,7 +104,8 @@ def quartiles(values: list[float]) -> dict[str, float]:
 
 
 def weight_distance(bundles: dict[str, Bundle]) -> dict[str, float]:
-    """Returns Euclidean distances over all weights: between the twins, and of each from their common start."""
+    """Returns Euclidean distances over all weights: between the twins, and between each twin and the common initial
+    weights."""
     first, second = (bundles[name].weights() for name in TWINS)
     manifest = bundles[TWINS[0]].manifest
     torch.manual_seed(manifest.provenance.seed)
@@ -134,7 +137,7 @@ def main() -> None:
     lines = read_wikitext_2(options.data)[0]["test"]
     stream = np.array([vocabulary.eos_id, *vocabulary.encode("\n".join(lines[:600]))])
     stream = stream[: WARM_TOKENS + options.positions + k - 1]
-    kept = slice(WARM_TOKENS + k - 1, None)  # the recurrent state has a past that a window cannot hold
+    kept = slice(WARM_TOKENS + k - 1, None)  # the recurrent state depends on a past that a window cannot contain
 
     recurrent, window = {}, {}
     for name in TWINS:
@@ -195,7 +198,7 @@ def show(results: dict, bundles: dict[str, Bundle], console: Console) -> None:  
     console.print(table)
     weights = results["weights"]
     console.print(
-        f"weights: |recurrent - truncated| = {weights['between_twins']:.2f}; from the common start "
+        f"weights: |recurrent - truncated| = {weights['between_twins']:.2f}; from the common initial weights "
         f"{weights['recurrent_from_start']:.2f} and {weights['truncated_from_start']:.2f}; "
         f"norms {weights['norm_recurrent']:.2f} and {weights['norm_truncated']:.2f}"
     )

@@ -1,4 +1,5 @@
-"""The figure of perplexity by window in research/stability.md, drawn from the manifests of the shipped bundles.
+"""Plots perplexity against window length, from the manifests of the shipped bundles. research/stability.md shows the
+figure.
 
 python -m research.windows research/figures/windows.png
 """
@@ -34,9 +35,11 @@ def main() -> None:
         axes[0].axhline(found.recurrent.per_token, color=colour, linestyle=":", linewidth=1)
         excess = [100 * (perplexity / found.recurrent.per_token - 1) for perplexity in perplexities]
         axes[1].plot(windows, excess, "o-", color=colour, markersize=3, label=manifest.name)
-    axes[0].set(yscale="log", ylabel="validation perplexity per token", title="as a window of k (dotted: recurrent)")
+    axes[0].set(
+        yscale="log", ylabel="validation perplexity per token", title="perplexity of windows (dotted: recurrent)"
+    )
     axes[0].set_yticks([30, 40, 60, 80, 100, 150], ["30", "40", "60", "80", "100", "150"])
-    axes[1].set(ylabel="over recurrent, %", title="what the cut-off past costs", ylim=(-1, 30))
+    axes[1].set(ylabel="excess over recurrent, %", title="cost of the cut-off past", ylim=(-1, 30))
     axes[1].axhline(0.5, color="0.5", linestyle="--", linewidth=1, label="0.5 %")
     for part in axes:
         part.set(xscale="log", xlabel="window k (tokens)")

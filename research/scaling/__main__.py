@@ -1,11 +1,11 @@
 """Simulates fleets of 10^5 to 10^8 sessions from measured costs.
 
-    python -m research.scaling [--core-hour P] [--gib-hour P] [--load SHARE]   docs/scaling.md's figures and tables
-    python -m research.scaling measure [--seconds S]   costs of the parts, on the real stack: scaling_costs.json
-    python -m research.scaling check [--seconds S]     the real stack under the compared loads: scaling_check.json
+    python -m research.scaling [--core-hour P] [--gib-hour P] [--load SHARE]   writes docs/scaling.md
+    python -m research.scaling measure [--seconds S]   measures the costs on the real stack: scaling_costs.json
+    python -m research.scaling check [--seconds S]     measures the real stack under load: scaling_check.json
 
-Each takes about three minutes on two cores. `measure` and `check` need an idle machine; the simulation runs anywhere,
-on one core, and gives the same figures each time. Needs the extra research.
+Each command takes about three minutes on two cores. `measure` and `check` need an idle machine. The simulation runs on
+one core of any machine, and its results are reproducible. All commands need the extra `research`.
 """
 
 from __future__ import annotations
@@ -74,15 +74,19 @@ def main() -> None:
         "python -m research.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", nargs="?", choices=("run", "measure", "check"), default="run")
-    parser.add_argument("--seconds", type=float, default=measure.SECONDS, help="length of each measured load")
+    parser.add_argument("--seconds", type=float, default=measure.SECONDS, help="seconds of each measured load")
     parser.add_argument(
-        "--core-hour", type=float, default=costs.Prices().core_hour, help="price of a core, USD an hour"
+        "--core-hour", type=float, default=costs.Prices().core_hour, help="price of a core, USD per hour"
     )
-    parser.add_argument("--gib-hour", type=float, default=costs.Prices().gib_hour, help="price of a GiB, USD an hour")
+    parser.add_argument(
+        "--gib-hour", type=float, default=costs.Prices().gib_hour, help="price of a GiB of memory, USD per hour"
+    )
     parser.add_argument(
         "--load", type=float, default=costs.Limits().load, help="planned load as a share of a thread's time"
     )
-    parser.add_argument("--wire-us", type=float, default=100.0, help="one way between two machines, microseconds")
+    parser.add_argument(
+        "--wire-us", type=float, default=100.0, help="one-way latency between two machines, microseconds"
+    )
     options = parser.parse_args()
     if options.command == "measure":
         write_json(costs.FILE, {**provenance("research.scaling", "onnxruntime"), **measure.measure(options.seconds)})

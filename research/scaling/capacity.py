@@ -1,4 +1,5 @@
-"""The capacity of one replica and one Redis, simulated at rising rates up to the knee of the tail latencies."""
+"""Simulates the capacity of one replica and one Redis at rising rates, up to the rate at which tail latencies rise
+steeply."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ MOST_PER_S = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The planned load of one replica: steps per second, its threads' seconds per step at that rate, trips per step."""
+    """The planned load of one replica: its steps per second and, at that rate, its threads' seconds per step, its trips
+    to the store per step, and the p99 latency."""
 
     steps_per_s: float
     loop_s: float
@@ -30,7 +32,7 @@ class Plan:
 
 
 def at(costs: Costs, steps_per_s: float, trips_s: Any, seed: int = 0) -> dict[str, float]:
-    """Simulates one replica with resident sessions at a rate."""
+    """Simulates one replica, whose sessions all have a state in memory, at a given rate."""
     sample = Sample(
         costs,
         sessions=10_000,
@@ -57,7 +59,7 @@ def at(costs: Costs, steps_per_s: float, trips_s: Any, seed: int = 0) -> dict[st
 
 
 def shard_rates(costs: Costs, fsync: str, commands: float) -> list[dict[str, float]]:
-    """Simulates one Redis at rising rates of trips with `commands` commands."""
+    """Simulates one Redis at rising rates of trips. Each trip has `commands` commands on average."""
     least_s = costs.store_trip_s + commands * costs.store_command_s
     found = []
     for share in SHARES:
@@ -69,19 +71,20 @@ def shard_rates(costs: Costs, fsync: str, commands: float) -> list[dict[str, flo
 
 
 def trips_of(costs: Costs, fsync: str = "always", commands: float = 1.0) -> Any:
-    """Returns the times of trips at a shard that is half busy."""
+    """Returns the seconds that trips take at a shard whose thread is busy half of the time."""
     least_s = costs.store_trip_s + commands * costs.store_command_s
     return response_times(costs, SHARD_LOAD / least_s, commands, STEPS, 0, fsync=fsync)
 
 
 def curve(costs: Costs, trips_s: Any) -> list[dict[str, float]]:
-    """Simulates one replica at rising rates, up to its loop's limit for unbatched steps."""
+    """Simulates one replica at rising rates. The highest rate is near the capacity of the event loop."""
     most = 1.0 / (costs.loop_step_s + costs.loop_batch_s / 4)
     return [at(costs, share * most, trips_s) for share in SHARES]
 
 
 def plan(costs: Costs, limits: Limits, trips_s: Any) -> Plan:
-    """Returns the highest rate at which the loop's load is within the plan, by bisection."""
+    """Returns the plan of the highest rate at which the event loop's load is within the limit. Finds the rate by
+    bisection."""
     low, high = 10.0, MOST_PER_S
     for _ in range(9):
         middle = (low + high) / 2

@@ -1,9 +1,10 @@
-"""Compares the simulation with measurements: the same load, the same kills, the same two processors.
+"""Compares the simulation with measurements of the same load and the same kills, on two processors.
 
-Three measurements, independent of those of the costs: a closed loop of 32 connections over three replicas
-(`benchmarks.routing`'s client); two hundred sessions at 250 steps per second while one replica after another is killed
-(the clients of `tests/stack/test_killed_replicas.py`); and the storm of a thousand rebuilds in one engine
-(`docs/figures/storm.json`). `check` repeats the first two on the real stack.
+There are three measurements, and none of them is an input of the simulation's costs. The first is a closed loop of 32
+connections over three replicas, with the client of `benchmarks.routing`. The second has two hundred sessions at 250
+steps per second, while one replica after another is killed, with the clients of `tests/stack/test_killed_replicas.py`.
+The third is the storm of a thousand rebuilds in one engine, from `docs/figures/storm.json`. `check` repeats the first
+two on the real stack.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from wane.service.batching.cost_model import CostModel
 from wane.service.batching.scheduler import FairScheduler, Scheduler
 
 FILE = FIGURES / "scaling_check.json"
-PORTS = 2  # processors of the measured machine
+PORTS = 2  # the number of processors of the measured machine
 SEEDS = 5
 CLOSED_S = 8.0
 CLOSED_ROUNDS = 3
@@ -49,7 +50,7 @@ Result = dict[str, Any]
 
 
 def measured_closed(stack: Stack, seconds: float) -> list[Result]:
-    """Measures a closed loop on the real stack, round by round."""
+    """Measures a closed loop on the real stack. Returns the results of each round."""
     found = []
     for number in range(CLOSED_ROUNDS):
         random = Random(number)
@@ -92,7 +93,7 @@ async def measured_kills(stack: Stack) -> Result:
 
 
 def told(record: Record, outages: list[tuple[float, float]]) -> Result:
-    """Summarises a record before, during and after the outages."""
+    """Summarises the steps before, during and after the outages."""
     after_s = [(end, begun + EVERY_S) for begun, end in outages]
     due, taken, rebuilt = record.arrays()
 
@@ -118,7 +119,7 @@ def simulated_closed(costs: Costs, client_us: float, seconds: float, seed: int) 
 
 
 def simulated_kills(costs: Costs, client_us: float, seed: int) -> Result:
-    """Simulates `measured_kills` with the times of the kills given, but not the times of the restarts."""
+    """Simulates `measured_kills`. The times of the kills are inputs. The times of the restarts are simulated."""
     own = replace(costs, client_s=1e-6 * client_us)
     tokens = FIRST_TOKENS + round(STEP_RATE * (SETTLING_S + CALM_S + KILLS * EVERY_S) / 2)
     shape = Shape(sessions=SESSIONS, rate=STEP_RATE, cores=PORTS, client=True, tokens=tokens)
@@ -137,7 +138,8 @@ def simulated_kills(costs: Costs, client_us: float, seed: int) -> Result:
 
 
 class _Parked:
-    """The states of the storm: sessions from `RESIDENT` on have none until they step."""
+    """The states at the start of the storm. Sessions with a number below `RESIDENT` have a state in memory. The others
+    have no state until they step."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set(range(RESIDENT))
@@ -203,7 +205,7 @@ def simulated_storm(costs: Costs, engine_step_s: float, way: str, within_s: floa
 
 
 def measure(seconds: float = CLOSED_S) -> Result:
-    """Measures on the real stack."""
+    """Measures the closed loop and the kills on the real stack."""
     every = {"WANE_BUNDLES": str(BUNDLE), "WANE_LOG_LEVEL": "warning"}
     variables = dict.fromkeys(replicas(), every)
     with tempfile.TemporaryDirectory() as folder, Stack(Path(folder), variables=variables) as stack:
@@ -211,7 +213,7 @@ def measure(seconds: float = CLOSED_S) -> Result:
 
 
 def simulate(costs: Costs, measured: Result) -> Result:
-    """Simulates the same loads and the storm with several seeds."""
+    """Simulates the measured loads and the storm, with several seeds."""
     closed_us = statistics.median(one["client_us"] for one in measured["closed"])
     kills_us = measured["kills"]["client_us"]
     storm = json.loads((BENCHMARKS / "storm.json").read_text(encoding="utf-8"))
@@ -241,22 +243,22 @@ def simulate(costs: Costs, measured: Result) -> Result:
 
 
 def spreads(runs: Sequence[Result], *names: str) -> Result:
-    """Returns the spreads of these figures over the runs."""
+    """Returns the spread of each named figure over the runs."""
     return {name: Spread.of(one[name] for one in runs).model_dump() for name in names}
 
 
 def away_s(kills: Result) -> float:
-    """Returns the mean outage of a killed replica."""
+    """Returns the mean duration, in seconds, of a killed replica's outage."""
     return float(statistics.mean(end - begun for begun, end in kills["outages"]))
 
 
 def rebuilt_by_kills(kills: Result) -> float:
-    """Returns the number of states rebuilt from the first kill on."""
+    """Returns the number of states that were rebuilt after the first kill."""
     return float(sum(kills[span]["rebuilt"] for span in ("outages_", "after")))
 
 
 def rows(real: Result, model: Result) -> list[list[str]]:
-    """Returns rows of measured and simulated figures (medians of the seeds) and their differences."""
+    """Returns table rows of measured figures, simulated figures (medians over the seeds) and their differences."""
     made = []
 
     def row(what: str, unit: str, measured: float, simulated: Result) -> None:
@@ -266,7 +268,7 @@ def rows(real: Result, model: Result) -> list[list[str]]:
     for key, unit in (("steps_per_s", "steps/s"), ("p50_ms", "ms"), ("p99_ms", "ms")):
         middle = statistics.median(one[key] for one in real["closed"])
         row(f"closed loop, 32 connections: {NAMES[key]}", unit, middle, model["closed"][key])
-    row("a killed replica is back after", "s", away_s(real["kills"]), model["kills"]["back_s"])
+    row("outage of a killed replica", "s", away_s(real["kills"]), model["kills"]["back_s"])
     for span, named in SPANS.items():
         for key in ("p50_ms", "p99_ms"):
             row(f"250 steps/s, {named}: {NAMES[key]}", "ms", real["kills"][span][key], model["kills"][span][key])
@@ -280,4 +282,4 @@ def rows(real: Result, model: Result) -> list[list[str]]:
 
 
 NAMES = {"steps_per_s": "rate", "p50_ms": "p50", "p99_ms": "p99", "storm_s": "all rebuilt after"}
-SPANS = {"calm": "before", "outages_": "while it is away", "after": "afterwards"}
+SPANS = {"calm": "before", "outages_": "during an outage", "after": "after an outage"}

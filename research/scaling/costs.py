@@ -1,7 +1,7 @@
-"""The inputs of the simulation: measured costs, and assumed prices.
+"""The inputs of the simulation: measured costs and assumed prices.
 
-`research/figures/scaling_costs.json` has the results of `measure`; the bytes of a model's state are from
-`docs/figures/stores.json`. Nothing here is fitted to the measurements that the simulation is compared with.
+`research/figures/scaling_costs.json` contains the results of `measure`. The bytes of a model's state are from
+`docs/figures/stores.json`. No input is fitted to the measurements with which `check.py` compares the simulation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ MICRO = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of one thread, bytes, and settings of the service, for steps over HTTP with a Redis shared by replicas.
+    """The costs of steps over HTTP with a Redis that replicas share: seconds of one thread, bytes, and settings of the
+    service.
 
-    loop_*: the replica's event loop, per step and per batch with its trip; a rebuilt step takes `loop_rebuilt_s` more.
-    run_*: the model, per batch of steps and per step in it. windows: seconds by tokens, for states rebuilt from the
-    tail. restored_s: a run from a stored state with the tokens since, half of those between two states. front_s:
-    HAProxy, per request. store_*: Redis's thread, per trip and per command in it. write_s: quantiles of the time of a
-    write to the disk, by `appendfsync`.
+    loop_*: the replica's event loop, per step and per batch with its trip to the store. A step with a rebuilt state
+    takes `loop_rebuilt_s` more. run_*: the model, per batch of steps and per step in a batch. windows: pairs of tokens
+    and seconds, for states that are rebuilt from the last tokens. restored_s: a run from a stored state over the later
+    tokens; their mean number is half of a checkpoint interval. front_s: HAProxy, per request. store_*: Redis's thread,
+    per trip and per command in a trip. write_s: quantiles of the time of a write to the disk, by the setting
+    `appendfsync`.
     """
 
     loop_step_s: float
@@ -55,20 +57,21 @@ class Costs:
     store_bytes: float
     policy: str = "tail"
     wire_s: float = 5e-5
-    """One-way network latency on one machine; between machines it is a parameter."""
+    """The one-way network latency on one machine. The latency between machines is a parameter of the simulation."""
 
     max_batch_size: int = 64
     max_queue: int = 1024
     trips: int = 2
-    """Largest number of a replica's trips to the store in flight."""
+    """The largest number of a replica's concurrent trips to the store."""
 
     def window_s(self, tokens: int) -> float:
-        """Returns the seconds of a window's run."""
+        """Returns the seconds of a run over a window of `tokens` tokens."""
         return window_s(self.windows, tokens)
 
 
 def window_s(windows: Sequence[tuple[float, float]], tokens: int) -> float:
-    """Interpolates linearly between measurements, and extrapolates proportionally."""
+    """Returns the seconds of a window. Interpolates linearly between measurements. Beyond the last measurement the time
+    is proportional to the tokens."""
     (low, low_s), *rest = windows
     for high, high_s in rest:
         if tokens <= high:
@@ -78,12 +81,13 @@ def window_s(windows: Sequence[tuple[float, float]], tokens: int) -> float:
 
 
 def read(policy: str = "tail", file: Path = FILE) -> Costs:
-    """Reads the measured costs. policy: the store keeps a session's `tail` or `state`."""
+    """Reads the measured costs. policy: `tail` if the store keeps a session's last tokens, `state` if it also keeps a
+    state."""
     return of(json.loads(file.read_text(encoding="utf-8")), policy)
 
 
 def of(document: dict[str, Any], policy: str) -> Costs:
-    """Returns the costs of a measurement's document."""
+    """Returns the costs that a measurement's document contains."""
     found = document["policies"][policy]
     some, few, crowded = (found[name] for name in ("some", "few", "crowded"))
     loop_batch, loop_step = two_parts(few, crowded, "loop_us", "batches")
@@ -122,16 +126,17 @@ def of(document: dict[str, Any], policy: str) -> Costs:
 
 
 def two_parts(few: dict[str, float], crowded: dict[str, float], cost: str, per: str) -> tuple[float, float]:
-    """Splits a step's cost in two loads into the costs of a batch (or trip) and of each step in it; not negative."""
+    """Returns the cost of a batch (or trip), and the cost of each step in it, from a step's cost under two loads.
+    Neither is negative."""
     batch = max((few[cost] - crowded[cost]) / (few[per] - crowded[per]), 0.0)
     return batch, max(few[cost] - batch * few[per], 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Assumed prices, of the order of clouds' on-demand prices for general machines, split into cores and memory.
+    """Assumed prices of cores and memory. They are of the order of on-demand prices of general cloud machines.
 
-    Conclusions about rates depend only on their ratio; sums scale with both.
+    Conclusions about rates depend only on the ratio of the two prices. Sums are proportional to the prices.
     """
 
     core_hour: float = 0.040
@@ -141,18 +146,18 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Planned limits of one of each: shares of its time, and bytes."""
+    """The planned limits of one replica, one Redis, one HAProxy and one network link."""
 
     load: float = 0.6
-    """Planned load as a share of a thread's time."""
+    """The planned load, as a share of a thread's time."""
 
     state_budget_bytes: float = 256 * 2**20
-    """States of a replica (WANE_STATE_BUDGET_BYTES)."""
+    """The memory for the states of a replica (WANE_STATE_BUDGET_BYTES)."""
 
     store_gib: float = 24.0
-    """Sessions in one Redis."""
+    """The memory for the sessions in one Redis."""
 
     network_bytes_per_s: float = 1e9 / 8
-    """Network of a replica or a Redis: 1 Gbit/s, both directions together."""
+    """The network of a replica or a Redis: 1 Gbit/s for both directions together."""
 
     front_cores: float = 2.0

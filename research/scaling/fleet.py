@@ -1,7 +1,8 @@
-"""Simulates a whole fleet, session by session: clients, HAProxy's ring, replicas, Redis.
+"""Simulates every session of a whole fleet: clients, HAProxy's ring, replicas and Redis.
 
-Replicas may be killed and restarted: HAProxy detects a killed one by its broken connections, sends the requests in
-flight to another replica, and returns the sessions during the slow start after a successful check.
+Replicas may be killed and restarted. HAProxy detects a killed replica by its broken connections, and sends the requests
+in flight to another replica. After the restart and a successful health check, the replica regains its sessions during a
+slow start.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ SLOWSTART_S = 10.0
 
 @dataclass
 class Shape:
-    """The parts of a fleet.
+    """The parameters of a fleet.
 
-    cores: processors shared by all processes and clients; None: each thread has its own. tokens: the length of each
-    session; one number for all, or one for each.
+    cores: the number of processors that all processes and clients share. If None, each thread has its own processor.
+    tokens: the length of every session.
     """
 
     replicas: int = 3
@@ -43,7 +44,8 @@ class Shape:
     client: bool = False
     fsync: str = "always"
     closed: int | None = None
-    """Connections of a closed loop, each with its own sessions in turn; None: each session steps independently."""
+    """The number of connections of a closed loop. Each connection steps its own sessions in turn. If None, each session
+    steps independently."""
 
     slowstart_s: float = SLOWSTART_S
     warm: bool = True
@@ -51,7 +53,7 @@ class Shape:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step in flight."""
+    """A step that is due and not answered yet."""
 
     session: int
     due_s: float
@@ -62,7 +64,7 @@ class Step:
 
 @dataclass
 class Fleet:
-    """A fleet that runs in `env`; `record` has the results of its steps."""
+    """A simulated fleet that runs in `env`. `record` contains the results of its steps."""
 
     costs: Costs
     shape: Shape
@@ -80,8 +82,9 @@ class Fleet:
             for number in range(shape.shards)
         ]
         self.places: Places = spread(self.random.integers(0, 2**32, shape.sessions, dtype=np.uint32))
-        self.up: dict[int, float] = dict.fromkeys(range(1, shape.replicas + 1), -1e9)  # since when
-        self.lost = 0  # steps of killed replicas that were sent again
+        # by replica number, the time since which the replica is up
+        self.up: dict[int, float] = dict.fromkeys(range(1, shape.replicas + 1), -1e9)
+        self.lost = 0  # the number of steps that were sent again because their replica was killed
         self.on_way: dict[int, set[Step]] = {number: set() for number in self.up}
         self.replicas = {number: self._replica() for number in self.up}
         self.on_return: Callable[[float], None] = lambda _: None
@@ -96,7 +99,7 @@ class Fleet:
         return Replica(self.env, self.costs, cache, self._store, held=shape.tokens, cores=self.cores, turns=True)
 
     def _deal(self) -> None:
-        """Assigns every session to its replica."""
+        """Assigns every session to a replica by the ring's current points."""
         points = {}
         for number, since_s in self.up.items():
             age_s = self.env.now - since_s
@@ -105,7 +108,7 @@ class Fleet:
         self.owners = Ring({number: points[number] or whole[number] for number in self.up}).owners(self.places)
 
     def _store(self, commands: int, then: Then) -> None:
-        """Sends a trip: each command to its shard; `then` runs after all answers."""
+        """Sends a trip: each of its commands goes to a random shard. Calls `then` after the last shard's answer."""
         count = len(self.shards)
         if count == 1:
             parts = [(self.shards[0], commands)]
@@ -124,7 +127,7 @@ class Fleet:
             after(self.env, self.costs.wire_s, partial(shard.submit, some, part))
 
     def send(self, session: int, due_s: float, then: Then | None = None) -> None:
-        """Sends a due step."""
+        """Sends a step that is due."""
         self.record.ask()
         step = Step(session, due_s, then)
         if self.shape.client:
@@ -157,7 +160,7 @@ class Fleet:
             step.then()
 
     def kill(self, number: int, back: bool = True) -> None:
-        """Kills a replica now, and restarts it at once if `back`."""
+        """Kills a replica, and restarts it immediately if `back` is True."""
         self.replicas[number] = self._replica()
         del self.up[number]
         self._deal()
@@ -169,7 +172,8 @@ class Fleet:
             self.env.process(self._return(number))
 
     def _return(self, number: int) -> simpy.events.ProcessGenerator:
-        """Restarts a replica: it loads on shared processors, passes a check, and gets its sessions back."""
+        """Restarts a replica. It loads its model, on shared processors if there are any, passes a health check, and
+        regains its sessions during the slow start."""
         loaded = self.env.event()
         if self.cores is not None:
             self.cores.take(self.costs.load_cpu_s, lambda: loaded.succeed())
@@ -184,7 +188,7 @@ class Fleet:
             yield self.env.timeout(1.0)
 
     def load(self, until_s: float) -> None:
-        """Starts the clients, which run until `until_s`."""
+        """Starts the clients. They send steps until `until_s`."""
         shape = self.shape
         if shape.closed is not None:
             each = shape.sessions // shape.closed
@@ -216,7 +220,8 @@ class Fleet:
             yield answered
 
     def run(self, until_s: float, events: Iterable[tuple[float, Callable[[], None]]] = ()) -> Record:
-        """Runs clients until `until_s`, then until all steps are answered. Events happen at their seconds."""
+        """Runs the clients until `until_s`, then continues until all steps are answered. events: pairs of a time in
+        seconds and a function to call at that time."""
         for at_s, event in events:
             after(self.env, at_s - self.env.now, event)
         self.load(until_s)

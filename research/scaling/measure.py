@@ -1,10 +1,10 @@
-"""Measures the costs of the service's parts on the running stack: CPU time, bytes, and disk time.
+"""Measures the costs of the service's parts on the running stack: CPU time, bytes and disk time.
 
-Three replicas, HAProxy and Redis, as in docker-compose.yml. Twelve connections send steps of one token through HAProxy,
-and three and 32 connections send them to one replica alone. CPU times are read from the system, network bytes from
-HAProxy and Redis, and the numbers of batches and trips from the replicas. The two loads of one replica separate the
-cost of a step from that of a batch; a replica's idle work is excluded. Rebuilding is measured at a replica without the
-sessions' states, against their second step there.
+The stack has three replicas, HAProxy and Redis, as in docker-compose.yml. Twelve connections send one-token steps
+through HAProxy. Then three connections, and later 32 connections, send steps directly to one replica. CPU times are
+read from the system, network bytes from HAProxy and Redis, and the numbers of batches and trips from the replicas. The
+two loads on one replica separate the cost of a step from the cost of a batch. The cost of a rebuild is the difference
+between the first and the second step of sessions that have moved to another replica.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from deploy.stack.process import Process
 from deploy.stack.stack import ENTRANCE, STORE, Stack, replicas
 from research.scaling.processes import Spent, resident_bytes, spent
 
-SOME, FEW, CROWDED = 12, 3, 32  # connections
+SOME, FEW, CROWDED = 12, 3, 32  # numbers of connections
 SESSIONS_EACH = 8
 SECONDS = 5.0
-MOVED = 240  # sessions of each length taken over by a replica
+MOVED = 240  # the number of sessions, per length, that move to another replica
 MOVED_AT_ONCE = 8
-LENGTHS = (100, 600)  # tokens: within a tail, and more than one holds
-KEPT = 2000  # sessions for the memory measurement
+LENGTHS = (100, 600)  # lengths in tokens: shorter and longer than the stored tail
+KEPT = 2000  # the number of sessions in the memory measurement
 WRITES = 500
 QUANTILES = 40
 POLICIES = ("tail", "state")
@@ -48,7 +48,7 @@ Result = dict[str, Any]
 
 
 def totals(stack: Stack) -> dict[str, float]:
-    """Returns the replicas' counts, and the bytes of HAProxy and Redis."""
+    """Returns the replicas' counters summed up, and the network bytes of HAProxy and Redis."""
     names = ("wane_batch_items_count", "wane_batch_items_sum", "wane_store_roundtrip_commands_count")
     found = dict.fromkeys((*names, "wane_store_roundtrip_commands_sum", "wane_state_rebuilds_total"), 0.0)
     for replica in stack.replicas:
@@ -65,7 +65,7 @@ def totals(stack: Stack) -> dict[str, float]:
 
 
 def load(stack: Stack, name: str, connections: int, seconds: float, port: int | None = None) -> Result:
-    """Runs a closed loop through HAProxy, or at a replica's port; returns the costs per step."""
+    """Runs a closed loop through HAProxy, or directly at a replica's `port`. Returns the costs per step."""
     random, port = Random(connections), port or stack.port
     sessions = [[f"{name}-{one}-{own}" for own in range(SESSIONS_EACH)] for one in range(connections)]
     begin(port, [session for own in sessions for session in own], random)
@@ -98,7 +98,7 @@ def load(stack: Stack, name: str, connections: int, seconds: float, port: int | 
 
 
 def start_with(port: int, sessions: Sequence[str], tokens: int, random: Random) -> None:
-    """Creates sessions with `tokens` tokens."""
+    """Creates sessions of `tokens` random tokens."""
     for path, body in (
         ("/v1/sessions", lambda session: {"session": session}),
         (None, lambda _: {"tokens": [random.randrange(1, VOCABULARY) for _ in range(tokens)]}),
@@ -107,7 +107,7 @@ def start_with(port: int, sessions: Sequence[str], tokens: int, random: Random) 
 
 
 def ask(port: int, requests: Sequence[tuple[str, object]], connections: int = 1) -> list[float]:
-    """Sends each request once over some connections; returns the latencies in the order of the answers."""
+    """Sends each request once over `connections` connections. Returns the latencies in the order of the answers."""
     taken: list[float] = []
     waiting = iter(requests)
     sent: dict[int, float] = {}
@@ -133,9 +133,10 @@ def ask(port: int, requests: Sequence[tuple[str, object]], connections: int = 1)
 
 
 def move(stack: Stack, tokens: int) -> Result:
-    """Moves sessions of one replica to another, and measures their first and second step there.
+    """Moves sessions from one replica to another, and measures their first and second step at the new replica.
 
-    Moves several at a time, because an idle replica searches for a proof of answers from a tail, unlike in a storm.
+    Moves several sessions at a time. An idle replica would search for a proof of each answer that is computed from a
+    tail, and a replica in a storm of rebuilds does not.
     """
     random = Random(tokens)
     one, other = stack.replicas[0], stack.replicas[1]
@@ -158,10 +159,11 @@ def move(stack: Stack, tokens: int) -> Result:
 
 
 def memory(stack: Stack) -> Result:
-    """Measures the memory of a session with a full tail, at a replica with its state and in Redis."""
+    """Measures the memory that a session with a full tail takes in Redis and, including its state, in a replica."""
     replica, store = stack.replicas[2], stack.processes[STORE]
     random = Random(0)
-    start_with(replica.port, [f"first-{number}" for number in range(200)], LENGTHS[-1], random)  # one-time allocations
+    # triggers one-time allocations
+    start_with(replica.port, [f"first-{number}" for number in range(200)], LENGTHS[-1], random)
     sessions = [f"kept-{number}" for number in range(KEPT)]
     with Redis.from_url(stack.administered_store) as redis:
         before, used = resident_bytes(replica), redis.info("memory")["used_memory"]
@@ -175,7 +177,7 @@ def memory(stack: Stack) -> Result:
 
 
 def disk(stack: Stack, fsync: str) -> list[float]:
-    """Returns the milliseconds of writes of 100 bytes over one connection."""
+    """Returns the milliseconds of each of WRITES writes of 100 bytes to Redis over one connection."""
     parts = urlsplit(stack.administered_store)
     taken = []
     with (
@@ -190,7 +192,7 @@ def disk(stack: Stack, fsync: str) -> list[float]:
             connection.sendall(f"*{len(words)}\r\n{sent}".encode())
             told = connection.recv(1024)
             if told != b"+OK\r\n":
-                raise BadAnswer(f"Redis said {told!r} to {words[0]}")
+                raise BadAnswer(f"Redis answered {told!r} to {words[0]}")
 
         ask("AUTH", unquote(parts.username or ""), unquote(parts.password or ""))
         for _ in range(WRITES):
@@ -202,7 +204,7 @@ def disk(stack: Stack, fsync: str) -> list[float]:
 
 
 def restart(replica: Process) -> Result:
-    """Kills and restarts a replica; measures the time until it is ready and its CPU time."""
+    """Kills and restarts a replica. Measures the time until it is ready, and its CPU time."""
     replica.kill()
     begun = time.perf_counter()
     replica.start()
@@ -211,14 +213,14 @@ def restart(replica: Process) -> Result:
 
 
 def runs(replica: Process) -> list[Result]:
-    """Returns the time of a window by its tokens, as the replica measured it at warm-up."""
+    """Returns the compute time of windows by length, as the replica measured it at warm-up."""
     report = json.loads(_get(f"{replica.url}/v1/report"))
     found: list[Result] = report["models"][0]["costs"]["window"]
     return found
 
 
 def measure(seconds: float = SECONDS) -> Result:
-    """Measures all costs, by policy of the store and independent of it."""
+    """Measures all costs. Most of them are measured for each policy of the store."""
     document: Result = {"policies": {}}
     writes: dict[str, list[float]] = {"always": [], "everysec": []}
     with Progress(console=Console(stderr=True)) as progress:
@@ -232,7 +234,8 @@ def measure(seconds: float = SECONDS) -> Result:
             variables = dict.fromkeys(replicas(), every)
             with tempfile.TemporaryDirectory() as folder, Stack(Path(folder), variables=variables) as stack:
                 found: Result = {}
-                for fsync, taken in writes.items():  # before and after the load, because the disk's speed varies
+                # measured before and after the load, because the disk's speed varies
+                for fsync, taken in writes.items():
                     taken += disk(stack, fsync)
                 document["policies"][policy] = found
                 if policy == POLICIES[0]:

@@ -1,9 +1,9 @@
-"""The resident states of a replica: by session, or as the counts of a population of equal sessions.
+"""The resident states of a replica: as an LRU cache of named sessions, or as counts of a population of equal sessions.
 
-If every session steps as a Poisson process of the same rate, the next step belongs to each of them with the same
-probability, independent of the past. Then only the number of resident sessions matters: the count is a Markov chain
-(the sessions are exchangeable, so the chain lumps), and keeping only the count is exact. An LRU state cache also holds
-a uniform sample of the sessions at any time.
+If every session steps as a Poisson process of the same rate, the next step belongs to each session with the same
+probability, independent of the past. The sessions are then exchangeable, so the number of resident sessions is a Markov
+chain by itself (the chain of the states is lumpable). A simulation of this number alone is exact. An LRU state cache
+also contains a uniform sample of the sessions at any time.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 
 
 class Found(Enum):
-    """The source of a step's state."""
+    """Where a replica finds the state of a step."""
 
     RESIDENT = "resident"
     REMEMBERED = "remembered"
-    """The state was evicted; the tail is known here."""
+    """The state was evicted, but this replica has the session's last tokens."""
 
     AWAY = "away"
-    """The session was at another replica; its tail is read from the store."""
+    """The session was at another replica, so its last tokens are read from the store."""
 
 
 class States(Protocol):
-    """The interface of a replica's memory."""
+    """The resident states of a replica."""
 
     def use(self, session: int) -> Found:
-        """Steps a session, whose state is resident afterwards."""
+        """Returns where the state of a session's step is found. Afterwards the state is resident."""
         ...
 
     def drop(self, session: int) -> None:
@@ -44,7 +44,7 @@ class States(Protocol):
 
 
 class StateCache:
-    """Sessions by name; evicts the least recently used one."""
+    """An LRU cache of named sessions."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -74,18 +74,19 @@ class StateCache:
 
 
 class Population:
-    """Counts of resident, remembered and away sessions. `use` draws the kind of the session."""
+    """The numbers of resident, remembered and away sessions. `use` draws a random kind of session."""
 
     def __init__(self, sessions: int, capacity: int, random: np.random.Generator, *, away: int = 0) -> None:
-        """away: sessions new to the replica; the others are resident up to the capacity."""
+        """away: the number of sessions that are new to the replica. The other sessions are resident, up to the
+        capacity."""
         self.sessions = sessions
         self.away = away
         self._capacity = capacity
         self._random = random
         self._resident = min(sessions - away, capacity)
 
-    def use(self, session: int) -> Found:  # noqa: ARG002  (any may be meant)
-        """See `States`; draws the session."""
+    def use(self, session: int) -> Found:  # noqa: ARG002 (a random session is drawn)
+        """See `States`. Ignores `session`, and draws a random kind of session."""
         drawn = self._random.random() * self.sessions
         if drawn < self._resident:
             return Found.RESIDENT
@@ -107,12 +108,12 @@ class Population:
         return self._resident
 
     def join(self, sessions: int) -> None:
-        """Adds sessions from other replicas."""
+        """Adds sessions that come from other replicas."""
         self.sessions += sessions
         self.away += sessions
 
     def leave(self, sessions: int) -> None:
-        """Removes random sessions, in proportion to the counts of each kind."""
+        """Removes random sessions, from each kind in proportion to its number."""
         share = sessions / self.sessions
         self.away -= round(share * self.away)
         self._resident -= round(share * self._resident)

@@ -30,22 +30,24 @@ def plot_all(result: Result, checked: Result) -> None:
 
 
 def saturation(result: Result, path: Path) -> None:
-    """Plots the sessions that one of each carries, by their rate of steps."""
+    """Plots, against the sessions' step interval, the number of sessions at which each part (replica, Redis, HAProxy,
+    network) saturates."""
     own = result["policies"]["tail"]["saturated_at"]
     figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for number, (name, sessions) in enumerate(own.items()):
         style = "--" if "memory" in name or "state pool" in name else "-"
         axes.loglog(result["thinks_s"], sessions, style, marker="o", markersize=3, color=f"C{number}", label=name)
-    axes.set(xlabel="a session steps once in, seconds", ylabel="sessions that one of each carries")
+    axes.set(xlabel="step interval of a session, seconds", ylabel="sessions at saturation")
     axes.set_title(
-        f"What saturates first (processors at {100 * result['limits']['load']:.0f} %): the lowest line", fontsize=10
+        f"Saturation (processors at {100 * result['limits']['load']:.0f} %). The lowest line is first",
+        fontsize=10,
     )
     axes.legend(fontsize=8, loc="upper left")
     save(figure, axes, path)
 
 
 def capacity(result: Result, path: Path) -> None:
-    """Plots one replica and one Redis at rising rates."""
+    """Plots the latencies of one replica and one Redis at rising rates."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
         for name, style in (("p50_ms", ":"), ("p99_ms", "-")):
@@ -66,9 +68,9 @@ def capacity(result: Result, path: Path) -> None:
                 color=f"C{number}",
                 label=f"{policy}, fsync {fsync}",
             )
-    left.set(xlabel="steps/s of one replica (dashed: planned)", ylabel="a step takes, ms", title="one replica")
+    left.set(xlabel="steps/s of one replica (dashed: planned)", ylabel="latency of a step, ms", title="one replica")
     left.set_ylim(0, None)
-    right.set(xlabel="appends/s at one Redis, one a trip", ylabel="a trip takes, p99, ms", title="one Redis")
+    right.set(xlabel="appends/s at one Redis, one per trip", ylabel="p99 latency of a trip, ms", title="one Redis")
     for axes in (left, right):
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3, which="both")
@@ -76,7 +78,7 @@ def capacity(result: Result, path: Path) -> None:
 
 
 def storms(result: Result, path: Path) -> None:
-    """Plots p99 over time after the loss of a third of the replicas, and after a replica joins."""
+    """Plots the p99 latency over time after a third of the replicas is lost, and after a replica joins."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
         for one in own["lost_zone"]:
@@ -94,11 +96,11 @@ def storms(result: Result, path: Path) -> None:
             label=f"slow start {one['slowstart_s']:.0f} s",
         )
     left.set(
-        xlabel="seconds after",
-        ylabel="p99 of resident steps, two seconds each, ms",
-        title="a third of all replicas is lost: at one that is left",
+        xlabel="seconds after the loss",
+        ylabel="p99 of resident steps in two seconds, ms",
+        title="a remaining replica after the loss of a third",
     )
-    right.set(xlabel="seconds after", title="a replica without states joins: at that one (tail)")
+    right.set(xlabel="seconds after the start", title="a new replica without states (tail)")
     for axes in (left, right):
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3, which="both")
@@ -106,13 +108,14 @@ def storms(result: Result, path: Path) -> None:
 
 
 def over_time(values: list[float | None]) -> tuple[list[float], list[float]]:
-    """Returns the middle and the value of each slice; the line has a gap at missing values."""
+    """Returns the middle and the value of each time slice. A missing value becomes NaN, which leaves a gap in the
+    line."""
     at_s = [SLICE_S * (number + 0.5) for number in range(len(values))]
     return at_s, [float("nan") if value is None else value for value in values]
 
 
 def money(result: Result, path: Path) -> None:
-    """Plots the cost of a million sessions by their rate of steps."""
+    """Plots the cost of a million sessions against their step interval."""
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
         for kind, style in (("all resident", "-"), ("state pool as it is set", "--")):
@@ -127,28 +130,28 @@ def money(result: Result, path: Path) -> None:
                 label=f"{policy}, {kind}",
             )
         axes.axvline(own["worth_keeping_s"], color=f"C{number}", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="a session steps once in, seconds (dotted: longer, and its state is not worth its memory)")
-    axes.set(ylabel=f"a million sessions, {result['prices']['currency']} an hour")
+    axes.set(xlabel="step interval of a session, seconds (right of the dotted line: states cost more than rebuilds)")
+    axes.set(ylabel=f"a million sessions, {result['prices']['currency']} per hour")
     axes.legend(fontsize=8)
     save(figure, axes, path)
 
 
 def skew(result: Result, path: Path) -> None:
-    """Plots the load of the busiest replica by the skew of the sessions."""
+    """Plots the load of the busiest replica against the skew of the sessions' rates."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for number, (sessions, own) in enumerate(result["skew"].items()):
         label = f"{int(sessions):,} sessions, {own['replicas']:,} replicas"
         axes.semilogy(own["exponent"], own["busiest"], marker="o", color=f"C{number}", label=label)
     axes.axhline(
-        1 / result["limits"]["load"], color="0.4", linestyle="--", linewidth=0.8, label="more than a replica can do"
+        1 / result["limits"]["load"], color="0.4", linestyle="--", linewidth=0.8, label="capacity of a replica"
     )
-    axes.set(xlabel="exponent of the rank in a session's rate", ylabel="busiest replica's steps by the mean")
+    axes.set(xlabel="exponent of the rank in a session's rate", ylabel="busiest replica's load / mean load")
     axes.legend(fontsize=8)
     save(figure, axes, path)
 
 
 def comparison(result: Result, checked: Result, path: Path) -> None:
-    """Plots measured and simulated figures."""
+    """Plots measured and simulated latencies."""
     from research.scaling import check
 
     rows = [row for row in check.rows(checked, result["check"]) if row[1].endswith(" ms")]

@@ -1,4 +1,4 @@
-"""CPU time by thread and memory of a stack's processes. Linux only, because it reads /proc."""
+"""CPU time and memory of a stack's processes. Works only on Linux, because it reads /proc."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ SESSION = 3
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """CPU seconds of a process's first thread (a replica's event loop), and of its other threads and children."""
+    """CPU seconds: of a process's first thread, which is a replica's event loop, and of its other threads and child
+    processes."""
 
     first_s: float
     others_s: float
@@ -27,19 +28,20 @@ class Spent:
 
     @property
     def all_s(self) -> float:
-        """All CPU seconds."""
+        """The sum of all CPU seconds."""
         return self.first_s + self.others_s
 
 
 def spent(process: Process) -> Spent:
-    """Returns the CPU seconds of a service so far; its processes are those of its own process session."""
+    """Returns the CPU seconds that a service has used so far. Its processes are all processes of its process
+    session."""
     total = sum(_seconds(folder) for folder in _of_session(process.pid))
     first = _seconds(Path(f"/proc/{process.pid}/task/{process.pid}"))
     return Spent(first, total - first)
 
 
 def resident_bytes(process: Process) -> int:
-    """Returns the resident memory of all its processes; shared memory counts for each."""
+    """Returns the resident memory of all processes of a service. Shared memory counts once per process."""
     total = 0
     for folder in _of_session(process.pid):
         with contextlib.suppress(OSError):
@@ -64,5 +66,6 @@ def _seconds(folder: Path) -> float:
 
 
 def _fields(folder: Path) -> list[str]:
-    """Returns the fields after the name, which may contain anything: state, parent, group, session, ..."""
+    """Returns the fields of /proc/PID/stat after the process's name: state, parent, group, session and so on. The name
+    itself may contain spaces and parentheses."""
     return (folder / "stat").read_text().rpartition(")")[2].split()

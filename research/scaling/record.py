@@ -1,4 +1,5 @@
-"""The results of steps: due time, latency, and whether the state was rebuilt or the step refused."""
+"""Records the results of steps: the due time, the latency, and whether the state was rebuilt or the step was
+refused."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Record:
         return len(self.due_s)
 
     def between(self, begin_s: float, end_s: float) -> dict[str, Any]:
-        """Summarises the steps due in that time: their number, percentiles in ms, shares."""
+        """Summarises the steps that were due between two times: their number, rate, latency percentiles in ms, and
+        shares."""
         due, taken, rebuilt = self.arrays()
         chosen = (due >= begin_s) & (due < end_s)
         refused = np.array(self.refused_s)
@@ -59,15 +61,15 @@ class Record:
         }
 
     def over_time(self, begin_s: float, end_s: float, slice_s: float) -> list[dict[str, Any]]:
-        """Like `between`, slice by slice, each with its middle as `at_s`."""
+        """Returns the summary of `between` for each time slice, with the slice's middle as `at_s`."""
         starts = np.arange(begin_s, end_s - slice_s / 2, slice_s)
         return [{"at_s": float(at + slice_s / 2), **self.between(at, at + slice_s)} for at in starts]
 
     def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
-        """Returns due_s, taken_s and rebuilt, in the order of the answers."""
+        """Returns the arrays due_s, taken_s and rebuilt, in the order of the answers."""
         return np.array(self.due_s), np.array(self.taken_s), np.array(self.rebuilt, bool)
 
 
 def p99_ms(taken_s: NDArray[np.float64]) -> float | None:
-    """Returns the p99, or None without values."""
+    """Returns the 99th percentile in ms, or None if there are no values."""
     return float(1e3 * np.percentile(taken_s, 99)) if len(taken_s) else None

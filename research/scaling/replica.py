@@ -1,7 +1,7 @@
 """Simulates one replica: an event loop, a runner's thread with the service's queue, and trips to the store.
 
-The simulation runs `service/batching/scheduler.py` itself: the queue, the choice of the next batch and the bound of
-rebuilds are the service's code, not a model. The times of runs are the measured ones.
+The simulation executes the service's `service/batching/scheduler.py`. The queue, the choice of the next batch and the
+limit of rebuilds are therefore not modelled. The run times are measured times.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from wane.service.engine.step import MOST_USES, REBUILD_EMA_ALPHA
 
 PIECE = 512
 WINDOW = 64
-"""Tokens from which a state is rebuilt if states are soon evicted; otherwise all held tokens (`rebuilt_from`)."""
+"""The number of tokens from which a state is rebuilt if states are soon evicted. Otherwise all held tokens are used
+(`_rebuilt_from`)."""
 
 DEADLINE_S = 30.0
-"""Timeout of a request (WANE_REQUEST_TIMEOUT_MS), from its arrival at the event loop."""
+"""The timeout of a request (WANE_REQUEST_TIMEOUT_MS), counted from its arrival at the event loop."""
 
 
 @cache
 def work(tokens: int) -> Work:
-    """Returns the work of a step, or of a window of `tokens` tokens."""
+    """Returns a step if `tokens` is 1, and otherwise a window of `tokens` tokens."""
     return Work("step") if tokens == 1 else Work("window", np.zeros(tokens, np.int64))
 
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """A step waiting for the runner."""
+    """A step that waits for the runner."""
 
     work: Work
     found: Found
@@ -51,7 +52,7 @@ class Item:
 
 
 class Replica:
-    """Runs steps; calls `then` for each with whether it was refused and whether its state was rebuilt."""
+    """Simulates the steps at one replica. After each step it calls the step's `then(refused, rebuilt)`."""
 
     def __init__(
         self,
@@ -65,8 +66,8 @@ class Replica:
         cores: Cores | None = None,
         turns: bool = False,
     ) -> None:
-        """held: tokens kept of a session. turns: whether steps of one session wait for each other, which needs named
-        sessions.
+        """held: the number of tokens that the service keeps of a session. turns: whether the steps of one session wait
+        for one another. This requires named sessions.
         """
         self._env = env
         self._costs = costs
@@ -86,7 +87,7 @@ class Replica:
         self.steps = self.rebuilt = self.refused = self.reads = self.trips = 0
 
     def step(self, session: int, then: Callable[[bool, bool], None]) -> None:
-        """Handles the arrival of a step."""
+        """Starts a step that arrives at the replica."""
         self.loop.do(self._costs.loop_step_s / 2, lambda: self._turn(session, then))
 
     def _turn(self, session: int, then: Callable[[bool, bool], None]) -> None:
@@ -124,7 +125,8 @@ class Replica:
             self.loop.do(more_s, lambda: self._enqueue(item))
 
     def _rebuilt_from(self) -> int:
-        """Like `service/engine/routing.py`, for a model whose certificate suffices at WINDOW."""
+        """Returns the number of tokens from which a state is rebuilt. Follows `service/engine/routing.py`, for a model
+        whose certificate allows windows of WINDOW tokens."""
         used = min(self._found / max(1 - self._found, 1 / MOST_USES), MOST_USES)
         if self._held <= WINDOW or self._runs.full(self._held) <= max(1 + used, COST_TOLERANCE) * self._runs.window(
             WINDOW
@@ -142,7 +144,7 @@ class Replica:
             self.loop.do(0.0, self._start)
 
     def _refuse(self, item: Item) -> None:
-        """Refuses a step because of overload or timeout: 429 or 504."""
+        """Refuses a step because of overload (429) or a timeout (504)."""
         self.refused += 1
         if item.found is not Found.RESIDENT:
             self.states.drop(item.session)
@@ -181,7 +183,7 @@ class Replica:
         self._leave()
 
     def _leave(self) -> None:
-        """Starts the next trip to the store with all waiting items."""
+        """Starts the next trip to the store with all waiting items, unless too many trips are in flight."""
         if not self._line or self._under_way >= self._costs.trips:
             return
         items, self._line = list(self._line), deque()

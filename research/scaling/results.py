@@ -1,4 +1,4 @@
-"""Computes all results from the costs, as one document."""
+"""Computes all results of the simulation from the costs, as one document."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ Advance = Callable[[str], None]
 def compute(
     costs: dict[str, Costs], limits: Limits, prices: Prices, wire_s: float, advance: Advance = lambda _: None
 ) -> Result:
-    """Computes the document. costs: by the policy of the store; wire_s: one-way latency between two machines."""
+    """Computes the document. costs: the costs by the store's policy. wire_s: the one-way latency between two
+    machines."""
     document: Result = {"think_s": THINK_S, "thinks_s": THINKS_S, "wire_s": wire_s}
     document |= {"limits": asdict(limits), "prices": asdict(prices)}
     document["ring"] = ring_changes()
@@ -49,7 +50,7 @@ def compute(
 
 
 def of_policy(costs: Costs, limits: Limits, prices: Prices, advance: Advance) -> Result:
-    """Runs all scenarios for one policy of the store."""
+    """Computes sizes and scenarios for one policy of the store."""
     name = costs.policy
     trips_s = trips_of(costs)
     planned = plan(costs, limits, trips_s)
@@ -86,23 +87,23 @@ def of_policy(costs: Costs, limits: Limits, prices: Prices, advance: Advance) ->
 
 
 def without_slices(found: Result) -> Result:
-    """Returns a scenario without its slices, for the page's table."""
+    """Returns a scenario without its time slices, for the page's table."""
     return {name: value for name, value in found.items() if name != "slices_p99_ms"}
 
 
 def share_in_memory(costs: Costs, limits: Limits, sessions: float) -> float:
-    """Returns the share of a replica's sessions whose states fit into memory."""
+    """Returns the share of a replica's sessions whose states fit into the state pool."""
     return min(1.0, limits.state_budget_bytes / costs.state_bytes / sessions)
 
 
 def document_of(one: Size, prices: Prices) -> Result:
-    """Returns a size for JSON, with the hourly cost of a million sessions."""
+    """Returns a fleet's size for JSON, with the hourly cost of a million sessions."""
     assert math.isfinite(one.steps_per_s)
     return {**asdict(one), "million_an_hour": one.per_million(one.cost(prices))}
 
 
 def per_million(one: Size, prices: Prices) -> Result:
-    """Returns the resources of a million sessions, and the share of steps with resident states."""
+    """Returns the resources and the cost of a million sessions, and the share of steps with resident states."""
     return {
         "resident": one.resident,
         **{f"cores: {name}": one.per_million(value) for name, value in one.cores.items()},
@@ -112,5 +113,5 @@ def per_million(one: Size, prices: Prices) -> Result:
 
 
 def columns(rows: Sequence[Result]) -> dict[str, list[Any]]:
-    """Converts rows of the same figures to a list for each figure."""
+    """Converts rows with equal keys to one list per key."""
     return {name: [row[name] for row in rows] for name in rows[0]}

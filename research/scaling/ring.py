@@ -1,8 +1,9 @@
-"""A session's replica by HAProxy's `balance hash`, `hash-type consistent sdbm avalanche`.
+"""Assigns sessions to replicas as HAProxy does with `balance hash` and `hash-type consistent sdbm avalanche`.
 
-A server has sixteen points for each unit of its weight on a circle of 2^32 places; a session belongs to the server of
-the point nearest to its own place, on either side. HAProxy 2.6, `src/lb_chash.c`; both hashes are public: sdbm, and a
-32-bit integer hash by Bob Jenkins followed by a product. `tests/stack/test_ring.py` compares it with HAProxy.
+A server has sixteen points per unit of its weight on a circle of 2^32 places. A session has one place, and belongs to
+the server of the nearest point on either side. The algorithm is that of HAProxy 2.6, `src/lb_chash.c`. Both of its
+hashes are public: sdbm, and a 32-bit integer hash by Bob Jenkins followed by a multiplication.
+`tests/stack/test_ring.py` compares this module with HAProxy.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-POINTS = 16  # per unit of weight
-WEIGHT = 64  # of a server, in deploy/haproxy/haproxy.cfg
-NUMBERED = 4096  # point numbers of each server
+POINTS = 16  # points per unit of weight
+WEIGHT = 64  # the weight of a server in deploy/haproxy/haproxy.cfg
+NUMBERED = 4096  # the number of point ids that each server has
 PLACES = 2**32
 Places = NDArray[np.uint32]
 
 
 def sdbm(text: bytes) -> int:
-    """Returns the hash of a key before the avalanche."""
+    """Returns the sdbm hash of a key, before the avalanche hash."""
     place = 0
     for byte in text:
         place = (65599 * place + byte) % PLACES
@@ -28,7 +29,7 @@ def sdbm(text: bytes) -> int:
 
 
 def spread(values: Places) -> Places:
-    """Applies an avalanche: every bit of the value affects every bit of the place."""
+    """Applies the avalanche hash, in which every bit of the value affects every bit of the place."""
     a = values.astype(np.uint32)
     a = a + np.uint32(0x7ED55D16) + (a << np.uint32(12))
     a = a ^ np.uint32(0xC761C23C) ^ (a >> np.uint32(19))
@@ -45,10 +46,10 @@ def places(sessions: Iterable[str]) -> Places:
 
 
 class Ring:
-    """The circle with the points of servers, identified by HAProxy's numbers from 1."""
+    """The circle with the points of all servers. Servers are identified by HAProxy's numbers, which start at 1."""
 
     def __init__(self, points: Mapping[int, int]) -> None:
-        """points: the number of each server's points, from `full` and `starting`."""
+        """points: by server number, the number of the server's points (see `full` and `starting`)."""
         numbers = np.repeat(np.fromiter(points, np.int64), list(points.values()))
         own = np.concatenate([np.arange(count) for count in points.values()])
         where = spread((numbers * NUMBERED + own).astype(np.uint32))
@@ -56,11 +57,12 @@ class Ring:
         self._where, self._numbers = where[order], numbers[order]
 
     def owners(self, places: Places) -> NDArray[np.int64]:
-        """Returns the server's number for each place."""
+        """Returns, for each place, the number of the server to which it belongs."""
         count = len(self._where)
         after = np.searchsorted(self._where, places) % count
         before = (after - 1) % count
-        nearer = (places - self._where[before]) <= (self._where[after] - places)  # both modulo the circle's size
+        # both differences are modulo the circle's size
+        nearer = (places - self._where[before]) <= (self._where[after] - places)
         return self._numbers[np.where(nearer, before, after)]
 
     def shares(self) -> dict[int, float]:
@@ -71,11 +73,11 @@ class Ring:
 
 
 def full(servers: Iterable[int], weight: int = WEIGHT) -> dict[int, int]:
-    """Returns the points of servers with full weight."""
+    """Returns the number of points of each server at full weight."""
     return dict.fromkeys(servers, weight * POINTS)
 
 
 def starting(age_s: float, slowstart_s: float, weight: int = WEIGHT) -> int:
-    """Returns the points of a server in slow start: the weight grows in sixteenths of `slowstart_s`."""
+    """Returns the number of points of a server in slow start. Its weight grows in sixteen steps over `slowstart_s`."""
     steps = POINTS if age_s >= slowstart_s else int((POINTS * int(age_s) + slowstart_s - 1) // slowstart_s)
     return max(1, weight * steps)

@@ -1,13 +1,15 @@
-"""Simulates one replica of many in detail, with its sessions as a population and the rest of the fleet as background.
+"""Simulates one replica of a large fleet in detail. Its sessions are a population, and the rest of the fleet is
+background load.
 
-This suffices for two reasons. Sessions step independently: the steps at a replica are a Poisson process with the sum of
-their rates, and the session of a step does not depend on the past (`memory.py`). Replicas share only HAProxy and Redis,
-which serve so many replicas that one replica's own trips hardly affect it: the time of a trip is drawn from a separate
-simulation of one shard with the trips of all (a mean field). Events at other replicas appear as sessions that join and
-leave.
+One replica is sufficient for two reasons. Sessions step independently, so the steps at a replica are a Poisson process
+with the sum of their rates, and the session of a step does not depend on the past (`memory.py`). Replicas share only
+HAProxy and Redis. These serve so many replicas that one replica's own trips hardly affect their latency. The time of a
+trip is therefore drawn from a separate simulation of one shard with the trips of all replicas (a mean field). Events at
+other replicas appear as sessions that join and leave.
 
-Therefore 10^8 sessions need no more events than the 10^4 of one replica. `tests/research/scaling/test_sample.py` shows
-that both simulations agree where both can run.
+Therefore a simulation of 10^8 sessions has no more events than one of the 10^4 sessions of one replica.
+`tests/research/scaling/test_sample.py` shows that this simulation and that of a whole fleet (`fleet.py`) agree where
+both can run.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from wane.service.batching.scheduler import FairScheduler, Scheduler
 
 
 class Sample:
-    """One replica; `states` is its population, which scenarios change during the run."""
+    """A simulation of one replica. Scenarios change its population `states` during the run."""
 
     def __init__(
         self,
@@ -44,8 +46,8 @@ class Sample:
         seed: int = 0,
         queue: Callable[[int, CostModel], Scheduler[Item]] = FairScheduler,
     ) -> None:
-        """sessions: the number of sessions, of which `away` are new to the replica; rate: steps per second of each.
-        trips_s: times of a trip to one shard, to draw from.
+        """sessions: the number of sessions. away: the number of them that are new to the replica. rate: the steps per
+        second of each session. trips_s: the seconds of trips to one shard, from which the simulation draws.
         """
         self.env = simpy.Environment()
         self.random = np.random.default_rng(seed)
@@ -65,7 +67,8 @@ class Sample:
         after(self.env, self._costs.wire_s + float(drawn.max()), then)
 
     def run(self, until_s: float, events: Iterable[tuple[float, Callable[[], None]]] = ()) -> Record:
-        """Sends steps until `until_s`, then waits until all are answered."""
+        """Sends steps until `until_s`, then continues until all steps are answered. events: pairs of a time in seconds
+        and a function to call at that time."""
         for at_s, event in events:
             after(self.env, at_s, event)
         self.env.process(self._arrivals(until_s))
@@ -73,7 +76,8 @@ class Sample:
         return self.record
 
     def _arrivals(self, until_s: float) -> simpy.events.ProcessGenerator:
-        """Generates a Poisson process with the population's rate, which may change at any event."""
+        """Sends steps as a Poisson process with the population's total rate, which changes with the number of
+        sessions."""
         number = 0
         while True:
             rate = self.rate * self.states.sessions

@@ -1,7 +1,7 @@
-"""Scenarios of a fleet, seen at the most affected replica: replicas lost, deployed, added.
+"""Simulates the loss, the deployment and the addition of replicas, at the replica that is affected most.
 
-Fleets differ in the number of replicas, and therefore in the share of the sessions that one event moves. A replica has
-its planned load before each event; sessions that move to it are `away`, and are rebuilt at their next step.
+The number of replicas in a fleet determines the share of sessions that one event moves. A replica has its planned load
+before each event. Sessions that move to the replica are `away`, and their states are rebuilt at their next step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The common setting of scenarios. think_s: mean seconds between a session's steps."""
+    """The parameters that all scenarios share. think_s: the mean seconds between two steps of a session."""
 
     costs: Costs
     plan: Plan
@@ -64,7 +64,7 @@ class Setting:
 def lost(setting: Setting, share: float, queue: str = "fair", after_s: float = AFTER_S) -> Result:
     """Simulates a remaining replica after the loss of a share of all replicas at once.
 
-    It gets its share of the lost replicas' sessions, all of them away.
+    The remaining replica receives its share of the lost replicas' sessions. All of these are away.
     """
     sample = setting.sample(setting.sessions, 0, queue)
     more = round(setting.sessions * share / (1 - share))
@@ -88,13 +88,13 @@ def lost(setting: Setting, share: float, queue: str = "fair", after_s: float = A
 
 
 def p99_over_time(slices: list[Result]) -> list[float | None]:
-    """Returns the p99 of the steps with resident states by slice, rounded to a hundredth."""
+    """Returns, for each time slice, the p99 latency of the steps with resident states, rounded to a hundredth."""
     return [None if one["resident_p99_ms"] is None else round(one["resident_p99_ms"], 2) for one in slices]
 
 
 def storm_of(slices: list[Result], calm_ms: float, begun_s: float) -> Result:
-    """Returns the worst two seconds of resident and of rebuilt steps, and the time until which the p99 of resident
-    steps is more than twice that without a storm.
+    """Returns the highest p99 in two seconds of steps with resident and with rebuilt states, and the time after which
+    the p99 of steps with resident states stays below twice its value without a storm.
     """
 
     def worst(name: str) -> float | None:
@@ -113,7 +113,8 @@ def storm_of(slices: list[Result], calm_ms: float, begun_s: float) -> Result:
 
 
 def joined(setting: Setting, slowstart_s: float, after_s: float) -> Result:
-    """Simulates a new or restarted replica: its sessions are away, and arrive in sixteenths of the slow start."""
+    """Simulates a new or restarted replica. Its sessions are away, and arrive in sixteen steps during the slow
+    start."""
     steps = POINTS if slowstart_s else 1
     first = setting.sessions // steps
     sample = setting.sample(first, first)
@@ -133,17 +134,18 @@ def joined(setting: Setting, slowstart_s: float, after_s: float) -> Result:
 
 
 def deployed(setting: Setting, replicas: int, at_once: float, notice_s: float = 2.0) -> Result:
-    """Computes a rolling restart of all replicas, a share at a time: its duration, the number of rebuilt states,
-    and their highest rate over the fleet.
+    """Computes a rolling restart of all replicas, of which a share restarts at a time. Returns its duration, the number
+    of rebuilt states, and their highest rate over the fleet.
 
-    While a replica is away, its stepping sessions are rebuilt elsewhere, and once more after its return.
+    Sessions that step while their replica restarts are rebuilt at other replicas. After the restart every session is
+    rebuilt at its own replica.
     """
     together = max(1, int(at_once * replicas))
     each_s = notice_s + setting.costs.ready_s + SLOWSTART_S
     away_s = setting.costs.ready_s + SLOWSTART_S / 2
     stepped = 1 - float(
         np.exp(-away_s / setting.think_s)
-    )  # share of the moved sessions that step before they move back
+    )  # the share of the moved sessions that step before they move back
     sessions = replicas * setting.sessions
     peak = together * setting.sessions / setting.think_s
     return {
@@ -158,7 +160,8 @@ def deployed(setting: Setting, replicas: int, at_once: float, notice_s: float = 
 
 
 def ring_changes() -> list[Result]:
-    """Compares the sessions that HAProxy's ring moves, when a replica is added or lost, with the necessary moves."""
+    """Counts the sessions that HAProxy's ring moves when a replica is added or lost, and compares them with the
+    necessary moves."""
     keys = places(f"session-{number}" for number in range(KEYS))
     found = []
     for replicas in RINGS:

@@ -1,8 +1,9 @@
-"""Simulates one Redis as the sessions' store: one thread, which takes all waiting commands, runs them, writes to the
-disk once, and answers.
+"""Simulates one Redis that stores the sessions. Its thread takes all waiting commands, runs them, writes to the disk
+once, and answers.
 
-With `appendfsync always` the answers of one round wait for one write, for any number of commands: the disk limits the
-rounds per second, and the processor the commands. With `everysec` another thread writes, and no answer waits.
+With `appendfsync always` the answers of one round wait for one write, whatever the number of commands. The disk then
+limits the rounds per second, and the processor limits the commands per second. With `everysec` another thread writes,
+and no answer waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from research.scaling.worker import Cores, Then, Worker, after
 
 
 class Shard:
-    """A Redis that answers trips of several commands each."""
+    """A simulated Redis. A trip has several commands."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Shard:
         self.busy_s = 0.0
 
     def submit(self, commands: int, then: Then) -> None:
-        """Handles the arrival of a trip; calls `then` after its answers."""
+        """Queues a trip. Calls `then` when its answers have arrived at the replica."""
         self._waiting.append((commands, then))
         if not self._round:
             self._begin()
@@ -65,8 +66,8 @@ class Shard:
 def response_times(
     costs: Costs, trips_per_s: float, commands: float, count: int, seed: int, *, fsync: str = "always"
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Returns the seconds of trips at one of many shards, for a Poisson process of trips of many replicas with a given
-    mean number of commands.
+    """Returns the seconds of trips at one of many shards. The trips of many replicas are a Poisson process, and have
+    `commands` commands on average.
     """
     env, random = simpy.Environment(), np.random.default_rng(seed)
     shard = Shard(env, costs, random, fsync=fsync)
@@ -85,4 +86,4 @@ def response_times(
 
 
 Store = Callable[[int, Then], None]
-"""Sends a replica's trip: the number of commands, and the callback."""
+"""A function that sends a replica's trip. Its arguments are the number of commands and the callback."""

@@ -1,8 +1,9 @@
-"""Sizes of fleets: the number of each part, their load, the first bottleneck, and the cost.
+"""Computes the sizes of fleets: the number of replicas, Redis and HAProxy instances, their resources, the first
+bottleneck, and the cost.
 
-Demands are products of rates and measured costs, for one replica as simulated at the planned load. Sessions step once
-in `think_s` seconds on average. A replica keeps as many states as fit into its pool; for sessions of equal rates, the
-resident share is also the share of steps that find their state (`memory.py`).
+Demands are products of rates and costs. The costs of a replica are those of the simulation at the planned load.
+Sessions step once in `think_s` seconds on average. A replica keeps as many states as fit into its pool. If all sessions
+have equal rates, the share of resident states is also the share of steps that find their state in memory (`memory.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from research.scaling.costs import Costs, Limits, Prices
 GIB = 2**30
 WINDOW = 64
 THREADS = 2
-"""Processors of a replica: one for its loop, one for its runner."""
+"""The processors of a replica: one for its event loop and one for its runner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a fleet. Cores and GiB are the required ones: the used amounts divided by the planned load."""
+    """The size of a fleet. cores, gib: the required amounts by part. For cores this is the used amount divided by the
+    planned load."""
 
     sessions: float
     think_s: float
@@ -44,7 +46,7 @@ class Size:
 
 
 def size(costs: Costs, plan: Plan, limits: Limits, sessions: float, think_s: float, resident: float = 1.0) -> Size:
-    """Returns the size of a fleet. resident: the share of the sessions whose states fit into memory."""
+    """Returns the size of a fleet. resident: the share of the sessions whose states are in memory."""
     rate = sessions / think_s
     missed = 1 - resident
     loop = rate * (plan.loop_s + missed * costs.loop_rebuilt_s) / limits.load
@@ -76,13 +78,13 @@ def size(costs: Costs, plan: Plan, limits: Limits, sessions: float, think_s: flo
 
 
 def saturated_at(costs: Costs, plan: Plan, limits: Limits, think_s: float) -> dict[str, float]:
-    """Returns the sessions at which one of each reaches its limit: a replica with the set state pool, a Redis, an
-    HAProxy, a network. The smallest number belongs to the first bottleneck of a stack with one of each.
+    """Returns the numbers of sessions at which one replica, one Redis, one HAProxy and one network link reach their
+    limits. The smallest number is that of the first bottleneck of a stack with one of each.
     """
     each = size(costs, plan, limits, 1e6, think_s)
     cores = {name: each.per_million(value) / 1e6 for name, value in each.cores.items()}
     loop = 1 / think_s * plan.loop_s / limits.load
-    # Without rebuilt states, short batches run on the event loop, and the runner's thread has nothing to do.
+    # If all batches of steps are short, they run on the event loop, and the runner's thread is idle.
     runner = {"replica's runner": think_s * limits.load / plan.runner_s} if plan.runner_s else {}
     return {
         "replica's event loop": 1 / loop,
@@ -96,8 +98,8 @@ def saturated_at(costs: Costs, plan: Plan, limits: Limits, think_s: float) -> di
 
 
 def worth_keeping_s(costs: Costs, prices: Prices, limits: Limits) -> float:
-    """Returns the interval of use up to which a state is worth its memory: the time in which its bytes cost as much as
-    one rebuild.
+    """Returns the longest step interval at which keeping a state costs less than rebuilding it. After this time the
+    memory has cost as much as one rebuild.
     """
     tokens = costs.window_s(WINDOW) if costs.policy == "tail" else costs.restored_s
     rebuild = (costs.loop_rebuilt_s + tokens) / limits.load * prices.core_hour / 3600

@@ -1,7 +1,8 @@
-"""Hot sessions on the ring: rates that fall with a power of the rank (Zipf).
+"""Computes the load of a fleet with hot sessions, whose rates follow a power of the rank (Zipf).
 
-The first million ranks are placed one by one; the rest of up to 10^8 is so even that each replica's share of it is its
-share of the ring. The hit rate of the LRU state cache is Che's approximation.
+The sessions of the first million ranks are placed on the ring one by one. The rates of the remaining sessions, up to
+10^8 in all, are so even that each replica receives its share of the ring. The hit rate of the LRU state cache is Che's
+approximation.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ PLACED = 1_000_000
 class Skew:
     """The load of one fleet with hot sessions.
 
-    exponent: of the rank; hottest_per_s: steps per second of the first session; busiest: the busiest replica's rate
-    relative to the mean, and `busiest_even` by the ring alone; resident: share of steps that find their state if a
-    tenth of all states fits into memory.
+    exponent: the exponent of the rank. hottest_per_s: the steps per second of the session with the highest rate.
+    busiest: the busiest replica's rate divided by the mean rate. busiest_even: the same ratio if all sessions had equal
+    rates. resident: the share of steps that find their state if a tenth of all states fits into memory.
     """
 
     exponent: float
@@ -32,12 +33,12 @@ class Skew:
     resident: float
 
     def document(self) -> dict[str, float]:
-        """Returns the figures for JSON."""
+        """Returns the results for JSON."""
         return asdict(self)
 
 
 def weights(sessions: int, exponent: float) -> tuple[NDArray[np.float64], float]:
-    """Returns the shares of all steps: of each of the first ranks, and of all others together."""
+    """Returns the share of all steps that each of the first ranks has, and the share of all other sessions together."""
     first = np.arange(1, min(sessions, PLACED) + 1, dtype=np.float64) ** -exponent
     rest = power_sum(len(first) + 0.5, sessions + 0.5, exponent) if sessions > len(first) else 0.0
     total = float(first.sum()) + rest
@@ -45,7 +46,7 @@ def weights(sessions: int, exponent: float) -> tuple[NDArray[np.float64], float]
 
 
 def power_sum(low: float, high: float, exponent: float) -> float:
-    """Returns the integral of rank to the power of minus the exponent."""
+    """Returns the integral of rank^(-exponent)."""
     if exponent == 1.0:
         return float(np.log(high / low))
     return float((high ** (1 - exponent) - low ** (1 - exponent)) / (1 - exponent))
@@ -54,7 +55,8 @@ def power_sum(low: float, high: float, exponent: float) -> float:
 def skew(
     sessions: int, replicas: int, steps_per_s: float, exponent: float, most_per_s: float = np.inf, seed: int = 0
 ) -> Skew:
-    """Computes one fleet. most_per_s: the highest rate of one session, whose steps wait for each other."""
+    """Computes the load of one fleet. most_per_s: the highest possible rate of one session, because its steps wait for
+    one another."""
     first, rest = weights(sessions, exponent)
     first = np.minimum(first, most_per_s / steps_per_s)
     whole = float(first.sum()) + rest
@@ -75,9 +77,9 @@ def skew(
 
 
 def resident(first: NDArray[np.float64], rest: float, sessions: int, room: float) -> float:
-    """Returns the share of steps that find their state if `room` of the states are kept, by Che's approximation.
+    """Returns the share of steps that find their state in a cache of `room` states, by Che's approximation.
 
-    An unused state stays for the time in which that many different sessions step.
+    An unused state is evicted after the time in which `room` different sessions step.
     """
     others = max(sessions - len(first), 0)
     each = rest / others if others else 0.0

@@ -10,15 +10,16 @@ from research.scaling import check
 
 Result = dict[str, Any]
 Column = tuple[str, Callable[[Result], str]]
-"""A heading, and the function that formats a row's cell."""
+"""A column of a table: its heading, and the function that formats a row's cell."""
 
 
 def all_of(result: Result, checked: Result) -> dict[str, list[str]]:
-    """Returns the tables by the names of their markers on the page."""
+    """Returns all tables. The keys are the names of their markers on the page."""
     return {
         "costs": of_costs(result["costs"]),
         "check": markdown(
-            ("what", "measured", "simulated: median (of five seeds)", "off by"), check.rows(checked, result["check"])
+            ("what", "measured", "simulated: median (of five seeds)", "difference"),
+            check.rows(checked, result["check"]),
         ),
         "sizes": of_sizes(result),
         "saturation": of_saturation(result),
@@ -33,22 +34,22 @@ def all_of(result: Result, checked: Result) -> dict[str, list[str]]:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Result]) -> list[str]:
-    """Returns a table's lines, with a row for each result."""
+    """Returns a table's lines. Each result has one row."""
     return markdown([head for head, _ in columns], [[shown(row) for _, shown in columns] for row in rows])
 
 
 def number(head: str, name: str, spec: str = ",", unit: str = "", times: float = 1) -> Column:
-    """Returns a column of a named number in each row, multiplied by `times`."""
+    """Returns a column that shows the number `name` of each row, multiplied by `times`."""
     return head, lambda row: f"{times * row[name]:{spec}}{unit}"
 
 
 def word(head: str, name: str) -> Column:
-    """Returns a column of a named value in each row, unformatted."""
+    """Returns a column that shows the value `name` of each row without formatting."""
     return head, lambda row: str(row[name])
 
 
 def by_policy(result: Result, name: str) -> Iterator[Result]:
-    """Yields the named results of each policy, with the policy."""
+    """Yields the results `name` of each policy, with the policy added to each row."""
     return ({"policy": policy, **one} for policy, own in result["policies"].items() for one in own[name])
 
 
@@ -56,12 +57,12 @@ POLICY = word("Redis keeps", "policy")
 REPLICAS = number("replicas", "replicas")
 SESSIONS: Column = ("sessions", lambda row: power(row["sessions"]))
 WORST: tuple[Column, ...] = (
-    ("worst 2 s: resident", lambda row: ms(row["worst_resident_p99_ms"])),
+    ("worst 2 s, p99 in ms: resident", lambda row: ms(row["worst_resident_p99_ms"])),
     ("rebuilt", lambda row: ms(row["worst_rebuilt_p99_ms"])),
-    number("doubled for", "raised_s", ".0f", " s"),
+    number("p99 doubled for", "raised_s", ".0f", " s"),
 )
 BEFORE: Column = ("p99 before, ms", lambda row: ms(row["calm_p99_ms"]))
-MOVED = number("sessions moved to each", "moved_here")
+MOVED = number("sessions moved to each replica", "moved_here")
 
 
 def of_costs(costs: Result) -> list[str]:
@@ -70,7 +71,7 @@ def of_costs(costs: Result) -> list[str]:
     tail, state = (costs[policy] for policy in policies)
 
     def each(name: str, key: str, spec: str, unit: str, times: float = 1) -> list[str]:
-        """Returns a row with a column for each policy."""
+        """Returns a row with one cell per policy."""
         return [name, *(f"{times * costs[policy][key]:{spec}} {unit}" for policy in policies)]
 
     write = sorted(tail["write_s"]["always"])
@@ -80,38 +81,38 @@ def of_costs(costs: Result) -> list[str]:
         *(
             each(name, key, ",.0f", "us", 1e6)
             for name, key in (
-                ("event loop, a step", "loop_step_s"),
-                ("event loop, a batch and its trip", "loop_batch_s"),
-                ("event loop, a rebuilt one more", "loop_rebuilt_s"),
-                ("model, a batch of steps", "run_batch_s"),
-                ("model, each step in it", "run_step_s"),
-                ("HAProxy, a request", "front_s"),
-                ("Redis, a trip", "store_trip_s"),
-                ("Redis, a command in it", "store_command_s"),
+                ("event loop, per step", "loop_step_s"),
+                ("event loop, per batch and its trip", "loop_batch_s"),
+                ("event loop, extra for a rebuilt step", "loop_rebuilt_s"),
+                ("model, per batch of steps", "run_batch_s"),
+                ("model, per step in a batch", "run_step_s"),
+                ("HAProxy, per request", "front_s"),
+                ("Redis, per trip", "store_trip_s"),
+                ("Redis, per command in a trip", "store_command_s"),
             )
         ),
         [
-            "the disk, a write (median; p95)",
+            "disk, per write (median; p95)",
             *[f"{1e6 * median:,.0f} us; {1e6 * p95:,.0f} us"] * 2,
         ],
-        ["model, a state rebuilt from", tokens, f"{1e3 * state['restored_s']:.2f} ms from one that was kept"],
+        ["model, per rebuilt state", tokens, f"{1e3 * state['restored_s']:.2f} ms from a stored state"],
         *(
             each(name, key, ",.0f", "bytes")
             for name, key in (
-                ("replica, a session with its state", "replica_session_bytes"),
-                ("Redis, a session", "store_session_bytes"),
-                ("network, a step: client and replica", "front_bytes"),
-                ("network, a step: replica and Redis", "store_bytes"),
+                ("replica, per session with its state", "replica_session_bytes"),
+                ("Redis, per session", "store_session_bytes"),
+                ("network, per step, client to replica", "front_bytes"),
+                ("network, per step, replica to Redis", "store_bytes"),
             )
         ),
-        each("replica, before any session", "replica_base_bytes", ",.0f", "MiB", 1 / 2**20),
-        each("replica, started anew until ready", "ready_s", ".1f", "s"),
+        each("replica, without sessions", "replica_base_bytes", ",.0f", "MiB", 1 / 2**20),
+        each("replica, from restart to ready", "ready_s", ".1f", "s"),
     ]
     return markdown(("", *(f"Redis keeps: {policy}" for policy in policies)), rows)
 
 
 def of_sizes(result: Result) -> list[str]:
-    """Returns the table of fleets by sessions."""
+    """Returns the table of fleet sizes by number of sessions."""
     columns = (
         SESSIONS,
         POLICY,
@@ -122,18 +123,19 @@ def of_sizes(result: Result) -> list[str]:
         ("cores", lambda row: f"{sum(row['cores'].values()):,.0f}"),
         ("GiB", lambda row: f"{sum(row['gib'].values()):,.0f}"),
         number("Gbit/s", "network_bytes_per_s", ",.1f", times=8e-9),
-        ("USD/h a million", lambda row: f"{row['million_an_hour']:,.2f}"),
+        ("USD/h per million", lambda row: f"{row['million_an_hour']:,.2f}"),
     )
     return table(columns, by_policy(result, "sizes"))
 
 
 def of_saturation(result: Result) -> list[str]:
-    """Returns the table of the sessions at which one of each saturates, by their rate of steps."""
+    """Returns the table of the numbers of sessions at which one replica, Redis, HAProxy or network link saturates, by
+    step interval."""
     shown = [index for index, think_s in enumerate(result["thinks_s"]) if think_s in (1.0, 10.0, 100.0, 1000.0)]
     own = result["policies"]["tail"]["saturated_at"]
     rows = [[name, *(f"{sessions[index]:,.0f}" for index in shown)] for name, sessions in own.items()]
     thinks = (f"{result['thinks_s'][index]:,.0f} s" for index in shown)
-    return markdown(("one of each carries, sessions that step once in", *thinks), rows)
+    return markdown(("sessions at saturation, for one step per", *thinks), rows)
 
 
 def of_money(result: Result) -> list[str]:
@@ -144,13 +146,13 @@ def of_money(result: Result) -> list[str]:
             resident, *amounts, an_hour = (values[index] for values in found.values())
             cells = (f"{amount:,.2f}" for amount in amounts)
             rows.append([f"{think_s:,.0f} s", f"{kind} ({100 * resident:.0f} %)", *cells, f"{an_hour:,.3f}"])
-    cores, gib = ("cores: replicas", "Redis", "HAProxy"), ("GiB: states", "replicas' rest", "Redis")
-    return markdown(("a step once in", "states", *cores, *gib, "USD/h"), rows)
+    cores, gib = ("cores: replicas", "Redis", "HAProxy"), ("GiB: states", "replicas without states", "Redis")
+    return markdown(("one step per", "states", *cores, *gib, "USD/h"), rows)
 
 
 def of_lost(result: Result) -> list[str]:
-    """Returns the table of the loss of one replica by fleet."""
-    rebuilt = number("rebuilt/s at first", "first_rebuilt_per_s", ",.1f")
+    """Returns the table of the loss of one replica, with a row per fleet."""
+    rebuilt = number("rebuilds/s at first", "first_rebuilt_per_s", ",.1f")
     return table((SESSIONS, POLICY, REPLICAS, MOVED, rebuilt, BEFORE, *WORST), by_policy(result, "lost"))
 
 
@@ -160,11 +162,11 @@ def of_third(result: Result) -> list[str]:
         POLICY,
         word("queue", "queue"),
         MOVED,
-        number("rebuilt/s at first", "first_rebuilt_per_s", ",.0f"),
+        number("rebuilds/s at first", "first_rebuilt_per_s", ",.0f"),
         BEFORE,
         *WORST,
         number("refused", "refused_share", ".1f", " %", 100),
-        number("loop busy", "loop_share", ".0f", " %", 100),
+        number("event loop busy", "loop_share", ".0f", " %", 100),
     )
     return table(columns, by_policy(result, "lost_zone"))
 
@@ -174,9 +176,9 @@ def of_joined(result: Result) -> list[str]:
     columns = (
         POLICY,
         number("slow start", "slowstart_s", ".0f", " s"),
-        number("sessions come", "sessions"),
+        number("sessions arriving", "sessions"),
         number("rebuilt", "rebuilt"),
-        ("p99 in the end, ms", lambda row: ms(row["late_p99_ms"])),
+        ("p99 at the end, ms", lambda row: ms(row["late_p99_ms"])),
         *WORST,
         number("refused", "refused"),
     )
@@ -189,10 +191,10 @@ def of_deployed(result: Result) -> list[str]:
     columns = (
         SESSIONS,
         REPLICAS,
-        number("at once", "at_once"),
-        ("takes", lambda row: duration(row["takes_s"])),
-        number("rebuilt for each session", "rebuilt_for_each_session", ".2f"),
-        number("rebuilt/s at most, all replicas", "most_rebuilt_per_s", ",.0f"),
+        number("replicas at a time", "at_once"),
+        ("duration", lambda row: duration(row["takes_s"])),
+        number("rebuilds per session", "rebuilt_for_each_session", ".2f"),
+        number("highest rebuilds/s, all replicas", "most_rebuilt_per_s", ",.0f"),
     )
     sizes = [size["sessions"] for size in own["sizes"]]
     rows = [{**one, "sessions": sessions} for sessions, one in zip(sizes, own["deployed"], strict=True)]
@@ -200,21 +202,21 @@ def of_deployed(result: Result) -> list[str]:
 
 
 def of_ring(result: Result) -> list[str]:
-    """Returns the table of the ring's moves."""
+    """Returns the table of the sessions that HAProxy's ring moves."""
     columns = (
         word("replicas", "replicas"),
         (
-            "one more moves (must move)",
+            "moved by one more replica (necessary)",
             lambda row: f"{100 * row['added_moves']:.2f} % ({100 * row['added_must']:.2f} %)",
         ),
-        word("of these not to it", "added_moves_elsewhere"),
+        word("of these not to the new replica", "added_moves_elsewhere"),
         (
-            "one fewer moves (must move)",
+            "moved by one fewer replica (necessary)",
             lambda row: f"{100 * row['lost_moves']:.2f} % ({100 / row['replicas']:.2f} %)",
         ),
-        word("others moved", "lost_moves_others"),
+        word("sessions of other replicas moved", "lost_moves_others"),
         (
-            "a replica's share by the mean",
+            "a replica's share / mean share",
             lambda row: f"{row['least_share']:.2f} to {row['largest_share']:.2f}",
         ),
     )
@@ -227,9 +229,9 @@ def of_skew(result: Result) -> list[str]:
         SESSIONS,
         REPLICAS,
         number("exponent", "exponent", ".1f"),
-        number("steps/s of the hottest", "hottest_per_s", ",.2f"),
-        number("busiest replica by the mean", "busiest", ".2f"),
-        number("steps that find their state, room for a tenth", "resident", ".0f", " %", 100),
+        number("steps/s of the hottest session", "hottest_per_s", ",.2f"),
+        number("busiest replica's load / mean load", "busiest", ".2f"),
+        number("steps that find their state, cache for a tenth", "resident", ".0f", " %", 100),
     )
     rows = [
         {**one, "sessions": float(sessions), "replicas": own["replicas"]}
@@ -240,23 +242,23 @@ def of_skew(result: Result) -> list[str]:
 
 
 def rows_of(columns: dict[str, list[Any]]) -> Iterator[Result]:
-    """Converts a list for each figure to rows."""
+    """Converts one list per key to rows."""
     return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 
 def ms(value: float | None) -> str:
-    """Formats milliseconds; empty if there are none."""
+    """Formats milliseconds. Returns an empty string for None."""
     return "" if value is None else f"{value:,.1f}"
 
 
 def power(value: float) -> str:
-    """Formats a million as 10^6."""
+    """Formats a power of ten as 10^n, and any other number with thousands separators."""
     exponent = len(str(round(value))) - 1
     return f"10^{exponent}" if round(value) == 10**exponent else f"{value:,.0f}"
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration in a fitting unit."""
+    """Formats a duration in hours, minutes or seconds."""
     for size, unit in ((3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

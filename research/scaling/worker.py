@@ -1,4 +1,4 @@
-"""Workers: threads that run jobs one after another, and the processors that threads share."""
+"""Simulates threads that run jobs one after another, and processors that threads share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import simpy
 
 Then = Callable[[], object]
 SLICE_S = 0.003
-"""Time slice of a thread while others wait, about that of Linux's scheduler."""
+"""The time slice of a thread while other threads wait. It is about that of Linux's scheduler."""
 
 
 def after(env: simpy.Environment, seconds: float, then: Then) -> None:
-    """Calls `then` after `seconds`."""
+    """Calls `then` after `seconds` of simulated time."""
 
     def at_last(_: object) -> None:
         then()
@@ -22,7 +22,7 @@ def after(env: simpy.Environment, seconds: float, then: Then) -> None:
 
 
 class Cores:
-    """Processors shared in time slices by threads in one queue."""
+    """Processors that threads share in time slices. Waiting threads are in one queue."""
 
     def __init__(self, env: simpy.Environment, count: int) -> None:
         self._env = env
@@ -51,7 +51,7 @@ class Cores:
 
 
 class Worker:
-    """One thread with a first-in, first-out queue, on its own or on shared processors."""
+    """One thread with a first-in, first-out queue of jobs. It has its own processor, or shares `cores`."""
 
     def __init__(self, env: simpy.Environment, cores: Cores | None = None) -> None:
         self._env = env
@@ -59,7 +59,7 @@ class Worker:
         self._line: deque[tuple[float, Then]] = deque()
         self._busy = False
         self.busy_s = 0.0
-        """Seconds of all started jobs."""
+        """The total seconds of all started jobs."""
 
     @property
     def idle(self) -> bool:
@@ -67,7 +67,7 @@ class Worker:
         return not self._busy
 
     def do(self, seconds: float, then: Then) -> None:
-        """Queues a job of `seconds`, then calls `then`."""
+        """Queues a job of `seconds`. Calls `then` after the job."""
         self._line.append((seconds, then))
         if not self._busy:
             self._next()

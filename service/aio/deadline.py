@@ -12,10 +12,10 @@ TOO_LATE = "the deadline passed before the answer was ready"
 
 
 class until:  # noqa: N801  (read as `with until(deadline)`)
-    """Cancels the body of the `with` at `deadline`, in seconds on the event loop's clock, and raises DeadlineExceeded
-    with the message `why`. A deadline of None never passes.
+    """Cancels the body of the `with` at `deadline`, and then raises DeadlineExceeded with the message `why`.
 
-    Like `asyncio.timeout_at`, but with a coarser clock that is cheaper, and also in an `EagerTask`.
+    `deadline`: seconds on the event loop's clock, or None for no deadline. Unlike `asyncio.timeout_at`, this works in
+    an `EagerTask` too. It uses coarse timers, which are cheaper.
     """
 
     __slots__ = ("_deadline", "_interrupt", "_timer", "_why")

@@ -1,11 +1,12 @@
 """Waits for results without an `asyncio.Task`.
 
-An `asyncio.Task` starts one turn of the event loop after its creation, and resumes one turn after its result is ready.
-Most requests wait for one batch only. An `EagerTask` starts at once, and resumes in the call that resolves its
-`Waiter`. A coroutine that never waits is finished when `EagerTask` returns.
+An `asyncio.Task` starts one iteration of the event loop after its creation, and resumes one iteration after its result
+is ready. These delays matter, because most requests wait for one batch only. An `EagerTask` starts within its
+constructor, and resumes within the call that resolves its `Waiter`. A coroutine that never waits is finished when the
+constructor returns.
 
-Both kinds of task run the same coroutines, except those that need the current `asyncio.Task`, like `asyncio.timeout`
-and `asyncio.TaskGroup`. `until` (`service/aio/deadline.py`) works in both.
+Both kinds of task run the same coroutines. The exceptions are coroutines that need the current `asyncio.Task`, such as
+`asyncio.timeout` and `asyncio.TaskGroup`. `until` (`service/aio/deadline.py`) works in both kinds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class _Running(threading.local):
-    """The `EagerTask` whose coroutine runs now on this thread."""
+    """The `EagerTask` whose coroutine is running on this thread."""
 
     task: EagerTask[Any] | None = None
 
@@ -30,14 +31,16 @@ _running = _Running()
 
 
 def current_task() -> EagerTask[Any] | None:
-    """Returns the `EagerTask` whose coroutine runs now; None in any other task."""
+    """Returns the `EagerTask` whose coroutine is running. Returns None in any other task."""
     return _running.task
 
 
 class Waiter(Generic[T]):
-    """A result that one caller waits for, with `await` or a callback. Call its methods on the event loop's thread only.
+    """A result for which one caller waits, with `await` or a callback. Call its methods on the event loop's thread
+    only.
 
-    Unlike a future it calls back at once. An `asyncio.Task` that awaits it resumes one turn of the event loop later.
+    Unlike a future, it calls the callback within `resolve`. An `asyncio.Task` that awaits it resumes one iteration of
+    the event loop later.
     """
 
     __slots__ = ("_callback", "_error", "_result", "done")
@@ -49,32 +52,32 @@ class Waiter(Generic[T]):
         self.done = False
 
     def resolve(self, result: T) -> None:
-        """Sets the result. Does nothing if it is done or cancelled."""
+        """Sets the result. Does nothing if the waiter is done or cancelled."""
         if not self.done:
             self._result = result
             self._finish()
 
     def fail(self, error: BaseException) -> None:
-        """Like `resolve`, with an exception that `await` raises."""
+        """Sets an exception, which `await` raises. Does nothing if the waiter is done or cancelled."""
         if not self.done:
             self._error = error
             self._finish()
 
     def cancel(self) -> None:
-        """Drops the callback, and a later result."""
+        """Cancels the wait: drops the callback, and ignores a later result."""
         self._callback = None
         self.done = True
 
     def on_done(self, callback: Callable[[Waiter[T]], object]) -> None:
-        """Calls `callback` once with this waiter when the result is ready, or at once if it is. Replaces an earlier
-        callback."""
+        """Calls `callback` once with this waiter when the result is ready. Calls it immediately if the result is ready
+        already. Replaces an earlier callback."""
         if self.done:
             callback(self)
         else:
             self._callback = callback
 
     def result(self) -> T:
-        """Returns the result, or raises the error. Call it once."""
+        """Returns the result, or raises the exception. Call this at most once."""
         error, self._error = self._error, None
         if error is None:
             return self._result  # type: ignore[return-value]  # it is set
@@ -105,17 +108,18 @@ class Waiter(Generic[T]):
 
 
 def _set(future: asyncio.Future[None], _: object) -> None:
-    if not future.done():  # else the task that waited was cancelled
+    if not future.done():  # otherwise the waiting task was cancelled
         future.set_result(None)
 
 
 class EagerTask(Waiter[T]):
-    """Runs a coroutine at once, and resumes it in the calls that resolve its waiters."""
+    """Runs a coroutine immediately, and resumes it within the calls that resolve its waiters."""
 
     __slots__ = ("_context", "_coroutine", "_waits_for")
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], context: Context | None = None) -> None:
-        """`context`: the coroutine's context variables. Default: those of the code that resumes it."""
+        """`context`: the coroutine's context variables. By default the coroutine sees the context of the code that
+        resumes it."""
         self._callback = self._error = self._result = None
         self.done = False
         self._coroutine: Coroutine[Any, Any, T] | None = coroutine
@@ -124,14 +128,14 @@ class EagerTask(Waiter[T]):
         self._run(coroutine.send, None)
 
     def cancel(self) -> None:
-        """Drops the callback, and raises CancelledError at the coroutine's `await`."""
+        """Drops the callback of this task, and raises CancelledError at the coroutine's `await`."""
         super().cancel()
         self.interrupt()
 
     def interrupt(self) -> None:
         """Raises CancelledError at the coroutine's `await`."""
         waits_for, self._waits_for = self._waits_for, None
-        if waits_for is None or self._coroutine is None:  # the coroutine has ended, or is running now
+        if waits_for is None or self._coroutine is None:  # the coroutine has ended or is running
             return
         if isinstance(waits_for, asyncio.Future):
             waits_for.remove_done_callback(self._go_on)
@@ -143,7 +147,7 @@ class EagerTask(Waiter[T]):
         self._run(self._coroutine.throw, asyncio.CancelledError())
 
     def _go_on(self, ready: Waiter[Any] | asyncio.Future[Any] | None) -> None:
-        """Resumes the coroutine. Does nothing if it was interrupted meanwhile."""
+        """Resumes the coroutine, unless it was interrupted meanwhile."""
         if self._coroutine is not None and (ready is None or ready is self._waits_for):
             self._waits_for = None
             self._run(self._coroutine.send, None)
@@ -158,7 +162,8 @@ class EagerTask(Waiter[T]):
             result = end.value
         except BaseException as raised:
             assert raised.__traceback__ is not None
-            error = raised.with_traceback(raised.__traceback__.tb_next)  # without this frame, which holds the error
+            # removes this frame from the traceback, because the frame refers to the error
+            error = raised.with_traceback(raised.__traceback__.tb_next)
         else:
             self._wait(found)
             return
@@ -171,14 +176,14 @@ class EagerTask(Waiter[T]):
                 self._finish()
         elif isinstance(error, Exception | asyncio.CancelledError):
             self.fail(error)
-        else:  # the process must end
+        else:  # KeyboardInterrupt and SystemExit must end the process
             raise error
 
     def _wait(self, found: Waiter[Any] | asyncio.Future[Any] | None) -> None:
         if isinstance(found, Waiter):
             found._callback = self._go_on
             self._waits_for = found
-        elif found is None:  # asyncio.sleep(0)
+        elif found is None:  # a bare yield, as from asyncio.sleep(0)
             self._waits_for = asyncio.get_running_loop().call_soon(self._go_on, None)
         else:
             found._asyncio_future_blocking = False

@@ -1,4 +1,4 @@
-"""Ends the body of a `with` from outside: at a deadline, or when the client disconnects."""
+"""Cancels the body of a `with` statement from outside, at a deadline or when the client disconnects."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from wane.service.aio.eager import EagerTask, current_task
 
 
 class Interrupt:
-    """Raises CancelledError in the body of a `with`, and distinguishes it from other cancellations.
+    """Raises CancelledError in the body of a `with`, and distinguishes this cancellation from others.
 
-    Create it in the task that runs the body: an `asyncio.Task` or an `EagerTask`.
+    Create the interrupt in the task that runs the body. The task may be an `asyncio.Task` or an `EagerTask`.
     """
 
     __slots__ = ("_cancelled_before", "_fired", "_task")
@@ -22,7 +22,7 @@ class Interrupt:
         self._fired = False
 
     def fire(self) -> None:
-        """Ends the body at its `await`."""
+        """Raises CancelledError at the body's `await`."""
         if self._task is None:
             return
         self._fired = True
@@ -32,7 +32,8 @@ class Interrupt:
             self._task.cancel()
 
     def ended(self, kind: type[BaseException] | None) -> bool:
-        """Whether this interrupt ended the body, which raised an exception of `kind`. Call it after the body."""
+        """Returns whether this interrupt ended the body. `kind`: the type of the exception that left the body, or None.
+        Call this after the body."""
         task, self._task = self._task, None
         if not self._fired or task is None:
             return False

@@ -1,9 +1,10 @@
-"""Coarse timers: cheap to set and cheap to cancel.
+"""Coarse timers that are cheap to set and cheap to cancel.
 
-Every request has a deadline and a client that may disconnect, and few reach either. A timer of the event loop costs a
-request more than its decoding. Here a timer is one entry of a set, and the loop has one timer for all that fire within
-the same hundredth of a second. A timer fires up to a hundredth of a second late, or up to a sixty-fourth of its delay.
-Exact delays of minutes would keep tens of thousands of loop timers, most of them for cancelled timers.
+Every request needs a timer for its deadline, and almost every timer is cancelled. For one request, a timer of the event
+loop costs more than the decoding of the request. Here a timer is an entry of a set, and one timer of the event loop
+serves all entries that fire in the same hundredth of a second. A timer fires late by up to a hundredth of a second or
+by up to 1/64 of its delay, whichever is longer. With exact delays of minutes, the event loop would hold tens of
+thousands of timers, most of them for cancelled entries.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from collections.abc import Callable
 TICK_S = 0.01
 
 EXACT_BITS = 7
-"""A delay is fewer than 2 to this power of ticks. A tick is a hundredth of a second, or 2, 4, 8, ... times that."""
+"""A delay is less than 2 to this power of ticks. A tick is a hundredth of a second multiplied by a power of two."""
 
 
 def _cancelled() -> None:
-    """Replaces the callback of a cancelled timer."""
+    """The callback of a cancelled timer."""
 
 
 class Timer:
-    """Calls `ring` once, on the event loop, unless it is cancelled first."""
+    """A timer that calls `ring` once on the event loop's thread, unless it is cancelled first."""
 
     __slots__ = ("_others", "ring")
 
@@ -33,28 +34,30 @@ class Timer:
         others.add(self)
 
     def cancel(self) -> None:
-        """Cancels the timer; does nothing if it has fired. Drops the callback, which may hold this timer."""
+        """Cancels the timer. Does nothing if the timer has fired. Drops the callback, because the callback may refer to
+        this timer."""
         self._others.discard(self)
         self.ring = _cancelled
 
 
 class Timers:
-    """The timers of one event loop, by the tick in which they fire."""
+    """The timers of one event loop, grouped by the tick in which they fire."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._ticks: dict[int, set[Timer]] = {}
-        self._latest: tuple[float, int] = -1.0, 0  # the latest time, and its tick
+        self._latest: tuple[float, int] = -1.0, 0  # the latest requested time, and its tick
 
     def at(self, when: float, ring: Callable[[], None]) -> Timer:
-        """Calls `ring` at `when`, seconds on the event loop's clock, or in the next turn if `when` has passed."""
+        """Returns a timer that calls `ring` at `when`, in seconds on the event loop's clock. If `when` has passed,
+        `ring` is called in the next iteration."""
         loop = self.loop
         latest, tick = self._latest
-        if when != latest:  # the steps of one call share a deadline
+        if when != latest:  # a fast path, because the steps of one call share a deadline
             tick = math.ceil(when / TICK_S)
             wide = (tick - int(loop.time() / TICK_S)).bit_length() - EXACT_BITS
             if wide > 0:
-                tick = -(-tick >> wide) << wide  # the next multiple
+                tick = -(-tick >> wide) << wide  # rounds up to the next multiple
             self._latest = when, tick
         timers = self._ticks.get(tick)
         if timers is None:
@@ -70,7 +73,7 @@ class Timers:
             while timers:
                 timers.pop().ring()
         finally:
-            if timers:  # one raised, and the others still have to fire
+            if timers:  # one callback raised an exception, and the other timers still have to fire
                 self.loop.call_soon(self._ring_all, timers)
 
 
@@ -78,7 +81,8 @@ _latest: Timers | None = None
 
 
 def timers() -> Timers:
-    """Returns the timers of the running event loop. Only the latest loop is remembered: a process serves on one."""
+    """Returns the timers of the running event loop. Only the latest loop is remembered, because a process serves on one
+    loop."""
     global _latest
     loop = asyncio.get_running_loop()
     found = _latest

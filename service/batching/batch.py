@@ -1,7 +1,8 @@
-"""One batch of work of one role: joins its arrays, runs them, and splits the outputs.
+"""Runs one batch of work items of one role: joins the items' arrays, runs the graph, and splits the outputs.
 
-All of this runs on the runner's thread. Every item has its own result or its own error. Values needed for every row,
-such as the most probable tokens, are computed once for the whole batch.
+A batch runs on the runner's thread, or on the event loop's thread if it is short (`batcher.py`). Every item receives
+its own result or its own error. Values that every row needs, such as the most probable tokens, are computed once for
+the whole batch.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from wane.service.runners.runner import ERROR, LOG_SUM_EXP, NEXT, RADIUS, STREAM
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
 FEW = 5
-"""Number of largest logits that are read by default; a graph outputs a hundred."""
+"""The number of largest logits that are read by default. A graph outputs a hundred."""
 
 
 class Largest(NamedTuple):
-    """The largest logits in falling order, the smaller id first among equals, with their probabilities."""
+    """The largest logits of one row in descending order, with their token ids and probabilities. Equal logits are
+    ordered by ascending id."""
 
     ids: list[int]
     logits: list[float]
@@ -33,14 +35,14 @@ class Largest(NamedTuple):
 
 
 class Outputs:
-    """The outputs of one run by name, each (B, ...)."""
+    """The output arrays of one run by name. Each has the shape (B, ...)."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.arrays = arrays
         self._largest: dict[int, list[Largest]] = {}
 
     def largest(self, row: int, count: int) -> Largest | None:
-        """Returns at least the `count` largest logits of a row; None if the graph outputs fewer."""
+        """Returns at least the `count` largest logits of a row. Returns None if the graph outputs fewer."""
         few = self._largest.get(FEW)
         if few is not None and count <= len(few[row].ids):
             return few[row]
@@ -56,7 +58,7 @@ class Outputs:
         """Returns the `width` largest logits of every row."""
         arrays = self.arrays
         logits = arrays[TOP_LOGITS][:, :width].astype(np.float64)
-        # The sum is rounded: for an almost certain token the difference may be above 0.
+        # The log-sum-exp is rounded, so for a token with a probability near 1 the difference may be above 0.
         logprobs = np.minimum(logits - arrays[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
         columns = arrays[TOP_IDS][:, :width], logits, logprobs, np.exp(logprobs)
         return [*map(Largest._make, zip(*[column.tolist() for column in columns], strict=True))]
@@ -76,13 +78,14 @@ class Top(NamedTuple):
     row: int
 
     def first(self, count: int) -> Largest | None:
-        """Returns at least `count` of them; None if there are fewer."""
+        """Returns at least the `count` largest logits. Returns None if the graph outputs fewer."""
         return self.outputs.largest(self.row, count)
 
 
-# A batch of sequences is padded to its longest one. Two limits bound it: at most half of the batch is padding, and
-# B * T is small enough to keep the graphs' intermediate values (a few thousand floats a position, the vocabulary's
-# size for scan) within some tens of megabytes. A single item may exceed them.
+# A batch of sequences is padded to the longest sequence. Two limits bound a batch. At most half of its positions are
+# padding. B * T is so small that the graph's intermediate values take at most some tens of megabytes: a few thousand
+# floats per position, and for scan as many as the vocabulary has tokens. A batch of a single item may exceed both
+# limits.
 PADDED_SHARE = 2
 MOST_POSITIONS: dict[Role, int] = {"window": 4_096, "advance": 4_096, "scan": 2_048}
 
@@ -90,19 +93,20 @@ FINITE = ("logits", HIDDEN, "logprobs")
 """Outputs that must be finite in every answer."""
 
 ANSWERS = (*FINITE, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
-"""Outputs that items return; the others are written to the state pool, or read here."""
+"""Outputs that a `Row` returns. All other outputs are written to the state pool or become a `Row`'s radius and
+trace."""
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One item: a row of a batch of `role`.
+    """One work item: a row of a batch of `role`.
 
-    tokens, targets: int64 (n); one token for step, which may be a tuple, none for head, n >= 1 otherwise; targets for
-    scan only.
-    The state is read from slot `read` (window ignores it and starts from zero) and the next one is written to slot
-    `write`; None keeps no state. `binding` work cannot be withdrawn once it is in a batch: its request is completed,
-    even if its caller leaves. A `chunk` is one of a sequence's parallel chunks: the code that cut the sequence decides
-    how many make a batch.
+    tokens: int64 (n), with n >= 1. For step n is 1, and a tuple is allowed. For head tokens is None. targets: int64
+    (n), for scan only. The run reads the state from slot `read` and writes the next state to slot `write`. A window
+    ignores `read` and starts from the zero state. If `write` is None, the next state is dropped. Once `binding` work is
+    in a batch, its request is completed even if its caller leaves. `chunk` marks one of a sequence's parallel chunks.
+    The scheduler does not limit a batch of chunks by its run time, because the code that cut the sequence has chosen
+    the number of chunks per batch.
     """
 
     role: Role
@@ -115,16 +119,17 @@ class Work:
 
     @property
     def length(self) -> int:
-        """The item's positions in a batch, without padding."""
+        """The number of positions that the item takes in a batch, without padding."""
         return 1 if self.tokens is None else len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowTrace:
-    """One row of the window graph's outputs for the proof by direction, `length` tokens long: float32, all finite.
+    """One row of the window graph's outputs that the direction proof reads. All values are float32 and finite.
 
-    stream: (H), the value that the first layer's mixing matrix is added to; states, errors: by the state tensor's name,
-    (units), each layer's state and how far each unit may be from it.
+    length: the number of tokens in the window. stream: (H), the value to which the output of the first layer's mixing
+    matrix is added. states: each layer's state by tensor name, (units). errors: a bound of each unit's error in
+    `states`, by the same names.
     """
 
     length: int
@@ -134,17 +139,18 @@ class WindowTrace:
 
 
 class Row:
-    """One item's part of a run's outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T), all finite, and
-    the largest logits; None if the graph does not output them. They are views, made on access.
+    """One item's part of a run's outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T), and the largest
+    logits. All values are finite. An output that the graph does not have is None. The arrays are views, made on access.
 
-    radius: for a window whose graph computes it. Every run that ends in these tokens ends, in exact arithmetic, within
-    this 2-norm distance of `hidden`. None: no bound. trace: None if the graph does not output it.
+    radius: the window graph's bound for longer histories. In exact arithmetic, the final hidden state of every history
+    that ends in the window's tokens is within this 2-norm distance of `hidden`. None if there is no bound. trace: None
+    if the graph does not output one.
     """
 
     __slots__ = ("_outputs", "_row", "radius", "trace")
 
     def __init__(self, outputs: Outputs, row: int, radius: float | None, trace: WindowTrace | None) -> None:
-        """`row` of the `outputs` of a batch."""
+        """`row`: the item's index in the `outputs` of its batch."""
         self._outputs = outputs
         self._row = row
         self.radius = radius
@@ -167,25 +173,25 @@ class Row:
         return Top(self._outputs, self._row) if TOP_IDS in self._outputs.arrays else None
 
     def largest(self, count: int) -> Largest | None:
-        """Like `Top.first`."""
+        """Returns at least the `count` largest logits. Returns None if the graph outputs fewer."""
         return self._outputs.largest(self._row, count)
 
     @property
     def length(self) -> float:
-        """The 2-norm of `hidden`, which must be an output."""
+        """The 2-norm of `hidden`. The graph must output `hidden`."""
         return self._outputs.lengths[self._row]
 
     def output(self, name: str) -> Array | None:
-        """Returns the row of one of the graph's outputs; None if there is none of that name."""
+        """Returns this row of the output `name`. Returns None if the graph has no such output."""
         outputs = self._outputs.arrays.get(name)
         return None if outputs is None else outputs[self._row]
 
 
 class ColumnBatch:
-    """Steps of one token that run together, as arrays of B rows.
+    """A batch of one-token steps, stored as arrays of B rows (columns) instead of `Work` items.
 
-    slots: int (B), of the states; tokens: int64 (B); queued_s: float64 (B), when each was queued, by
-    `time.perf_counter`. The run sets either `outputs`, by name, or `failure`.
+    slots: int (B), the slots of the states. tokens: int64 (B). queued_s: float64 (B), the time of `time.perf_counter`
+    at which each step was queued. The run sets either `outputs` (arrays by name) or `failure`.
     """
 
     __slots__ = ("failure", "outputs", "queued_s", "slots", "tokens")
@@ -206,16 +212,16 @@ class ColumnBatch:
 
 
 def run_columns(columns: ColumnBatch, pool: StatePool, runner: Runner, room: Mapping[str, Array]) -> None:
-    """Runs a batch in columns, and writes no state. `room`: see `run`."""
+    """Runs a batch in columns. Does not write the next states to the pool. `room`: see `run`."""
     try:
         columns.outputs = runner.run("step", {"tokens": columns.tokens, **pool.gather(columns.slots, room)})
-    except Exception as error:  # the general procedure finds the bad row
+    except Exception as error:  # the caller runs the steps again as `Work` items, to find the one that fails
         columns.failure = error
 
 
 def fits(role: Role, longest: int, total: int, items: int) -> bool:
-    """Returns whether a batch of `items` sequences is within both limits: its longest has `longest` positions, and all
-    together have `total`."""
+    """Returns whether a batch of `items` sequences is within both limits. `longest`: the length of its longest
+    sequence. `total`: the sum of the lengths."""
     if role not in MOST_POSITIONS:
         return True
     padded = longest * items
@@ -225,13 +231,13 @@ def fits(role: Role, longest: int, total: int, items: int) -> bool:
 def run(
     works: Sequence[Work], pool: StatePool, runner: Runner, room: Mapping[str, Array] | None = None
 ) -> list[Row | Exception]:
-    """Runs a batch of one role. If it fails, runs every item alone, so that only the bad ones fail.
+    """Runs a batch of one role. If the run fails, runs every item alone, so that only items that cause an error fail.
 
-    `room`: the state pool's buffers for gathered states; not to be used by another call during this one.
+    `room`: the state pool's buffers for gathered states. No concurrent call may use them.
     """
     try:
         return _run(works, pool, runner, room)
-    except Exception as error:  # a runner's error belongs to the items, not to the server
+    except Exception as error:  # a runner's error fails the items, not the server
         if len(works) == 1:
             return [error]
         return [row for work in works for row in run([work], pool, runner, room)]
@@ -263,23 +269,24 @@ def _run(
 
 
 def _finite(arrays: Sequence[Array], count: int) -> list[bool]:
-    """Returns, for each of `count` rows, whether it is finite in all of the arrays, (B, ...)."""
+    """Returns, for each of `count` rows, whether all of its values are finite in all arrays. The arrays have the shape
+    (B, ...)."""
     flags = [np.isfinite(values) for values in arrays]
-    if all(flag.all() for flag in flags):  # nearly always
+    if all(flag.all() for flag in flags):  # the usual case
         return [True] * count
     rows: list[bool] = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0).tolist()
     return rows
 
 
 def _radii(outputs: Mapping[str, Array], count: int) -> list[float | None]:
-    """Returns each row's radius; None if the graph does not output it, or has no bound."""
+    """Returns each row's radius, or None for a row without a finite bound."""
     if RADIUS not in outputs:
         return [None] * count
     return [radius if math.isfinite(radius) else None for radius in outputs[RADIUS].tolist()]
 
 
 def _traces(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[WindowTrace | None]:
-    """Returns each row's trace; None if the graph does not output it, or if it is not finite."""
+    """Returns each row's trace, or None for a row whose trace is missing or not finite."""
     if STREAM not in outputs:
         return [None] * len(works)
     names = [name.removeprefix(ERROR) for name in outputs if name.startswith(ERROR)]
@@ -301,7 +308,8 @@ def _traces(works: Sequence[Work], outputs: Mapping[str, Array]) -> list[WindowT
 
 
 def _tokens(works: Sequence[Work]) -> dict[str, Array]:
-    """Returns tokens (B) for step; else tokens (B, T), lengths (B) and, for scan, targets (B, T), padded with 0."""
+    """Returns the graph's token inputs. For step: tokens (B). For the other roles: tokens (B, T) padded with 0, lengths
+    (B) and, for scan, targets (B, T) padded with 0."""
     tokens = [work.tokens for work in works if work.tokens is not None]
     assert len(tokens) == len(works), "work without tokens: this is a bug"
     if works[0].role == "step":
@@ -315,10 +323,11 @@ def _tokens(works: Sequence[Work]) -> dict[str, Array]:
 
 
 def _padded(rows: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
-    """Returns int64 (B, width): every row, padded with 0 on the right.
+    """Returns the rows as int64 (B, width), padded with 0 on the right.
 
-    The rows are joined as bytes, because numpy releases the interpreter's lock for every row that it copies. While the
-    event loop is busy, the runner's thread would wait for the lock each time, for longer than the copy takes.
+    The rows are joined as bytes, because numpy releases the interpreter's lock (GIL) for every row that it copies.
+    While the event loop is busy, the runner's thread would wait for the lock after each row, and each wait takes longer
+    than the copy.
     """
     size = np.dtype(np.int64).itemsize * width
     whole = bytearray().join([ids.tobytes().ljust(size, b"\0") for ids in rows])

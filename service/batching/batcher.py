@@ -1,8 +1,9 @@
-"""Batches requests: the work that queued up while the runner was busy is the next batch.
+"""Batches requests continuously: work that was queued while the runner was busy forms the next batch.
 
-There is no timer: on an idle server work starts immediately, on a busy one batches grow by themselves (`scheduler.py`).
-The queue is bounded: work over the limit is refused before any of it runs. Work whose caller has left, or whose
-deadline has passed, is skipped at its turn: it never enters a batch and has no effect.
+There is no batching delay. On an idle server work starts immediately. On a busy server batches grow with the queue
+(`scheduler.py`). The queue is bounded, and a request over the limit is rejected before any of its work runs. When an
+item's turn comes and its caller has left or its deadline has passed, the item is dropped. It never enters a batch and
+has no effect.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from wane.service.state.pool import StatePool
 logger = logging.getLogger("wane.engine")
 
 MOST_TAKEN = 2
-"""Batches that the runner has at a time: one that runs, and the next one."""
+"""The largest number of batches handed to the runner: the running batch and the next batch."""
 
 EMA_ALPHA = 1 / 8
 """Weight of the latest batch in an average."""
 
 IDLE_WAIT_S, IDLE_POLL_S = 0.02, 0.002
-"""How long a measurement waits for an idle runner, and how often it checks."""
+"""The longest time that a measurement waits for an idle runner, and the interval of its checks."""
 
 T = TypeVar("T")
 Observe = Callable[[float], None]
@@ -54,27 +55,29 @@ class _Observers:
 
 
 class Columns(Protocol):
-    """A queue of steps in columns."""
+    """A queue of steps in columns (see `ColumnBatch`)."""
 
     def __len__(self) -> int:
         """Returns the number of queued steps."""
         ...
 
     def begin(self, most: int) -> ColumnBatch | None:
-        """Returns the next batch, of at most `most` steps; None if no queued step can be run."""
+        """Returns the next batch of at most `most` steps. Returns None if no queued step can run."""
         ...
 
     def hold(self, running: ColumnBatch) -> None:
-        """Keeps the states of a batch that will run on the runner's thread."""
+        """Retains the states of a batch until it has run on the runner's thread."""
         ...
 
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
-        """Answers a batch whose run started at `started_s`, by `time.perf_counter`, and took `compute_s`."""
+        """Answers the requests of a batch after its run. The run started at `started_s` of `time.perf_counter` and took
+        `compute_s` seconds."""
         ...
 
 
 class _Ran(NamedTuple):
-    """A batch after its run. `cancelled`: items whose callers left before. `started_s` is by `time.perf_counter`."""
+    """A batch after its run. `cancelled`: items whose callers left before the run. `started_s`: the time of
+    `time.perf_counter`."""
 
     role: Role
     items: Sequence[WorkItem]
@@ -86,12 +89,12 @@ class _Ran(NamedTuple):
 
     @property
     def items_run(self) -> int:
-        """Number of items that ran."""
+        """The number of items that ran."""
         return len(self.items) if self.columns is None else len(self.columns)
 
 
 class Batcher:
-    """Feeds one runner from a queue, on a separate thread, or on the event loop's if the batch is quick.
+    """Feeds one runner from a queue. Runs batches on a separate thread, and short batches on the event loop's thread.
 
     All methods must be called on the event loop's thread.
     """
@@ -108,9 +111,9 @@ class Batcher:
         cost_model: CostModel | None = None,
         inline_s: float = 0.0,
     ) -> None:
-        """`max_queue` limits the items in each of the queue's lines. `cost_model` observes every run. A batch of one
-        token each that is expected to take at most `inline_s` seconds runs on the event loop's thread, because handing
-        it to the other thread costs the loop more."""
+        """`max_queue`: the limit of items in each of the scheduler's two queues. `cost_model`: observes every run.
+        `inline_s`: the longest expected run time of a batch of steps or heads that runs on the event loop's thread. For
+        such a batch the handover to the other thread costs more than the run."""
         self._runner = runner
         self._pool = pool
         self._max_batch = max_batch_size
@@ -119,14 +122,14 @@ class Batcher:
         self._inline_s = inline_s
         self._times = RunTimeModel()
         self._queue: Scheduler[WorkItem] = FairScheduler(max_batch_size, cost_model)
-        self.sequence_s = 0.0  # average run time for each item of the latest batches of sequences
+        self.sequence_s = 0.0  # average run time per item of the latest batches of sequences
         self._starting = False
-        self._taken = 0  # batches with the runner: one that runs, and the next one
-        self._ahead: tuple[list[WorkItem], Future[None]] | None = None  # the next one
-        self._now = 0.0  # the event loop's time when the latest batch was taken
+        self._taken = 0  # the number of batches handed to the runner
+        self._ahead: tuple[list[WorkItem], Future[None]] | None = None  # the handed-over batch that has not started
+        self._now = 0.0  # the event loop's clock when the latest batch was taken
         self._closed = False
         self.columns: Columns | None = None
-        self._columns_item = WorkItem(COLUMNS, Ticket())  # represents all steps in columns in the queue
+        self._columns_item = WorkItem(COLUMNS, Ticket())  # stands in the queue for all steps in columns
         self._columns_queued = False
         self.on_idle: Callable[[], None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
@@ -148,12 +151,12 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Number of items that wait for the runner."""
+        """The number of items that wait for the runner."""
         return len(self._queue) + self._in_columns + (0 if self._ahead is None else len(self._ahead[0]))
 
     @property
     def _in_columns(self) -> int:
-        """Number of queued steps in columns, minus the item that represents them in the queue."""
+        """The number of queued steps in columns, minus 1 if their item is in the queue."""
         return 0 if self.columns is None else len(self.columns) - self._columns_queued
 
     @property
@@ -162,11 +165,12 @@ class Batcher:
         return not self._taken and not self._starting
 
     def submit(self, work: Work, ticket: Ticket) -> WorkItem:
-        """Queues work and returns it; await it for its row. Its slots are retained until it has run or been skipped.
+        """Queues work and returns its item. Awaiting the item returns its row. The item's state slots are retained
+        until it has run or is dropped.
 
-        Cancelling the wait before the work enters a batch withdraws it. The wait raises DeadlineExceeded, Unavailable
-        after `close`, and WaneError if the run failed. `submit` raises Overloaded if the queue is full, and Unavailable
-        after `close`.
+        Cancelling the wait before the work enters a batch withdraws the work. The wait raises DeadlineExceeded if the
+        deadline passes in the queue, Unavailable after `close`, and WaneError if the run failed. `submit` raises
+        Overloaded if the queue is full or the deadline cannot be met, and Unavailable after `close`.
         """
         if self._closed:
             raise Unavailable("the server is stopping")
@@ -200,19 +204,19 @@ class Batcher:
             self._start_soon()
 
     def _check_turn(self, waiting: int, deadline: float) -> None:
-        """Raises Overloaded if a sequence cannot run before its deadline."""
+        """Raises Overloaded if the estimated wait of a sequence ends after its deadline."""
         wait_s = waiting * self.sequence_s
         left_s = deadline - asyncio.get_running_loop().time()
         if 0 < left_s < wait_s:
             self._refused.inc()
             raise Overloaded(
-                f"{waiting} requests are ahead, which take about {wait_s:.1f} s; the request's deadline is in "
-                f"{left_s:.1f} s",
+                f"the {waiting} queued requests take about {wait_s:.1f} s; the request's deadline is in {left_s:.1f} s",
                 wait_s - left_s,
             )
 
     async def run_between(self, call: Callable[[], T]) -> T:
-        """Runs `call` on the runner's thread, between batches: once the runner is idle, or after `IDLE_WAIT_S`.
+        """Runs `call` on the runner's thread between two batches. Waits until the runner is idle, but at most
+        `IDLE_WAIT_S`.
 
         Raises Unavailable after `close`, and the errors of `call`.
         """
@@ -225,7 +229,7 @@ class Batcher:
         return await loop.run_in_executor(self._executor, call)
 
     async def close(self) -> None:
-        """Refuses new work, fails queued work, and stops the thread after its batch."""
+        """Rejects new work, fails queued work, and stops the runner's thread after its current batch."""
         self._closed = True
         if self._ahead is not None:
             self._take_back(*self._ahead)
@@ -235,7 +239,8 @@ class Batcher:
         await asyncio.to_thread(self._executor.shutdown)
 
     def _waiting(self, role: Role) -> int:
-        """Returns the number of items in this role's line, including those handed over but not started."""
+        """Returns the number of waiting items in this role's queue, including items of a batch that was handed over and
+        has not started."""
         waiting = self._queue.before(role)
         if role in ONE_TOKEN:
             return waiting + self._in_columns
@@ -244,8 +249,9 @@ class Batcher:
     def _start(self) -> None:
         """Starts the next batch, or becomes idle.
 
-        A batch that would not grow is handed over while another one runs, so that the runner continues with it without
-        waiting for the event loop. A batch that ran here is handed out after the next one has started."""
+        A batch that cannot grow is handed over while another batch runs. The runner then starts it without waiting for
+        the event loop. The results of a batch that ran on this thread are delivered after the next batch has
+        started."""
         self._starting = False
         ran: _Ran | None = None
         while not self._taken or (self._taken < MOST_TAKEN and self._queue.full):
@@ -263,7 +269,8 @@ class Batcher:
             ran = self._run(items, columns)
             self._times.took(ran.role, ran.items_run, ran.seconds, here=True)
             self._queue.ran(ran.role, ran.seconds)
-            if self._queue.before(ran.role):  # they may be as quick, and must not delay these results
+            # the queued items may run on this thread too; the results are delivered first
+            if self._queue.before(ran.role):
                 self._start_soon()
                 break
         if ran is not None:
@@ -272,13 +279,14 @@ class Batcher:
             self.on_idle()
 
     def _start_soon(self) -> None:
-        """Schedules `_start`, so that all work of this turn of the event loop shares the batch."""
+        """Schedules `_start` for the event loop's next iteration, so that all work submitted in this iteration shares a
+        batch."""
         if not self._starting:
             self._starting = True
             asyncio.get_running_loop().call_soon(self._start)
 
     def _begin_columns(self) -> ColumnBatch | None:
-        """Returns the next batch of steps in columns, and queues the steps beyond it again."""
+        """Returns the next batch of steps in columns. Queues their item again if steps remain."""
         assert self.columns is not None, "steps without columns: this is a bug"
         self._columns_queued = False
         found = self.columns.begin(self._max_batch)
@@ -288,7 +296,7 @@ class Batcher:
         return found
 
     def _quick(self, role: Role, count: int) -> bool:
-        """Returns whether a batch should run on this thread."""
+        """Returns whether a batch should run on the event loop's thread."""
         return role in ONE_TOKEN and self._times.expected(role, count) <= self._inline_s
 
     def _hand_over(self, items: list[WorkItem], columns: ColumnBatch | None) -> None:
@@ -296,14 +304,14 @@ class Batcher:
         self._taken += 1
         if columns is not None and self.columns is not None:
             self.columns.hold(columns)
-        elif self._taken < MOST_TAKEN:  # otherwise it has not started, and may be taken back
+        elif self._taken < MOST_TAKEN:  # otherwise the batch has not started, and `_take_back` may withdraw it
             enter(items)
         running = self._executor.submit(self._run_aside, items, columns, asyncio.get_running_loop())
         if self._taken == MOST_TAKEN:
             self._ahead = items, running
 
     def _take_back(self, items: list[WorkItem], waiting: Future[None]) -> None:
-        """Puts a handed-over batch back into the queue, if it has not started."""
+        """Puts a handed-over batch back into the queue if it has not started."""
         self._ahead = None
         if waiting.cancel():
             self._taken -= 1
@@ -314,7 +322,7 @@ class Batcher:
         loop.call_soon_threadsafe(self._finish, self._run(items, columns))
 
     def _run(self, items: list[WorkItem], columns: ColumnBatch | None) -> _Ran:
-        """Runs a batch, without the items whose callers have left."""
+        """Runs a batch without the items whose callers have left."""
         started_s = time.perf_counter()
         if columns is not None:
             batch.run_columns(columns, self._pool, self._runner, self._room)
@@ -331,19 +339,19 @@ class Batcher:
         return self._queue.take(self._runs)
 
     def _runs(self, item: WorkItem) -> bool:
-        """Returns whether an item should run; drops it if it is abandoned or late."""
+        """Returns whether an item should run. Drops the item if its caller has left or its deadline has passed."""
         deadline = item.ticket.deadline
         late = deadline is not None and deadline <= self._now
-        if item.done:  # the client disconnected, or the deadline has passed
+        if item.done:  # its waiter was cancelled: the client disconnected or the deadline has passed
             self._skip(item, late=late)
             return False
         if late and not item.ticket.entered:
-            self._skip(item, late=True, error=DeadlineExceeded("the deadline passed before the request's turn came"))
+            self._skip(item, late=True, error=DeadlineExceeded("the deadline passed while the request was queued"))
             return False
         return True
 
     def _skip(self, item: WorkItem, *, late: bool, error: DeadlineExceeded | None = None) -> None:
-        """Counts, traces and drops an item that does not run."""
+        """Counts, traces and drops an item that will not run."""
         (self._late if late else self._abandoned).inc()
         skipped_s = time.perf_counter()
         self._observers[item.work.role].waited(skipped_s - item.queued_s)
@@ -352,17 +360,17 @@ class Batcher:
         self._drop(item, error)
 
     def _finish(self, ran: _Ran) -> None:
-        """Starts the next batch, then hands out the results of one that ran on the runner's thread."""
+        """Starts the next batch, then delivers the results of a batch that ran on the runner's thread."""
         self._queue.ran(ran.role, ran.seconds)
         if ran.role in ONE_TOKEN and ran.items_run:
             self._times.took(ran.role, ran.items_run, ran.seconds, here=False)
         self._taken -= 1
-        self._ahead = None  # it runs now
+        self._ahead = None  # the next batch runs now
         self._start()
         self._hand_out(ran)
 
     def _hand_out(self, ran: _Ran) -> None:
-        """Resolves the items of a batch after its run."""
+        """Delivers the results of a batch to its items, and releases their slots."""
         role, items, rows, cancelled, started_s, compute_s, columns = ran
         if columns is not None and self.columns is not None:
             self._observe(role, [1] * len(columns), columns.waited_s(started_s), compute_s)
@@ -399,7 +407,7 @@ class Batcher:
             Batch(self._model, role, self._runner.device, len(items), failed, started_s, ended_s).trace(traced)
 
     def _observe(self, role: Role, lengths: Sequence[int], waited_s: float, compute_s: float) -> None:
-        """Counts a batch that ran: its items' lengths, their total queue time and the run time."""
+        """Records a batch in the metrics and the cost model. `waited_s`: the total queue time of its items."""
         items, tokens = len(lengths), sum(lengths)
         observer = self._observers[role]
         observer.items(items)
@@ -410,9 +418,9 @@ class Batcher:
             self._cost_model.observe(role, items, tokens, compute_s)
 
     def _drop(self, item: WorkItem, error: WaneError | None) -> None:
-        """Releases the slots of an item that does not run, and fails it with `error`, if given."""
+        """Releases the slots of an item that will not run. Fails the item with `error` unless that is None."""
         self._pool.release(item.work.read)
         if item.work.write is not None:
             self._pool.release(item.work.write)
-        if error is not None:  # later: its callback may queue more work, while the queue is being iterated
+        if error is not None:  # deferred, because its callback may queue more work during an iteration over the queue
             asyncio.get_running_loop().call_soon(item.fail, error)

@@ -1,10 +1,12 @@
-"""The cost of runs: seconds of compute an item, by role and length, measured at warm-up and updated by live runs.
+"""The cost of runs: seconds of compute per item, by role and length. Costs are measured at warm-up and updated by every
+run.
 
-The model keeps a point for every power of two of the length: the mean length and the mean seconds, both with
-exponentially falling weights. Between points the cost is linear; beyond the last it is proportional to the length. In a
-batch every item costs its share of the run: under load, another item of its kind adds that much.
+The model keeps one point for each power of two of the length: the exponential moving averages of length and seconds.
+Between two points the cost is interpolated linearly. Beyond the last point it is proportional to the length. In a batch
+each item costs an equal share of the run, because under load one more item of the same kind adds about that share.
 
-`RunTimeModel` estimates the run time of a batch of one token each, by its size: quick ones need no separate thread.
+`RunTimeModel` estimates the run time of a batch of steps or heads from its size. A short batch needs no separate
+thread.
 """
 
 from __future__ import annotations
@@ -31,35 +33,35 @@ RUN_EMA_ALPHA = 1 / 8
 
 
 class RunTimeModel:
-    """Seconds a run, by role and by the batch's size rounded up to a power of two.
+    """The run time of a batch in seconds, by role and by the batch size rounded up to a power of two.
 
-    A run on the runner's thread shares the interpreter with the event loop, so its time includes waiting. Such a run
-    counts only if it was quicker than the known time.
+    A run on the runner's thread shares the interpreter with the event loop, so its time includes waiting for the event
+    loop. Such a run changes the estimate only if it was faster than the estimate.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[Role, int], float] = {}
 
     def expected(self, role: Role, items: int) -> float:
-        """Returns the expected seconds of a batch; infinite if no batch of its size has run."""
+        """Returns the expected seconds of a batch. Returns infinity if no batch of its size has run."""
         return self._seconds.get((role, (items - 1).bit_length()), math.inf)
 
     def took(self, role: Role, items: int, seconds: float, *, here: bool) -> None:
-        """Records a run. `here`: it was on the event loop's thread, not on the runner's."""
+        """Records a run. `here`: True if it ran on the event loop's thread, False if it ran on the runner's thread."""
         size = role, (items - 1).bit_length()
         known = self._seconds.get(size, seconds)
         self._seconds[size] = known + RUN_EMA_ALPHA * (seconds - known) if here else min(known, seconds)
 
 
 COST_EMA_ALPHA = 1 / 16
-"""Weight of the latest run in an average: the average follows a change of load within some tens of runs."""
+"""Weight of the latest run in an average. The average follows a change of load within some tens of runs."""
 
 REPEATS = 3
-"""Runs of each kind that warm-up measures; the quickest counts."""
+"""The number of times that warm-up measures each run. The fastest time counts."""
 
 
 class Cost(TypedDict):
-    """Milliseconds that an item of about `tokens` tokens takes."""
+    """The milliseconds of compute for an item of about `tokens` tokens."""
 
     tokens: float
     compute_ms: float
@@ -68,8 +70,8 @@ class Cost(TypedDict):
 Costs = Annotated[
     dict[Role, list[Cost]],
     Field(
-        description="by graph, shortest first: compute time an item, measured at warm-up and averaged over the runs "
-        "since, the latest counting most; auto chooses by it"
+        description="by graph, shortest length first: compute time per item, measured at warm-up and averaged over "
+        "later runs, with the largest weight on the latest run; the mode auto chooses by these times"
     ),
 ]
 
@@ -81,7 +83,7 @@ class _Point:
 
 
 def run_seconds(works: Sequence[Work], pool: StatePool, runner: Runner, clock: Callable[[], float]) -> float:
-    """Runs a batch and returns its seconds. Blocks, and raises the runner's errors."""
+    """Runs a batch and returns the seconds that it took. Blocks. Raises the runner's errors."""
     started_s = clock()
     rows = batch.run(works, pool, runner)
     taken_s = clock() - started_s
@@ -95,14 +97,16 @@ class CostModel:
     """One model's costs. Before `measure` or the first `observe` every cost is 0."""
 
     def __init__(self, piece_tokens: int) -> None:
-        """`piece_tokens`: the longest piece of a sequence that runs in order."""
+        """`piece_tokens`: the longest piece into which a sequence is cut if its pieces run one after another."""
         self._piece = piece_tokens
         self.parallel_cost: Callable[[int], float | None] = lambda _: None
-        """Returns the seconds that a sequence takes in parallel chunks; None if it runs in order."""
+        """Returns the seconds that a sequence takes in parallel chunks. Returns None if its pieces run one after
+        another."""
         self._points: dict[Role, dict[int, _Point]] = {}
 
     def observe(self, role: Role, items: int, tokens: int, seconds: float) -> None:
-        """Records that a batch of `items`, with `tokens` positions in total without padding, took `seconds`."""
+        """Records that a batch of `items` items took `seconds`. `tokens`: the total of their positions, without
+        padding."""
         length, each = tokens / items, seconds / items
         points = self._points.setdefault(role, {})
         place = int(length).bit_length()
@@ -114,7 +118,7 @@ class CostModel:
             point.seconds += COST_EMA_ALPHA * (each - point.seconds)
 
     def run(self, role: Role, tokens: int) -> float:
-        """Returns the seconds of compute that an item of `tokens` takes in one run."""
+        """Returns the seconds of compute of an item of `tokens` tokens in one run."""
         points = sorted(self._points.get(role, {}).values(), key=lambda point: point.tokens)
         if not points:
             return 0.0
@@ -128,11 +132,12 @@ class CostModel:
         return before.seconds + share * (after.seconds - before.seconds)
 
     def window(self, k: int) -> float:
-        """Returns the seconds of compute that a window of `k` tokens takes."""
+        """Returns the seconds of compute of a window of `k` tokens."""
         return self.run("window", k)
 
     def full(self, tokens: int) -> float:
-        """Returns the seconds of compute of a whole sequence: in one run or, if it is long, in chunks or pieces."""
+        """Returns the seconds of compute of a whole sequence. A short sequence is one run. A long sequence runs in
+        parallel chunks, or in pieces one after another."""
         if tokens <= self._piece:
             return self.window(tokens)
         chunks = self.parallel_cost(tokens)
@@ -150,9 +155,10 @@ class CostModel:
         lengths: Sequence[int],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Measures the graphs of predictions and steps, with one item a run, over every length.
+        """Measures the step, head, window and advance graphs with one item per run, and window and advance at every one
+        of `lengths`.
 
-        Blocks, and raises the runner's errors. Call it after every graph has run once: first runs are slow.
+        Blocks. Raises the runner's errors. Call this after every graph has run once, because first runs are slow.
         """
         eos = np.array([eos_id], np.int64)
         works = [Work("step", eos, read=START), Work("head", read=START)]
@@ -164,7 +170,7 @@ class CostModel:
             self.observe(work.role, 1, work.length, quickest_s)
 
     def document(self) -> Costs:
-        """Returns the known costs by role, the shortest length first."""
+        """Returns the measured costs by role, shortest length first."""
         return {
             role: [
                 {"tokens": point.tokens, "compute_ms": 1e3 * point.seconds}

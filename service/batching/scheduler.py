@@ -1,15 +1,16 @@
 """The queue of one runner, and the policy that chooses the next batch.
 
-There are two lines. One has steps and heads: a whole batch of them takes about a millisecond. The other has sequences,
-each of which takes as long: windows, and states to rebuild, a thousand at once when another replica dies. Neither line
-may delay the other:
+There are two queues. The first holds steps and heads. A whole batch of them takes about a millisecond. The second holds
+sequences: windows, and states to rebuild. A single sequence takes about a millisecond, and when another replica dies a
+thousand sequences arrive together. Neither queue may delay the other queue:
 
-- A batch of sequences is cut if it is expected to take longer than a slice. The slice is half as long again if no step
-  has arrived since the last batch of sequences. Larger batches gain little: their intermediate values outgrow the
-  caches, and while one batch has most of the requests, the server has nothing to read or to answer.
-- While both lines have work, each gets half of the runner's time; a line that was empty starts without debt.
+- A batch of sequences is limited to an expected run time of one slice. The slice is 1.5 times as long if no step has
+  arrived since the last batch of sequences. Larger batches gain little throughput: their intermediate values exceed the
+  CPU caches, and while one batch holds most of the requests, the event loop is idle.
+- While both queues have work, each gets half of the runner's time. The time that one queue used alone does not count
+  against it.
 
-A step then waits for one slice at most, and for the steps before it.
+A step then waits at most for one slice and for the steps before it.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ from wane.service.batching.batch import Work
 from wane.service.batching.cost_model import CostModel
 
 SLICE_S = 0.005
-"""The most seconds that a batch of several sequences should take."""
+"""The longest expected run time, in seconds, of a batch of several sequences."""
 
 ALONE_S = 1.5 * SLICE_S
-"""Like SLICE_S, if no step has arrived since the last batch of sequences."""
+"""The same limit if no step has arrived since the last batch of sequences."""
 
 SLICED: frozenset[Role] = frozenset({"window", "advance"})
-"""Roles whose batches are cut, except those of chunks. Scoring cuts scans itself."""
+"""Roles whose batches are limited by run time, except batches of chunks. Scans are not limited here, because scoring
+cuts them itself."""
 
 ONE_TOKEN: frozenset[Role] = frozenset({"step", "head"})
-"""Roles of the first line, whose items all take the same time."""
+"""Roles of the first queue. Their items all take the same time."""
 
 COLUMNS = Work("step")
-"""Represents all steps in columns in the first line: a batch of its own."""
+"""Stands in the first queue for all steps in columns, which form a separate batch."""
 
 
 class Queued(Protocol):
-    """An item of the queue."""
+    """A queued item."""
 
     @property
     def work(self) -> Work: ...
@@ -56,41 +58,43 @@ class Scheduler(Protocol[I]):
         """Returns the number of queued items."""
 
     def before(self, role: Role) -> int:
-        """Returns the number of items in this role's line."""
+        """Returns the number of items in this role's queue."""
 
     def put(self, item: I) -> None:
         """Adds an item."""
 
     def take(self, runs: Callable[[I], bool]) -> list[I]:
-        """Takes the next batch, of one role; empty if nothing is queued. Removes the items that `runs` rejects."""
+        """Removes and returns the next batch, whose items have the same role. Returns an empty list if nothing is
+        queued. Also removes items for which `runs` returns False."""
 
     @property
     def full(self) -> bool:
         """Whether the next batch cannot grow by waiting."""
 
     def put_back(self, items: Sequence[I]) -> None:
-        """Puts a batch of sequences that did not run back at the front of its line."""
+        """Puts a batch of sequences that did not run back at the front of their queue."""
 
     def ran(self, role: Role, seconds: float) -> None:
-        """Records the run time of the batch that was taken last."""
+        """Records the run time of the last batch taken."""
 
     def clear(self) -> list[I]:
         """Removes and returns all items."""
 
 
 class FairScheduler(Scheduler[I]):
-    """The policy of the module's docstring. A batch has the oldest item of a line, and later items of its role."""
+    """The policy that the module's docstring describes. A batch consists of the oldest item of a queue and later items
+    of the same role."""
 
     def __init__(self, max_batch_size: int, cost_model: CostModel | None = None) -> None:
-        """`cost_model` estimates sequences; without it no batch is cut."""
+        """`cost_model`: estimates the run time of sequences. Without it batches have no time limit."""
         self._max_batch = max_batch_size
         self._cost_model = cost_model
         self._steps: deque[I] = deque()
         self._sequences: deque[I] = deque()
-        self._latest_most = max_batch_size  # size limit of the latest batch of sequences
+        self._latest_most = max_batch_size  # the size limit that applied to the latest batch of sequences
         self._stepped = False  # whether a step has arrived since the latest batch of sequences
         self._contended = False
-        self._ahead_s = 0.0  # seconds that steps have run longer than sequences while both lines had work
+        self._ahead_s = 0.0  # the first queue's run time minus the second queue's, while both had work
 
     def __len__(self) -> int:
         return len(self._steps) + len(self._sequences)
@@ -175,7 +179,7 @@ class FairScheduler(Scheduler[I]):
         return taken
 
     def _most(self, longest: Work) -> int:
-        """Returns the most items of a batch whose longest item is `longest`."""
+        """Returns the largest size of a batch whose longest item is `longest`."""
         if self._cost_model is None or longest.chunk or longest.role not in SLICED:
             return self._max_batch
         each_s = self._cost_model.run(longest.role, longest.length)

@@ -1,4 +1,4 @@
-"""A request's ticket, with its deadline and latency by stage, and the items of work that it queues."""
+"""A request's ticket, which holds its deadline and its latency by stage, and the work items that a request queues."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from wane.service.types import Latency
 class Ticket:
     """Tracks one request through the batcher.
 
-    `admitted`: the queue has accepted work of it, and does not refuse later work. `entered`: binding work of it is or
-    was in a batch, so the request will be completed. `abandoned`: its caller has left. `proving`: only the search for a
-    proof is left. `batch_items`: the size of its largest batch. `traced`: the request, if it is traced.
+    `admitted`: the queue has accepted work of the request, and rejects none of its later work. `entered`: binding work
+    of the request is or was in a batch, so the request will be completed. `abandoned`: the caller has left. `proving`:
+    only the search for a proof of exactness remains. `batch_items`: the size of the request's largest batch. `traced`:
+    the trace of the request, or None if it is not traced.
     """
 
     __slots__ = (
@@ -44,7 +45,8 @@ class Ticket:
         self.traced: Traced | None = CURRENT.get()
 
     def latency(self, since: Ticket | None = None) -> Latency:
-        """Returns the latency until now, since the ticket was made or since the `mark` in `since`."""
+        """Returns the latency from the ticket's creation until now. `since`: a result of `mark` from which to measure
+        instead."""
         started_s = self.started_s if since is None else since.started_s
         return Latency(
             queue_ms=1e3 * (self.queue_s - (since.queue_s if since else 0.0)),
@@ -54,20 +56,21 @@ class Ticket:
         )
 
     def beside(self) -> Ticket:
-        """Returns a ticket for concurrent work of the request: admitted and traced like this one, but not timed."""
+        """Returns a ticket for concurrent work of the same request. The work is admitted and traced, but its time does
+        not count."""
         other = Ticket()
         other.admitted, other.traced = True, self.traced
         return other
 
     def mark(self) -> Ticket:
-        """Returns a copy to measure a later latency from."""
+        """Returns a copy of the current times, for a later call of `latency`."""
         copy = Ticket()
         copy.queue_s, copy.compute_s = self.queue_s, self.compute_s
         return copy
 
 
 class WorkItem(Waiter[Row]):
-    """Queued work, resolved with its row or its error."""
+    """Queued work. It is resolved with its row or fails with an error."""
 
     __slots__ = ("queued_s", "ticket", "work")
 
@@ -77,11 +80,11 @@ class WorkItem(Waiter[Row]):
         self.work = work
         self.ticket = ticket
         self.queued_s = 0.0
-        """When it was queued, by `time.perf_counter`."""
+        """The time of `time.perf_counter` at which the work was queued."""
 
 
 def enter(items: Sequence[WorkItem]) -> None:
-    """Marks the tickets of binding work: its batch starts now."""
+    """Sets `entered` on the tickets of binding work, because its batch starts now."""
     for item in items:
         if item.work.binding:
             item.ticket.entered = True

@@ -15,8 +15,8 @@ from wane.service.state.pool import START, ZERO, StatePool
 def warm_up(runner: Runner, pool: StatePool, eos_id: int, *, window: int, max_batch_size: int) -> None:
     """Computes the state at the start of a sequence, and runs every graph with one item and with the largest batch.
 
-    First runs allocate and plan, and requests should not wait for that. Blocks: call it off the event loop.
-    Raises the runner's errors.
+    The first run of a graph allocates memory and plans kernels, and no request should wait for that. Blocks, so call it
+    outside the event loop's thread. Raises the runner's errors.
     """
     eos = np.array([eos_id], np.int64)
     some = np.repeat(eos, window)

@@ -1,11 +1,13 @@
-"""Limits the costs of a connection: limits, timeouts, the receive budget, and counts of rejected connections.
+"""Limits what one connection can cost the server: size limits, timeouts, the receive budget and counters of rejected
+connections.
 
-uvicorn waits as long as a client takes. Here there are timeouts for the head of a request, for its body, and for
-reading a response, and a limit on the number of connections. `http_protocol.py` and `websocket_protocol.py` enforce
-them. A connection that they reject never becomes a request, so it is counted and logged here.
+uvicorn has no timeout for a slow client. This module adds timeouts for receiving the head of a request, for receiving
+its body, and for the client's reading of a response. It also limits the number of connections. `http_protocol.py` and
+`websocket_protocol.py` enforce these limits. A rejected connection never becomes a request, so this module counts and
+logs it.
 
-The receive budget covers large bodies only. The number of connections limits heads, and messages of some KiB, so a
-session's next step is accepted even while many large bodies are being received.
+The receive budget covers large bodies only. The memory for heads and small messages is bounded by the limit on
+connections. A session's next step is therefore accepted even while many large bodies are being received.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from wane.service.observability.logs import log_access
 from wane.service.observability.metrics import Metrics
 from wane.service.settings import Settings
 
-SMALL_BYTES = 1 << 12  # unanswered bytes of a connection that do not count against the budget
+SMALL_BYTES = 1 << 12  # a connection with at most this many unanswered bytes does not use the budget
 
 
 class ReceiveBudget:
-    """Counts the unanswered bytes of all connections that have more than SMALL_BYTES of them."""
+    """Counts the unanswered bytes of every connection that has more than SMALL_BYTES unanswered bytes."""
 
     def __init__(self, most: int) -> None:
-        """`most`: bytes, over all connections."""
+        """`most`: the limit in bytes, summed over all connections."""
         self.most = most
         self.taken = 0
 
     def has_room(self, count: int) -> bool:
-        """Whether `count` more bytes fit now."""
+        """Whether the budget has room for `count` more bytes."""
         return self.taken + count <= self.most
 
 
@@ -47,8 +49,8 @@ class ReceiveShare:
         self.counted = 0
 
     def is_now(self, count: int) -> bool:
-        """Notes that the connection has `count` unanswered bytes. Returns False, and notes nothing, if the budget has
-        no room for them. A smaller count than before always fits."""
+        """Sets the connection's number of unanswered bytes to `count`. Returns False, without a change, if the budget
+        has no room for them. A smaller count than before always fits."""
         more = (count if count > SMALL_BYTES else 0) - self.counted
         if more > 0 and not self.receive_budget.has_room(more):
             return False
@@ -58,39 +60,40 @@ class ReceiveShare:
 
 
 class RejectReason(StrEnum):
-    """Why a connection is rejected, and the status that the client receives."""
+    """Why a connection is rejected. The comments name the HTTP status or the close code that the client receives."""
 
-    TOO_MANY = "too_many"  # open connections: 503
+    TOO_MANY = "too_many"  # 503: too many open connections
     LONG_HEAD = "long_head"  # 431
-    LONG_TRAILERS = "long_trailers"  # or too many bytes of chunk lengths: 431
+    LONG_TRAILERS = "long_trailers"  # 431: too many bytes of trailers or of chunk lengths
     SLOW_HEAD = "slow_head"  # 408
-    SLOW_BODY = "slow_body"  # no handler waits for it (else the middleware answers): 408; a slow message: 1008
-    FULL = "full"  # the receive budget: 429; 1013
-    MALFORMED = "malformed"  # invalid HTTP: 400; an invalid frame: 1002; invalid UTF-8: 1007
-    HANDSHAKE = "handshake"  # of a WebSocket: invalid, or too late: 400, 405, 414, 426, 431
-    UNREAD = "unread"  # the client read nothing, and the kernel aborted the connection
-    FRAMES = "frames"  # of a WebSocket: too many that end no message: 1008
+    SLOW_BODY = "slow_body"  # 408, if no handler waits for the body (else the middleware answers); 1008: a slow message
+    FULL = "full"  # 429 or 1013: the receive budget is used up
+    MALFORMED = "malformed"  # 400: invalid HTTP; 1002: an invalid frame; 1007: invalid UTF-8
+    HANDSHAKE = "handshake"  # 400, 405, 414, 426 or 431: a WebSocket handshake that is invalid or too late
+    UNREAD = "unread"  # no status: the client read nothing, and the kernel aborted the connection
+    FRAMES = "frames"  # 1008: too many WebSocket frames without a complete message
 
 
 class RejectedConnections:
-    """Counts rejected connections by reason, and logs each. Each count is exported from the start, as 0."""
+    """Counts rejected connections by reason, and logs each of them. Every counter is exported as 0 from the start."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._counted = {reason: metrics.connections_rejected.labels(reason.value) for reason in RejectReason}
 
     def tell(self, reason: RejectReason, client: tuple[str, int] | None, status: HTTPStatus | None = None) -> None:
-        """Counts and logs one. `client`: address and port. `status`: of the response, if there is one."""
+        """Counts and logs one rejected connection. `client`: address and port. `status`: the status of the response, if
+        a response is sent."""
         self._counted[reason].inc()
         log_access("refused", {"client": client[0] if client else None, "status": status, "reason": reason.value})
 
 
 RETRYABLE = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
-MOST_MILLISECONDS = 2**31 - 1  # the largest value of the socket option
-DEAF_S = 2.0  # time for a rejected client to read its answer, before the connection is closed
+MOST_MILLISECONDS = 2**31 - 1  # the largest value of TCP_USER_TIMEOUT
+DEAF_S = 2.0  # a rejected client has this long to read the response before the connection is closed
 
 
 class TimeoutProtocol(asyncio.Protocol):
-    """A mixin for uvicorn's protocols: the limits, the receive share and the timer of a connection. It reports a
+    """A mixin for uvicorn's protocols. It holds a connection's settings, receive share and timer. It reports a
     connection that the kernel aborted because the client read nothing (see `abort_unread`)."""
 
     loop: asyncio.AbstractEventLoop
@@ -112,7 +115,7 @@ class TimeoutProtocol(asyncio.Protocol):
         self.timer: asyncio.TimerHandle | None = None  # runs while a head, a body or a message is incomplete
 
     def tell(self, reason: RejectReason, status: HTTPStatus | None = None) -> None:
-        """Reports that the connection is rejected."""
+        """Counts and logs the rejection of this connection."""
         self.rejected.tell(reason, self.client, status)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -129,14 +132,14 @@ class TimeoutProtocol(asyncio.Protocol):
 
 
 def abort_unread(transport: asyncio.Transport, seconds: float) -> None:
-    """Has the kernel abort the connection once the client has accepted no byte for `seconds`.
+    """Makes the kernel abort the connection when the client has acknowledged no byte for `seconds`.
 
-    Only the kernel can notice this: it buffers megabytes, so a transport's writes succeed although the client does not
-    read. It measures from the last byte that the client accepted; later writes give the client no more time. The
-    transport then reports TimeoutError. Systems without Linux's TCP_USER_TIMEOUT abort nothing.
+    Only the kernel can detect this. It buffers megabytes, so a transport's writes succeed although the client does not
+    read. The time runs from the last byte that the client acknowledged. Later writes do not restart it. After the abort
+    the transport reports TimeoutError. On systems without Linux's TCP_USER_TIMEOUT this function does nothing.
 
-    The kernel also aborts a client that reads slowly through a receive window smaller than one segment. A client with
-    SO_RCVBUF 4096 that read 2 KB each 0.5 s was reset after 32 s, where `seconds` was 30.
+    The kernel also aborts a client that reads slowly through a receive window smaller than one segment. In a test with
+    `seconds` = 30, a client with SO_RCVBUF 4096 that read 2 KB every 0.5 s was reset after 32 s.
     """
     connection = transport.get_extra_info("socket")
     if hasattr(socket, "TCP_USER_TIMEOUT") and connection.family in (socket.AF_INET, socket.AF_INET6):

@@ -1,12 +1,13 @@
-"""HTTP with limits and timeouts, and one write for each response.
+"""HTTP with limits and timeouts. Each response is sent with one write.
 
-Slow clients and oversized requests are answered 408, 429, 431 or 503 before a route sees them.
+Slow clients, oversized requests and excess connections receive 408, 429, 431 or 503. No route sees them.
 
-A request that arrives whole, in one read, may be passed to a `RequestDispatcher`, which answers it without ASGI
-messages and without a task. All others are passed to the ASGI application.
+A request that arrives completely in one read may be passed to a `RequestDispatcher`. The dispatcher answers it without
+ASGI messages and without a task. All other requests are passed to the ASGI application.
 
-uvicorn writes the head and the body of a response separately, and uvloop makes a system call for each. The second call
-is a good part of a response's cost. `BufferedTransport` joins the writes of one turn of the event loop.
+uvicorn writes the head and the body of a response separately, and uvloop makes a system call for each. The second
+system call is a large part of a response's cost. `BufferedTransport` joins all writes of one iteration of the event
+loop.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, abort_unread, bare_answer
 
-LINGER_S = 30  # time for the client to read the rest of a response after the connection is closed
+LINGER_S = 30  # after `close`, the client has this long to read the rest of a response
 
 
 def _never() -> bool:
@@ -34,7 +35,7 @@ def _never() -> bool:
 
 
 class BufferedTransport:
-    """A transport that buffers writes until the event loop's next turn, or until it holds MOST_BYTES."""
+    """A transport that buffers writes until the event loop's next iteration, or until the buffer holds MOST_BYTES."""
 
     MOST_BYTES = 1 << 16
 
@@ -44,7 +45,7 @@ class BufferedTransport:
         self._held: list[bytes] = []
         self._bytes = 0
         self._has_ended = False
-        self.delays_closing: Callable[[], bool] = _never  # returns whether the protocol closes the connection later
+        self.delays_closing: Callable[[], bool] = _never  # returns True if the protocol closes it
 
     def write(self, data: bytes) -> None:
         if not self._held:
@@ -55,7 +56,8 @@ class BufferedTransport:
             self.flush()
 
     def write_whole(self, data: bytes) -> None:
-        """Writes a complete response: at once if nothing is buffered, else like `write`."""
+        """Writes a complete response. Writes it immediately if nothing is buffered, and otherwise buffers it like
+        `write`."""
         if self._held:
             self.write(data)
         else:
@@ -74,13 +76,14 @@ class BufferedTransport:
             self._transport.write(data)
 
     def write_eof(self) -> None:
-        """Ends writing. Later writes are dropped."""
+        """Writes the buffer, then closes the sending direction of the connection. Later writes are dropped."""
         self.flush()
         self._has_ended = True
         self._transport.write_eof()
 
     def close(self) -> None:
-        """Closes the connection after it writes the buffer, unless the protocol closes it later."""
+        """Writes the buffer, then closes the connection. Leaves the closing to the protocol if `delays_closing` returns
+        True."""
         self.flush()
         if self.delays_closing():
             return
@@ -89,7 +92,7 @@ class BufferedTransport:
             self._loop.call_later(LINGER_S, self._transport.abort)
 
     def let_go(self) -> None:
-        """Drops the callback into the protocol, so that the two are no cycle for the garbage collector."""
+        """Drops the callback to the protocol, so that protocol and transport form no reference cycle."""
         self.delays_closing = _never
 
     def __getattr__(self, name: str) -> Any:
@@ -105,52 +108,53 @@ class InFlight(Protocol):
         """Handles the client's disconnection."""
 
     def stop(self) -> None:
-        """Stops the request: the time for shutdown is over."""
+        """Stops the request, because the shutdown timeout has passed."""
 
 
 class RequestDispatcher(Protocol):
-    """Answers requests that arrived whole, with bodies of at most `max_body_bytes`."""
+    """Answers requests that arrived completely in one read and whose bodies have at most `max_body_bytes`."""
 
     max_body_bytes: int
 
     def matches(self, scope: Any) -> bool:
-        """Whether it answers requests with this method and path."""
+        """Whether this dispatcher answers requests with the method and path of `scope`."""
 
     def dispatch(self, scope: Any, body: bytes, sink: HttpResponder) -> InFlight:
-        """Starts a request that `matches`."""
+        """Starts a request for which `matches` returned True."""
 
 
 class ProxyHeaders(ProxyHeadersMiddleware):
     """uvicorn's middleware for trusted proxies, used without an application."""
 
     def __init__(self, trusted: str) -> None:
-        """`trusted`: addresses, in uvicorn's format."""
+        """`trusted`: the addresses of the trusted proxies, in uvicorn's format."""
         super().__init__(_no_app, trusted)
 
     def apply(self, scope: Any) -> None:
         """Applies the forwarding headers of trusted proxies to a request's scope."""
         unused: Any = None
-        with suppress(StopIteration):  # the middleware awaits nothing but `_no_app`, so it ends
+        with suppress(StopIteration):  # the middleware awaits only `_no_app`, so one `send` runs it to its end
             self(scope, unused, unused).send(None)
 
 
 async def _no_app(*_: Any) -> None:
-    """Does nothing, as the middleware's application."""
+    """The application that `ProxyHeaders` passes to the middleware. It does nothing."""
 
 
 CLOSE = (b"connection", b"close")
-TRAILERS: Any = deque(maxlen=0)  # stands for every connection's list of trailers, and drops them
+TRAILERS: Any = deque(maxlen=0)  # replaces every connection's list of trailer fields, and drops them
 
 HEAD_END = b"\r\n\r\n"
 PARSER_REASONS = {"Pause on PRI/Upgrade": "this is HTTP/2, and the server speaks HTTP/1.1"}
-"""Replacements for the parser's messages that do not help a client."""
+"""Replacements for messages of the parser that would not help a client."""
 
 
 def malformed(error: HttpParserError) -> bytes:
     """Returns the text of the response to a request that the parser refused."""
     reason = str(error)
     if isinstance(error, HttpParserCallbackError):
-        reason = "the request target cannot be read"  # no other callback, ours or uvicorn's, parses anything
+        # the only parser callback that can fail is the one that parses the target
+        reason = "the request target cannot be read"
     return f"malformed HTTP request: {PARSER_REASONS.get(reason, reason)}".encode()
 
 
@@ -164,26 +168,30 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         trusted_headers: ProxyHeaders | None = None,
         **named: Any,
     ) -> None:
-        """`dispatcher`: the application's. `trusted_headers`: those of trusted proxies, if any."""
+        """`dispatcher`: the application's dispatcher. `trusted_headers`: applies the headers of trusted proxies, if
+        there are trusted proxies."""
         super().__init__(*given, **named)
         self.dispatcher = dispatcher
         self.trusted_headers = trusted_headers
         self.is_reading = False  # received bytes are being parsed
-        self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None  # starts after they are parsed
+        # a request that starts after the received bytes are parsed
+        self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None
         self.in_flight: InFlight | None = None  # the dispatched request
         self.last_whole: object = None  # the scope of the last request that was received whole
         self.completed = False  # the latest bytes completed a request
-        self.head_bytes = 0  # bytes of an incomplete head, without those in one read with an earlier request
-        self.head_end = b""  # the last of these bytes
-        self.framing_bytes = 0  # received since the last byte of an incomplete body's content
-        self.keepalive_hold: RequestResponseCycle | None = None  # keeps its connection alive once its body is complete
-        self.grace_used = False  # the timer has fired once
+        self.head_bytes = 0  # received bytes of an incomplete head; a read that also completed a request is not counted
+        self.head_end = b""  # the last bytes of the incomplete head
+        self.framing_bytes = 0  # bytes received since the last content byte of an incomplete body
+        # its connection is kept alive only once its body is complete
+        self.keepalive_hold: RequestResponseCycle | None = None
+        self.grace_used = False  # the timer has fired once for this body
         self.running: RequestResponseCycle | None = None  # the request that is being answered, or was answered last
         self.discarding = False  # received bytes are dropped
         self.lingers = False  # the last response is written, and the connection is closed soon
-        self.at_last: Callable[[], None] | None = None  # called after the earlier requests are answered
-        self.upgrades = False  # a WebSocket's handshake waits for them
-        self.unanswered_bytes = 0  # of unanswered requests, without small ones that arrived in one read
+        self.at_last: Callable[[], None] | None = None  # called once all earlier requests are answered
+        self.upgrades = False  # a WebSocket's handshake waits for the earlier requests
+        # received bytes of unanswered requests, except small requests that arrived in one read
+        self.unanswered_bytes = 0
         self.is_unread = False  # the last received bytes were not parsed
         self.measured: object = None  # the scope of the last request whose length `has_room` checked
 
@@ -202,7 +210,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         cast(BufferedTransport, self.transport).let_go()
         self.share.is_now(0)
         self.drop_requests()
-        self._unset_keepalive_if_required()  # uvicorn keeps the timer, which holds this, if the connection failed
+        # if the connection failed, uvicorn keeps the keep-alive timer, which refers to this protocol
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
         in_flight, self.in_flight = self.in_flight, None
         if in_flight is not None:
@@ -217,11 +226,12 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             if self.held is not None:
                 self.begin(*self.held)
             if self.in_flight is not None and len(self.pipeline) <= 1:
-                # uvicorn stops reading while a request waits. It would notice neither a disconnection nor more body.
+                # uvicorn pauses reading while a pipelined request waits. The server would then notice neither a
+                # disconnection nor more of the body.
                 self.flow.resume_reading()
 
     def take_in(self, data: bytes) -> None:
-        """Parses received bytes, within the limits."""
+        """Checks received bytes against the limits, and parses them."""
         if self.discarding:
             self.came_late()
             return
@@ -243,7 +253,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                 if self.timer is not None:
                     self.at_ease()
             elif self.timer is None and (self.cycle is None or self.cycle.response_complete):
-                self.begin_timer()  # for bytes that start no request, like an empty line before one
+                # for bytes that do not start a request, such as an empty line before the request line
+                self.begin_timer()
             return
         if self.discarding:
             return
@@ -265,11 +276,11 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             self.keepalive_hold = self.cycle
 
     def feed(self, data: bytes) -> None:
-        """Parses received bytes. Replaces uvicorn's `data_received`, which answers a malformed request at once, and
-        drops the bytes after a request to upgrade."""
+        """Parses received bytes. Replaces uvicorn's `data_received`, which answers a malformed request before the
+        earlier requests are answered, and which drops the bytes after an upgrade request."""
         self._unset_keepalive_if_required()
         rest: bytes | memoryview = data
-        behind: bytes | memoryview = b""  # parsed after `rest`
+        behind: bytes | memoryview = b""  # bytes to parse after `rest`
         while rest:
             try:
                 self.parser.feed_data(rest)
@@ -291,20 +302,21 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                     return
                 else:
                     rest, behind = self.head_without_upgrade(), rest
-                    # The old parser refuses more bytes if the head says `Connection: close`.
+                    # The old parser rejects further bytes if the head says `Connection: close`.
                     self.parser = HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _should_upgrade(self) -> bool:
-        """Whether the parser stopped at a head that `feed` handles before its request starts. uvicorn asks this for
-        a CONNECT, and for a head that asks for another protocol. If the answer is true, it does not start the request.
+        """Returns True if `feed` must handle the head before its request starts. uvicorn calls this for a CONNECT
+        request and for a head that asks for another protocol. If the result is True, uvicorn does not start the
+        request.
 
-        httptools reads no body after such a head, and would parse a declared body as the next request.
+        httptools reads no body after such a head. It would parse a declared body as the next request.
         """
         return self.scope["method"] != "CONNECT" or self.declares_body()
 
     def declares_body(self) -> bool:
-        """Whether the head says that a body follows it."""
+        """Whether the head declares a body."""
         return any(
             name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
             for name, value in self.headers
@@ -318,8 +330,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         return b"\r\n".join(lines) + HEAD_END
 
     def came_late(self) -> None:
-        """Drops bytes that arrive after the last accepted request. Refuses a WebSocket whose handshake waits, because
-        its client must wait too (RFC 6455, 4.1)."""
+        """Drops bytes that arrive after the last accepted request. If a WebSocket's handshake waits for its answer,
+        rejects the handshake, because the client must send nothing before the answer (RFC 6455, 4.1)."""
         self.is_unread = True
         if self.upgrades:
             self.discarding = self.upgrades = False
@@ -328,7 +340,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
 
     def is_long_head(self, data: bytes) -> bool:
         """Whether `data` makes the head longer than the limit."""
-        before = self.head_end  # the end of the head may be split between two reads
+        before = self.head_end  # the bytes that end the head may be split between two reads
         found = (before + data).find(HEAD_END)
         return found < 0 or found - len(before) > self.settings.max_header_bytes - self.head_bytes
 
@@ -338,7 +350,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.timer = self.loop.call_later(self.settings.header_timeout_s, self.too_slow)
 
     def go_on(self, data: bytes) -> None:
-        """Parses and counts bytes of a body, of its chunk lengths and of its trailers."""
+        """Parses bytes that continue a body. Counts the bytes of chunk lengths and trailers."""
         cycle, before = self.cycle, len(self.cycle.body)
         if not cycle.response_complete and not self.takes(len(data)):
             self.refuse(RejectReason.FULL, HTTPStatus.TOO_MANY_REQUESTS)
@@ -348,18 +360,19 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.framing_bytes = self.framing_bytes + len(data) if is_bare else 0
 
     def takes(self, count: int) -> bool:
-        """Takes `count` bytes of the receive budget. Returns False, and takes nothing, if they do not fit."""
+        """Reserves `count` bytes of the receive budget. Returns False, without a reservation, if the budget has no room
+        for them."""
         if self.share.is_now(self.unanswered_bytes + count):
             self.unanswered_bytes += count
             return True
         return False
 
     def has_room(self) -> bool:
-        """Whether the budget has room for the declared length of a body. A chunked body is counted as it arrives. A
-        body longer than the budget is refused elsewhere."""
+        """Whether the budget has room for the declared length of a body. A chunked body is counted as it arrives. The
+        middleware rejects a body that is longer than the budget."""
         self.measured = self.scope
         most, taken = self.share.receive_budget.most, self.share.receive_budget.taken
-        if 2 * taken <= most:  # a body is at most half of the budget
+        if 2 * taken <= most:  # the largest allowed body is half of the budget
             return True
         declared = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"")
         length = int(declared) if declared.isdigit() else 0
@@ -375,7 +388,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             at_last()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Replaces uvicorn's. White space around a value is not part of it (RFC 9110, 5.5)."""
+        """Replaces uvicorn's `on_header`, which keeps the white space around a value. RFC 9110, 5.5 excludes it from
+        the value."""
         name = name.lower()
         value = value.strip(b" \t")
         if name == b"expect" and value.lower() == b"100-continue":
@@ -390,7 +404,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             super()._start_asgi_task(cycle, app)
 
     def begin(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Dispatches a request that arrived whole. Passes any other to the application."""
+        """Passes a request that arrived completely to the dispatcher, and any other request to the application."""
         self.held = None
         dispatcher = self.dispatcher
         if dispatcher is None or not self.came_whole(cycle) or len(cycle.body) > dispatcher.max_body_bytes:
@@ -403,11 +417,11 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             self.in_flight = in_flight
 
     def came_whole(self, cycle: RequestResponseCycle) -> bool:
-        """Whether the whole request was received, and its client reads its responses."""
+        """Whether the whole request was received and its client reads the responses."""
         return not (cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue or self.flow.write_paused)
 
     def on_chunk_header(self) -> None:
-        """The length of a chunk was received. Later fields are trailers, which are dropped."""
+        """Called when the length of a chunk was received. Later header fields are trailers, which are dropped."""
         if self.in_body():
             self.headers = TRAILERS
 
@@ -420,31 +434,34 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         super().on_message_complete()
 
     def shutdown(self) -> None:
-        """Also stops a dispatched request when the time is over. It has no task that uvicorn could cancel."""
+        """Also stops a dispatched request when the shutdown timeout has passed. A dispatched request has no task that
+        uvicorn could cancel."""
         self.keepalive_hold = None
         if self.in_flight is not None and self.config.timeout_graceful_shutdown is not None:
             self.loop.call_later(self.config.timeout_graceful_shutdown, self.in_flight.stop)
         super().shutdown()
 
     def in_body(self) -> bool:
-        """Whether the head of the current request is complete, and its body is not."""
+        """Whether the head of the current request is complete and its body is incomplete."""
         return self.scope is not self.last_whole and self.cycle is not None and self.cycle.scope is self.scope
 
     def too_slow(self) -> None:
-        """Closes a connection that sends too slowly. The middleware has time to answer a slow body first."""
+        """Closes a connection whose client sends too slowly. After a head it first waits for `body_timeout_s`, in which
+        the middleware can answer a slow body."""
         self.timer = None
         if self.in_body() and not self.grace_used:
             self.grace_used = True
             self.timer = self.loop.call_later(self.settings.body_timeout_s, self.too_slow)
-        elif self.scope is None:  # no byte was received
+        elif self.scope is None:  # no request line was received
             self.transport.close()
         else:
             reason = RejectReason.SLOW_BODY if self.in_body() else RejectReason.SLOW_HEAD
             self.refuse(reason, HTTPStatus.REQUEST_TIMEOUT)
 
     def refuse(self, reason: RejectReason, status: HTTPStatus, text: bytes = b"") -> None:
-        """Closes the connection, once, after a last response behind those to earlier requests. Writes no last response
-        if the refused request is being answered already, or if the request before it asked to close the connection."""
+        """Rejects the connection: answers the earlier requests, writes a last response with `status`, and closes the
+        connection. Later calls have no effect. Writes no last response if the response to the rejected request has
+        already started, or if the request before it asked to close the connection."""
         if self.discarding or self.transport.is_closing():
             return
         self.at_ease()
@@ -455,7 +472,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         else:
             is_silent = waits and running is not None and not running.keep_alive
             if self.in_body():
-                self.pipeline.popleft()  # it has not started
+                self.pipeline.popleft()  # the rejected request has not started
         self.tell(reason, None if is_silent else status)
         last = partial(self.say_last, b"" if is_silent else bare_answer(status, text))
         if waits:
@@ -464,13 +481,13 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             last()
 
     def say_last(self, answer: bytes) -> None:
-        """Writes the last response, if there is one, and closes the connection."""
+        """Writes the last response, unless `answer` is empty, and closes the connection."""
         if answer:
             self.transport.write(answer)
         self.transport.close()
 
     def handle_websocket_upgrade(self) -> None:
-        """Passes the connection to a WebSocket, after the earlier requests are answered."""
+        """Passes the connection to a WebSocket protocol once the earlier requests are answered."""
         if not self.is_answered():
             self.discarding = self.upgrades = True
             self.at_last = self.handle_websocket_upgrade
@@ -482,8 +499,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.share.is_now(0)
 
     def delays_closing(self) -> bool:
-        """Whether the connection is closed later, because a request is still being received. The kernel resets a
-        connection with unread bytes, and its client would not receive the response."""
+        """Returns True if a request is still being received, and schedules the closing for DEAF_S later. The kernel
+        resets a connection that is closed with unread bytes, and the client would then not receive the response."""
         if (self.scope is self.last_whole and not self.is_unread) or self.lingers or self.transport.is_closing():
             return False
         self.discarding = self.lingers = True
@@ -495,7 +512,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         return True
 
     def drop_requests(self) -> None:
-        """Drops the waiting requests, and disconnects the running one."""
+        """Drops the waiting requests, and marks the running request as disconnected."""
         self.pipeline.clear()
         self.at_last = None
         if self.running is not None and not self.running.response_complete:
@@ -503,12 +520,12 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             self.running.message_event.set()
 
     def is_answered(self) -> bool:
-        """Whether every request so far is answered."""
+        """Whether every request that has started is answered."""
         return self.running is None or self.running.response_complete
 
 
 def _called() -> None:
-    """Replaces a callback that was called already."""
+    """Replaces a callback that must not be called again."""
 
 
 class HttpResponder:

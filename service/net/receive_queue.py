@@ -1,4 +1,4 @@
-"""The received messages of a WebSocket that its route has not taken yet. Independent of the server."""
+"""A queue of a WebSocket's received messages that its route has not read yet. It does not depend on uvicorn."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from wane.service.aio.timers import Timer, timers
 from wane.service.errors import Abandoned
 
 CHANNEL = "wane.channel"
-"""The key of a WebSocket's scope that holds its protocol while its route runs."""
+"""The key under which a WebSocket's ASGI scope holds its protocol object while its route runs."""
 
 DISCONNECT_GRACE_S = 0.05
-"""Time between a client's disconnection and the cancellation of its answer. Most answers are ready earlier."""
+"""The time between a client's disconnection and the cancellation of its request. Most answers are ready earlier."""
 
 MOST_EARLY = 16
-"""Limit of messages that are read ahead. The rest stay in the network, which slows the sender down."""
+"""The largest number of queued messages before the server pauses reading. Later messages stay in the kernel's buffers,
+and TCP then slows the sender down."""
 
-Message = MutableMapping[str, Any]  # ASGI's
+Message = MutableMapping[str, Any]  # an ASGI message
 
 
 class ClientDisconnected(Exception):
@@ -30,8 +31,8 @@ class ClientDisconnected(Exception):
 
 
 class ReceiveQueue:
-    """Replaces uvicorn's asyncio.Queue, for one reader. `with receive_queue:` cancels its body when the client
-    disconnects, and raises Abandoned.
+    """A replacement of uvicorn's asyncio.Queue for one reader. `with receive_queue:` cancels the body of the `with`
+    when the client disconnects, and raises Abandoned.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -49,7 +50,7 @@ class ReceiveQueue:
         return not self._messages
 
     def put_nowait(self, message: Message) -> None:
-        """Adds a message. The reader resumes in the event loop's next turn."""
+        """Adds a message. The reader resumes in the event loop's next iteration."""
         self._messages.append(message)
         if self._reader is not None:
             self._loop.call_soon(self._wake)
@@ -69,7 +70,7 @@ class ReceiveQueue:
             reader.resolve(None)
 
     async def get(self) -> Message:
-        """Waits for a message, and removes it."""
+        """Waits for a message, removes it from the queue, and returns it."""
         while not self._messages:
             reader: Waiter[None] = Waiter()
             self._reader = reader
@@ -97,4 +98,4 @@ class ReceiveQueue:
             self._timer.cancel()
             self._timer = None
         if interrupt is not None and interrupt.ended(kind):
-            raise Abandoned("the client hung up before the answer") from error
+            raise Abandoned("the client disconnected before the answer was ready") from error

@@ -1,4 +1,4 @@
-"""uvicorn's server, which drains before it stops listening. Independent of the application."""
+"""uvicorn's server with a drain before it stops listening. It does not depend on the application."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import uvicorn
 class DrainingServer(uvicorn.Server):
     """uvicorn's server, with a drain before shutdown.
 
-    On the first SIGTERM or SIGINT it calls `drain`, and serves until that returns. Then it stops listening, and
-    WebSockets are closed with 1012. Another SIGINT stops the server at once.
+    On the first SIGTERM or SIGINT the server calls `drain`, and continues to serve until `drain` returns. Then it stops
+    listening, and closes WebSockets with 1012. A second SIGINT stops the server immediately.
     """
 
     def __init__(
@@ -24,7 +24,8 @@ class DrainingServer(uvicorn.Server):
         drain: Callable[[], Awaitable[None]],
         on_listening: Callable[[Sequence[tuple[str, int]]], None],
     ) -> None:
-        """`on_listening` is called once, in the event loop, with the host and the port of each listener."""
+        """`on_listening` is called once, on the event loop's thread, with the host and the port of each listening
+        socket."""
         super().__init__(config)
         self.draining: asyncio.Task[None] | None = None
         self._drain = drain

@@ -17,34 +17,34 @@ from websockets.protocol import State
 from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, bare_answer
 from wane.service.net.receive_queue import CHANNEL, MOST_EARLY, ClientDisconnected, Message, ReceiveQueue
 
-PIECE_BYTES = 1 << 12  # of a WebSocket's input, parsed at a time
-MOST_FRAMES, FRAMES_S = 1000, 10.0  # frames that end no message (fragments, pings), within FRAMES_S seconds
+PIECE_BYTES = 1 << 12  # received bytes that are parsed in one call
+MOST_FRAMES, FRAMES_S = 1000, 10.0  # the limit of fragments and pings without a message in FRAMES_S seconds
 PROTOCOL, NOT_UTF8, POLICY, TRY_AGAIN = 1002, 1007, 1008, 1013
-WHOLE_TEXT = 0x81  # the first byte of a text in one frame
-MASKED = 0x80  # the flag in the second byte, beside the length of a short frame
-SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF  # the longest payloads whose length is in that byte, or in the next two
-LENGTH_BYTES = {126: 2, 127: 8}  # bytes of a longer payload's length, by the second byte's value
+WHOLE_TEXT = 0x81  # the first byte of a text message in one frame
+MASKED = 0x80  # the flag of a masked frame, in the byte that also holds a short length
+SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF  # the longest payloads whose length fits that byte, or the next two bytes
+LENGTH_BYTES = {126: 2, 127: 8}  # the number of bytes of a longer length, by the value of the second byte
 MASK_BYTES = 4
 
 
 class FrameBoundary:
-    """Finds where frames begin and end in the bytes that a client sends (RFC 6455, 5.2)."""
+    """Finds the boundaries of frames in the bytes that a client sends (RFC 6455, 5.2)."""
 
     __slots__ = ("_head", "_missing_bytes")
 
     def __init__(self) -> None:
-        self._head = b""  # of a frame whose length is incomplete
-        self._missing_bytes = 0  # of a frame whose length is known
+        self._head = b""  # the received bytes of a frame whose length field is incomplete
+        self._missing_bytes = 0  # the bytes of the current frame that are not received yet
 
     @property
     def is_within_frame(self) -> bool:
-        """Whether a frame has begun and not ended."""
+        """Whether the received bytes end within a frame."""
         return bool(self._missing_bytes or self._head)
 
     def feed(self, data: bytes) -> None:
         """Adds received bytes."""
         data = self._head + data
-        at = self._missing_bytes  # where the next frame begins
+        at = self._missing_bytes  # the offset of the next frame
         while at < len(data):
             size = frame_bytes(data, at)
             if size is None:
@@ -55,7 +55,8 @@ class FrameBoundary:
 
 
 def frame_bytes(data: bytes, at: int) -> int | None:
-    """Returns the length of the frame that begins at `at`, with its head; None if its head is incomplete."""
+    """Returns the length in bytes, including the head, of the frame that begins at offset `at`. Returns None if the
+    head is incomplete."""
     if len(data) < at + 2:
         return None
     payload_bytes = data[at + 1] & ~MASKED
@@ -69,7 +70,7 @@ def frame_bytes(data: bytes, at: int) -> int | None:
 
 
 class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
-    """A WebSocket with limits and timeouts, and the `Channel` of its route."""
+    """A WebSocket with limits and timeouts. It implements the `Channel` that its route uses."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -77,21 +78,21 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.receive_queue = ReceiveQueue(self.loop)
         self.queue = self.receive_queue  # type: ignore[assignment]  # it has what uvicorn uses
         self.boundary = FrameBoundary()
-        self.at_rest = False  # all received bytes were whole messages, and are parsed
-        self.rest = b""  # received bytes that are parsed after the route takes the messages before them
+        self.at_rest = False  # all received bytes are parsed, and the last message is complete
+        self.rest = b""  # received bytes to parse after the route has read the earlier messages
         self.frames_left = MOST_FRAMES
         self.frames_since_s = self.loop.time()
         self.discarding = False  # the WebSocket is about to be closed, and received bytes are dropped
         self.in_message = False  # a message or a frame is incomplete
-        self.fragment_bytes = 0  # of the complete frames of an incomplete message
-        self.unanswered: deque[int] = deque()  # lengths of messages in bytes, in order
-        self.unanswered_bytes = 0  # of all of them
+        self.fragment_bytes = 0  # bytes in the complete frames of an incomplete message
+        self.unanswered: deque[int] = deque()  # the length in bytes of each unanswered message, oldest first
+        self.unanswered_bytes = 0  # the sum of `unanswered`
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.rest, self.frames = b"", []
         self.conn.reader.discard()
-        self.conn.parser.close()  # breaks a reference cycle, which holds the last frame
+        self.conn.parser.close()  # breaks a reference cycle that would keep the last frame in memory
         self.share.is_now(0)
 
     def data_received(self, data: bytes) -> None:
@@ -111,7 +112,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             self.refuse_handshake()
 
     def parse(self, data: bytes) -> None:
-        """Passes received bytes to the library."""
+        """Passes received bytes to the websockets library."""
         if self.handshake_initiated:
             self.boundary.feed(data)
         super().data_received(data)
@@ -119,7 +120,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.at_rest = not (self.in_message or self.rest)
 
     def look(self) -> None:
-        """Checks that an incomplete message has room in the budget, and that its timer runs."""
+        """Closes the WebSocket if the budget has no room for its bytes. Starts the timer of an incomplete message, and
+        stops the timer otherwise."""
         if self.discarding or not self.has_room():
             return
         if not self.in_message or self.read_paused:
@@ -128,24 +130,24 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             self.timer = self.loop.call_later(self.settings.body_timeout_s, self.too_slow)
 
     def has_room(self) -> bool:
-        """Whether the budget has room for the bytes received; if not, closes the WebSocket."""
+        """Whether the budget has room for the received bytes. Closes the WebSocket if not."""
         if self.share.is_now(self.coming_bytes() + self.unanswered_bytes):
             return True
         self.break_off(RejectReason.FULL, TRY_AGAIN, "too much is being received")
         return False
 
     def coming_bytes(self) -> int:
-        """Returns the count of received bytes of incomplete messages."""
+        """Returns the number of received bytes that belong to incomplete messages."""
         return len(self.rest) + len(self.conn.reader.buffer) + self.fragment_bytes
 
     def too_slow(self) -> None:
-        """Closes the WebSocket, because a message was not complete in time."""
+        """Closes the WebSocket, because a message was incomplete at its timeout."""
         self.timer = None
         why = f"a message was not complete after {self.settings.body_timeout_s:g} s"
         self.break_off(RejectReason.SLOW_BODY, POLICY, why)
 
     def take_apart(self) -> None:
-        """Parses received bytes in pieces until a message is complete, so that one client does not block the others."""
+        """Parses received bytes in pieces until reading is paused, so that one client does not block the others."""
         while self.rest and not self.read_paused and not self.discarding:
             piece, self.rest = self.rest[:PIECE_BYTES], self.rest[PIECE_BYTES:]
             self.parse(piece)
@@ -156,7 +158,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             self.tell(RejectReason.HANDSHAKE, HTTPStatus(self.response.status_code))
 
     def refuse_handshake(self) -> None:
-        """Refuses a head that the HTTP parser read and the library could not: uvicorn would wait for more bytes."""
+        """Rejects a handshake whose head the HTTP parser accepted and the websockets library could not parse. uvicorn
+        would wait for more bytes."""
         answer = b"".join(self.conn.data_to_send()) or bare_answer(HTTPStatus.BAD_REQUEST)
         self.tell(RejectReason.HANDSHAKE, HTTPStatus(int(answer.split(b" ", 2)[1])))
         self.discarding = True
@@ -165,7 +168,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.transport.close()
 
     def handle_parser_exception(self) -> None:
-        """Handles an invalid frame, or one that is too long."""
+        """Handles an invalid frame or a frame that is too long."""
         self.discarding = True
         self.rest = b""
         if self.conn.close_sent is not None and self.conn.close_sent.code == PROTOCOL:
@@ -188,7 +191,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         if self.rest:
             self.take_apart()
         if self.in_message and not self.disconnected:
-            self.look()  # it waited for this one, and its timer starts now
+            self.look()  # reading was paused until this message was read, so the timer starts now
         return cast(ASGIReceiveEvent, message)
 
     def send(self, message: ASGISendEvent) -> Coroutine[Any, Any, None]:
@@ -197,7 +200,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return super().send(message)
 
     async def send_text(self, text: bytes) -> None:
-        """Sends a text, like `send`, without the library's frames, because nothing is compressed."""
+        """Sends a text message. Builds the frame without the websockets library, because nothing is compressed."""
         if not self.writable.is_set():
             await self.writable.wait()
         if self.disconnected or self.conn.state is not State.OPEN:
@@ -221,7 +224,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return self.receive_queue
 
     def is_answered(self) -> None:
-        """Notes that the oldest message is answered."""
+        """Records that the oldest message is answered."""
         if self.unanswered:
             self.unanswered_bytes -= self.unanswered.popleft()
             if self.share.counted:
@@ -279,7 +282,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             super().handle_pong(event)
 
     def counts_frame(self) -> bool:
-        """Whether one more frame that ends no message is allowed; if not, closes the WebSocket."""
+        """Counts a frame that completes no message. Closes the WebSocket and returns False if there were too many."""
         if self.discarding:
             return False
         self.frames_left -= 1
@@ -293,7 +296,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return False
 
     def break_off(self, reason: RejectReason, code: int, why: str) -> None:
-        """Stops reading, and closes the WebSocket after its client had time to read the reason."""
+        """Stops reading, sends a close frame, and closes the connection after the client had time to read the frame."""
         if self.discarding or self.transport.is_closing():
             return
         self.discarding = True
@@ -311,7 +314,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
 
 def short_text(data: bytes) -> bytes | None:
-    """Returns the text if `data` is exactly one frame with a short text, like most messages."""
+    """Returns the text if `data` is exactly one frame with a short text, as most messages are; else None."""
     size = len(data) - 6
     if not 0 <= size <= SHORT_BYTES or data[0] != WHOLE_TEXT or data[1] != MASKED | size:
         return None

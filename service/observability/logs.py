@@ -1,4 +1,4 @@
-"""Structured logs on standard error: one JSON object per line, for Wane's messages and uvicorn's."""
+"""Structured logs on standard error, with one JSON object per line. They include uvicorn's messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import orjson
 ACCESS = logging.getLogger("wane.access")
 SERVICE = logging.getLogger("wane")
 
-WAIT_S = 0.05  # longest time that a line waits for others
+WAIT_S = 0.05  # the longest time that a line waits for more lines
 
 
 class JsonFormatter(logging.Formatter):
@@ -32,13 +32,13 @@ class JsonFormatter(logging.Formatter):
             line["trace"] = self.formatException(record.exc_info)
         try:
             return orjson.dumps(line, default=str).decode()
-        except TypeError:  # orjson rejects a lone surrogate
+        except TypeError:  # orjson rejects strings with a lone surrogate
             return json.dumps(line, default=str)
 
 
 class TogetherHandler(logging.Handler):
-    """Writes the lines of WAIT_S seconds with one system call, on its own thread. Writes a warning immediately, with
-    the lines before it."""
+    """Collects log lines for WAIT_S seconds, and writes them with one system call on a separate thread. Writes a
+    warning or error immediately, after the collected lines."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class TogetherHandler(logging.Handler):
         threading.Thread(target=self._write_on, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queues a line. The caller holds the handler's lock."""
+        """Queues a line. The caller must hold the handler's lock."""
         try:
             self._lines.append(self.format(record))
-        except Exception:  # like the library's handlers
+        except Exception:  # as the handlers of the logging library do
             self.handleError(record)
             return
         if record.levelno >= logging.WARNING:
@@ -89,19 +89,19 @@ def configure(level: str) -> None:
     handler = TogetherHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("uvicorn").setLevel("WARNING")  # the server logs starts and stops itself
-    # No line names a thread or a process.
+    logging.getLogger("uvicorn").setLevel("WARNING")  # Wane logs the start and stop of the server itself
+    # The lines contain no thread or process, so a record need not look them up.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 def flush() -> None:
-    """Writes every line logged so far."""
+    """Writes all collected lines."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
 
 def log_access(message: str, fields: dict[str, object]) -> None:
-    """Logs a finished request like `ACCESS.info`, but without the search for the calling line."""
+    """Logs a message like `ACCESS.info`, but faster: it does not look up the caller's source line."""
     if ACCESS.isEnabledFor(logging.INFO):
         extra = {"fields": fields}
         ACCESS.handle(ACCESS.makeRecord(ACCESS.name, logging.INFO, __file__, 0, message, (), None, extra=extra))

@@ -1,10 +1,11 @@
-"""Every Prometheus metric of the server, in base units (seconds, bytes); labels never hold a session id.
+"""All Prometheus metrics of the server, in base units (seconds, bytes). Labels never contain a session id.
 
-There is no global registry: the code that builds the application creates one `Metrics` and passes it on.
+There is no global metric registry. The code that builds the application creates one `Metrics` and passes it to all
+parts.
 
-`Histogram` replaces prometheus_client's, which takes a lock and walks through its buckets for each value. That is too
-slow for values observed at every token. This one is used on the event loop's thread only, finds the bucket by
-bisection, and builds its metric when it is scraped. The latest traced value of a bucket is its exemplar.
+prometheus_client's `Histogram` takes a lock and scans its buckets for each value. That is too slow for values that are
+observed for every token. The `Histogram` of this module is used on the event loop's thread only. It finds the bucket by
+bisection, and builds its samples when it is scraped. The latest traced value of a bucket is the bucket's exemplar.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from prometheus_client.utils import floatToGoString
 
 
 class Observed:
-    """The observed values of one combination of labels."""
+    """A histogram's counts for one combination of labels."""
 
     __slots__ = ("_bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds`: the largest value of each bucket but the last."""
+        """`bounds`: the upper bound of each bucket except the last, which has none."""
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
         self.exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, trace_id: str | None = None) -> None:
-        """Counts one value. `trace_id`: of its trace, if it is sampled."""
+        """Counts one value. `trace_id`: the id of its trace, if the trace is sampled."""
         bucket = bisect_left(self._bounds, value)
         self.counts[bucket] += 1
         self.total += value
@@ -46,7 +47,7 @@ class Observed:
             self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def observe_all(self, buckets: Sequence[int], total: float) -> None:
-        """Counts one value for each index in `buckets`; `total` is the sum of the values."""
+        """Counts one value for each bucket index in `buckets`. `total`: the sum of the values."""
         counts = self.counts
         for bucket in buckets:
             counts[bucket] += 1
@@ -54,7 +55,7 @@ class Observed:
 
 
 class Histogram(Collector):
-    """Replaces prometheus_client's `Histogram`."""
+    """A histogram that is cheaper to observe than prometheus_client's."""
 
     def __init__(
         self,
@@ -70,20 +71,20 @@ class Histogram(Collector):
         self._bounds = tuple(buckets)
         self._observed: dict[tuple[str, ...], Observed] = {}
         if not labels:
-            self.labels()  # exported from the start, at 0
+            self.labels()  # exported as 0 from the start
         registry.register(self)
 
     def labels(self, *values: str) -> Observed:
-        """Returns the values of these labels. Raises ValueError if the number of labels is wrong."""
+        """Returns the counts for these label values. Raises ValueError if the number of values is wrong."""
         if len(values) != len(self._labels):
-            raise ValueError(f"{self._name} has the labels {self._labels}, not {len(values)} of them")
+            raise ValueError(f"{self._name} has the labels {self._labels}, but {len(values)} values were passed")
         found = self._observed.get(values)
         if found is None:
             found = self._observed[values] = Observed(self._bounds)
         return found
 
     def observe(self, value: float, trace_id: str | None = None) -> None:
-        """Counts one value of a histogram without labels."""
+        """Counts one value. Only for a histogram without labels."""
         self.labels().observe(value, trace_id)
 
     def describe(self) -> Iterator[Metric]:
@@ -100,10 +101,10 @@ class Histogram(Collector):
         yield family
 
 
-# From 20 microseconds (a wait in an idle queue) to a minute (twice the longest deadline by default). From 0.1 ms to
-# 10 ms, the range of steps and windows, each bound is a third to two thirds above the one before, which is the largest
-# error of a quantile; beyond, each bound is 2 to 3 times the one before. Bounds are round, so "how many took longer
-# than 5 ms" is exact.
+# Bounds from 20 microseconds (the wait in an idle queue) to a minute (twice the default of the longest deadline). From
+# 0.1 ms to 10 ms, the range of steps and windows, each bound exceeds the previous bound by a third to two thirds. This
+# is also the largest relative error of a quantile. Outside this range each bound is 2 to 3 times the previous bound.
+# Bounds are round numbers, so the number of requests that took longer than 5 ms is exact.
 REQUEST_SECONDS = (
     *(0.000_02, 0.000_05),
     *(0.000_1, 0.000_15, 0.000_2, 0.000_3, 0.000_5, 0.000_7),
@@ -111,20 +112,21 @@ REQUEST_SECONDS = (
     *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
 )
-# Runs are shorter than requests: to 1 s.
+# Runs are shorter than requests, so the bounds end at 1 s.
 RUN_SECONDS = REQUEST_SECONDS[:21]
-# Powers of two: max_batch_size limits the size of a batch.
+# Powers of two up to 1024. The setting max_batch_size limits the size of a batch.
 BATCH_ITEMS = tuple(float(2**power) for power in range(11))
-# Share of a batch's positions that is padding: at most one half, see the batcher.
+# The share of a batch's positions that are padding. It is at most one half (`service/batching/batch.py`).
 PADDING_SHARE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
-# Total variation of two distributions, in [0, 1]: by decades, from float32 noise to disjoint.
+# The total variation distance of two distributions, in [0, 1]. One bound per decade, from float32 rounding to disjoint
+# distributions.
 TOTAL_VARIATION = tuple(10.0**-power for power in range(8, -1, -1))
-# The same scale, with a bucket for exact answers.
+# The same bounds and a bucket for exact answers.
 ERROR_BOUND = (0.0, *TOTAL_VARIATION)
 
 
 class Metrics:
-    """The metrics, as attributes."""
+    """All metrics of the server, as attributes."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -145,7 +147,7 @@ class Metrics:
         )
         self.request_errors = counter(
             "wane_request_errors",
-            "Requests and messages that failed, by error code and by the name of the API key, which may be empty.",
+            "Failed requests and messages, by error code and by the name of the API key (empty without a key).",
             "code",
             "key",
         )
@@ -161,9 +163,9 @@ class Metrics:
             "without a message).",
             "reason",
         )
-        # By route, method and status, the seconds and traces of requests that are not counted yet.
+        # The durations and trace ids of requests that are not counted yet, by route, method and status.
         self._counted: dict[tuple[str, str, int], list[tuple[float, str | None]]] = {}
-        # Looks up the metrics of each combination of labels only once.
+        # Caches the metrics of each combination of labels.
         self._of_request = cache(
             lambda route, *rest: (self.http_requests.labels(route, *rest), self.http_request_seconds.labels(route))
         )
@@ -171,16 +173,16 @@ class Metrics:
         self.ready = gauge("wane_ready", "1 once every model is loaded or has failed to load; 0 while draining.")
         self.model_loads = counter(
             "wane_model_loads",
-            "Loads of models, at start or later, by outcome: loaded, same or failed.",
+            "Loads of models, by outcome: loaded, same (the bundle was loaded already) or failed.",
             "outcome",
         )
         self.model_info = gauge("wane_model_info", "1 for each loaded model.", "model", "version", "device")
 
-        # Answers, by operation (predict, step, score, generate, compare) and by the mode used.
+        # Answers by operation (predict, step, score, generate, compare) and by mode.
         self.answers = counter("wane_answers", "Requests answered by an engine.", "model", "operation", "mode")
         self.answer_seconds = histogram(
             "wane_answer_seconds",
-            "Latency of predictions and steps in the engine, by phase: queue, compute, total.",
+            "Latency of predictions and steps in the engine, by phase (queue, compute, total).",
             REQUEST_SECONDS,
             "model",
             "mode",
@@ -189,60 +191,62 @@ class Metrics:
 
         self.answer_error_bound = histogram(
             "wane_answer_error_bound",
-            "Error bounds of predictions and steps, in total variation; answers without a bound are not counted.",
+            "Error bounds of predictions and steps, in total variation. Answers without a bound are not counted.",
             ERROR_BOUND,
             "model",
             "mode",
         )
         self.answers_top1_proved = counter(
             "wane_answers_top1_proved",
-            "Predictions and steps whose first token is proved to be the never-interrupted model's.",
+            "Predictions and steps whose most probable token is proved to equal that of a never-interrupted session.",
             "model",
             "mode",
         )
 
         # The batcher.
-        self.queue_items = gauge("wane_queue_items", "Items that wait for the runner.", "model")
+        self.queue_items = gauge("wane_queue_items", "Work items that wait for the runner.", "model")
         self.queue_wait_seconds = counter(
             "wane_queue_wait_seconds",
-            "Sum of the times that items waited for the runner, counted when an item is run or dropped. Its rate is "
+            "Total time that work items waited for the runner, added when an item runs or is dropped. Its rate is "
             "the average number of waiting items. Rejected items are not included.",
             "model",
             "role",
         )
-        self.batch_items = histogram("wane_batch_items", "Items of a batch.", BATCH_ITEMS, "model", "role")
+        self.batch_items = histogram("wane_batch_items", "Work items per batch.", BATCH_ITEMS, "model", "role")
         self.batch_seconds = histogram("wane_batch_seconds", "Duration of graph runs.", RUN_SECONDS, "model", "role")
         self.batch_padding_share = histogram(
             "wane_batch_padding_share", "Share of a batch that is padding.", PADDING_SHARE, "model", "role"
         )
         self.queue_dropped = counter(
             "wane_queue_dropped",
-            "Items dropped before their batch, by reason: abandoned (the client disconnected) or deadline.",
+            "Work items dropped before they ran, by reason: abandoned (the client disconnected) or deadline.",
             "model",
             "reason",
         )
-        self.queue_rejected = counter("wane_queue_rejected", "Items rejected because the queue was full.", "model")
-        self.queue_failed = counter("wane_queue_failed", "Items whose run failed.", "model")
+        self.queue_rejected = counter("wane_queue_rejected", "Work items rejected because the queue was full.", "model")
+        self.queue_failed = counter("wane_queue_failed", "Work items whose run failed.", "model")
 
         # Sessions.
         self.sessions_resident = gauge("wane_sessions_resident", "Sessions whose state is in memory.", "model")
         self.sessions_parked = gauge(
-            "wane_sessions_parked", "Sessions used here without a state in memory; updated once a second.", "model"
+            "wane_sessions_parked",
+            "Sessions of this process without a state in memory. Updated once a second.",
+            "model",
         )
-        self.state_bytes = gauge("wane_state_bytes", "Memory in use for states.", "model")
-        self.state_rebuilds = counter("wane_state_rebuilds", "States rebuilt from a tail.", "model")
-        self.state_replays = counter(
-            "wane_state_replays", "States brought up to date with tokens that other replicas appended.", "model"
-        )
+        self.state_bytes = gauge("wane_state_bytes", "Bytes of memory in use for states.", "model")
+        self.state_rebuilds = counter("wane_state_rebuilds", "States rebuilt from a session's last tokens.", "model")
+        self.state_replays = counter("wane_state_replays", "States updated with other replicas' tokens.", "model")
         self.states_evicted = counter(
-            "wane_states_evicted", "States evicted from memory to make room for others.", "model"
+            "wane_states_evicted", "States evicted from memory to make room for other states.", "model"
         )
         self.sessions_evicted_memory = counter(
-            "wane_sessions_evicted_memory", "Sessions evicted for lack of memory.", "model"
+            "wane_sessions_evicted_memory", "Sessions evicted because memory ran out.", "model"
         )
-        self.state_faults = counter("wane_state_faults", "Faults found in resident states: must stay 0.", "model")
-        self.steps_replayed = counter("wane_steps_replayed", "Retried steps, answered without appending.", "model")
-        self.step_conflicts = counter("wane_step_conflicts", "Commits that lost against another writer.", "model")
+        self.state_faults = counter("wane_state_faults", "Corrupted states found in memory. Must stay 0.", "model")
+        self.steps_replayed = counter(
+            "wane_steps_replayed", "Retried steps that were answered without appending again.", "model"
+        )
+        self.step_conflicts = counter("wane_step_conflicts", "Commits rejected after another writer's commit.", "model")
 
         # The store that replicas share.
         self.store_up = gauge("wane_store_up", "1 while the session store is reachable.")
@@ -253,39 +257,41 @@ class Metrics:
             "wane_store_roundtrip_commands", "Commands per round trip to the session store.", BATCH_ITEMS, "store"
         )
         self.sessions_not_durable = gauge(
-            "wane_sessions_not_durable", "Sessions with tokens that only this process has."
+            "wane_sessions_not_durable", "Sessions with tokens that are in this process only, not in the store."
         )
         self.sessions_conflict_discarded = counter(
-            "wane_sessions_conflict_discarded", "Sessions that lost tokens that were not durable."
+            "wane_sessions_conflict_discarded", "Sessions whose non-durable tokens were discarded after a conflict."
         )
 
         # Agreement of window and recurrent answers.
-        self.agreement_compared = counter("wane_agreement_compared", "Compared pairs of answers.", "model")
+        self.agreement_compared = counter(
+            "wane_agreement_compared", "Compared pairs of a window answer and a recurrent answer.", "model"
+        )
         self.agreement_top1_matches = counter(
-            "wane_agreement_top1_matches", "Pairs with the same first token.", "model"
+            "wane_agreement_top1_matches", "Pairs with the same most probable token.", "model"
         )
         self.agreement_top1_proved = counter(
-            "wane_agreement_top1_proved", "Pairs for which the window alone proves the same first token.", "model"
+            "wane_agreement_top1_proved", "Pairs whose window answer alone proves the match.", "model"
         )
         self.agreement_total_variation = histogram(
-            "wane_agreement_total_variation", "Total variation of a pair.", TOTAL_VARIATION, "model"
+            "wane_agreement_total_variation", "Total variation distance within a pair.", TOTAL_VARIATION, "model"
         )
         self.agreement_bound_violations = counter(
-            "wane_agreement_bound_violations", "Pairs that differ by more than their error bound: must stay 0.", "model"
+            "wane_agreement_bound_violations", "Pairs that differ by more than their bound. Must stay 0.", "model"
         )
 
-        # Shadows: sampled live answers that the other mode computes too.
+        # Shadow requests: sampled live answers that are computed in the other mode too.
         self.shadow = counter(
             "wane_shadow",
             "Sampled answers, by outcome: compared, dropped (no idle time), failed.",
             "model",
             "outcome",
         )
-        self.shadow_cpu_seconds = counter("wane_shadow_cpu_seconds", "CPU time of shadows.", "model")
+        self.shadow_cpu_seconds = counter("wane_shadow_cpu_seconds", "CPU time of shadow requests.", "model")
 
     def count_request(self, route: str, method: str, status: int, seconds: float, trace_id: str | None = None) -> None:
-        """Counts an HTTP request, together with the others of this turn of the event loop. `trace_id`: of its trace, if
-        it is sampled."""
+        """Counts an HTTP request. All requests of one iteration of the event loop are added to the metrics together.
+        `trace_id`: the id of the request's trace, if the trace is sampled."""
         if not self._counted:
             asyncio.get_running_loop().call_soon(self._count_requests)
         labels = route, method, status
@@ -308,7 +314,8 @@ class Metrics:
         self.websocket_message_seconds.observe(seconds, trace_id)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Returns all metrics as text, and the content type: OpenMetrics, with exemplars, if the client accepts it."""
+        """Returns all metrics as text, and the content type. The format is OpenMetrics with exemplars if `accept`
+        allows it, and the Prometheus text format otherwise."""
         self._count_requests()
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type

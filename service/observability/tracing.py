@@ -1,17 +1,18 @@
-"""Traces of requests, by OpenTelemetry: the extra `otel`, switched on by `OTEL_EXPORTER_OTLP_ENDPOINT`.
+"""Traces requests with OpenTelemetry. Requires the extra `otel`. Enabled by `OTEL_EXPORTER_OTLP_ENDPOINT`.
 
-    POST /v1/sessions/{session}/tokens      the request in the middleware; its parent is the client's span
-      queue                                 from queued until the runner begins; one for each batch of the request
-      batch                                 from then until its results are delivered; linked to every sampled
-                                            request in it
-        run                                 of the model's graph
+    POST /v1/sessions/{session}/tokens      the request in the middleware. Its parent is the client's span
+      queue                                 from queueing until the run starts. One for each of the request's batches
+      batch                                 from the start of the run until the results are delivered. Has a link
+                                            to every sampled request in the batch
+        run                                 the run of the model's graph
 
-A batch is exported once, in the trace of the first sampled request in it. The `queue` spans of the others link to it.
+A batch is exported once, in the trace of its first sampled request. The `queue` spans of its other sampled requests
+link to it.
 
-This module decides whether a request is sampled, from two bytes of `traceparent` or a random number, before it calls
-OpenTelemetry: a request that is not sampled costs nothing more. The spans of a sampled request are made when it, or its
-batch, has ended, from times that are measured anyway. OpenTelemetry's own thread exports them, and drops spans that it
-has no time for.
+This module decides whether a request is sampled before it calls OpenTelemetry. The decision reads two bytes of
+`traceparent` or a random number, so a request that is not sampled has no further cost. The spans of a sampled request
+are created when the request or its batch has ended, from times that are measured anyway. OpenTelemetry's thread exports
+the spans, and drops spans if its queue is full.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ SAMPLER = "OTEL_TRACES_SAMPLER"
 SHARE = "OTEL_TRACES_SAMPLER_ARG"
 SAMPLERS = ("always_on", "always_off", "traceidratio")
 PARENT_BASED = "parentbased_"
-FLUSH_S = 5  # time to export the last spans when the server ends
+FLUSH_S = 5  # the longest time for the export of the last spans at shutdown
 
 Attribute = str | bool | int | float
 
 
 class Parent(NamedTuple):
-    """A `traceparent` header: the trace, the client's span, and whether the span is sampled."""
+    """A `traceparent` header: the trace's id, the id of the client's span, and whether that span is sampled."""
 
     trace_id: int
     span_id: int
@@ -55,16 +56,16 @@ class Parent(NamedTuple):
 
     @classmethod
     def of(cls, traceparent: bytes | None) -> Parent | None:
-        """Parses the header. Returns None if it is missing, or invalid by the W3C's recommendation."""
+        """Parses the header. Returns None if it is missing or invalid under the W3C's recommendation."""
         found = None if traceparent is None else TRACEPARENT.fullmatch(traceparent)
         return None if found is None else cls(int(found[2], 16), int(found[3], 16), bool(int(found[4], 16) & 1))
 
 
 class Sampling:
-    """Decides which requests are traced, by `OTEL_TRACES_SAMPLER` and its argument. The default: requests with a
-    sampled parent, or without a parent."""
+    """Decides which requests are traced. `OTEL_TRACES_SAMPLER` and `OTEL_TRACES_SAMPLER_ARG` configure the decision. By
+    default requests with a sampled parent and requests without a parent are traced."""
 
-    BITS = 64  # lower bits of a trace's id, which decide
+    BITS = 64  # the low bits of a trace's id that decide about sampling
 
     def __init__(self, name: str = "", share: str = "") -> None:
         name = name or f"{PARENT_BASED}always_on"
@@ -98,14 +99,14 @@ class Traced:
     __slots__ = ("_offset_ns", "_span", "_tracer")
 
     def __init__(self, tracer: Tracer, span: Span, offset_ns: int) -> None:
-        """`offset_ns`: from `time.perf_counter` to the epoch, the same for all spans of a request."""
+        """`offset_ns`: the Unix epoch time minus `time.perf_counter`, the same for all spans of a request."""
         self._tracer = tracer
         self._span = span
         self._offset_ns = offset_ns
 
     @property
     def trace_id(self) -> str:
-        """The trace's id, in the format of `traceparent`."""
+        """The trace's id in the format of `traceparent`."""
         return f"{self._span.get_span_context().trace_id:032x}"
 
     def end(self, name: str, status: int, attributes: Mapping[str, object], error: str | None, ended_s: float) -> None:
@@ -120,14 +121,15 @@ class Traced:
         span.end(self._ns(ended_s))
 
     def skipped(self, queued_s: float, left_s: float, reason: str) -> None:
-        """Makes the span of an item that left the queue without being run."""
+        """Creates the span of a work item that left the queue without a run."""
         span = self._child("queue", queued_s)
         span.set_attribute("error.type", reason)
         _fail(span, reason)
         span.end(self._ns(left_s))
 
     def _child(self, name: str, started_s: float, of: Span | None = None, to: Sequence[Span] = ()) -> Span:
-        """Starts a child of the request's span, or of the span `of`, with links to the spans in `to`."""
+        """Starts a child span. Its parent is the span `of`, or the request's span if `of` is None. `to`: the spans that
+        the new span links to."""
         from opentelemetry.trace import Link, set_span_in_context
 
         return self._tracer.start_span(
@@ -142,7 +144,7 @@ class Traced:
 
 
 class Batch(NamedTuple):
-    """A finished batch. `failed`: how many of its items have no result."""
+    """A finished batch. `failed`: the number of its items without a result."""
 
     model: str
     role: str
@@ -153,7 +155,8 @@ class Batch(NamedTuple):
     ended_s: float
 
     def trace(self, waiting: Mapping[Traced, float]) -> None:
-        """Makes the batch's spans. `waiting`: its sampled requests, and when each was queued."""
+        """Creates the batch's spans. `waiting`: the sampled requests in the batch, and the time at which each was
+        queued."""
         first = next(iter(waiting))
         handed_out_s = time.perf_counter()
         batch = first._child("batch", self.began_s, to=[traced._span for traced in waiting])
@@ -173,11 +176,11 @@ class Batch(NamedTuple):
 
 
 CURRENT: ContextVar[Traced | None] = ContextVar("wane.traced", default=None)
-"""The request that is being answered, if it is sampled."""
+"""The sampled request that is being answered, or None."""
 
 
 class Tracing:
-    """Makes spans and exports them, from `open` to `close`."""
+    """Creates and exports spans between `open` and `close`."""
 
     def __init__(self, provider: TracerProvider, sampling: Sampling) -> None:
         self._provider = provider
@@ -186,8 +189,8 @@ class Tracing:
 
     @classmethod
     def open(cls, environment: Mapping[str, str], version: str | None = None) -> Tracing | None:
-        """Opens tracing as the OTEL_... variables configure it. Returns None if they set no endpoint, or disable
-        traces. Also returns None, with a warning in the log, if the extra is not installed."""
+        """Starts tracing as the OTEL_... variables configure it. Returns None if they set no endpoint or disable
+        traces. Logs a warning and returns None if the extra is not installed."""
         if not any(environment.get(name) for name in ENDPOINTS):
             return None
         if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -205,7 +208,7 @@ class Tracing:
             return None
         protocol = next(filter(None, map(environment.get, PROTOCOLS)), PROTOCOL)
         if protocol != PROTOCOL:
-            SERVICE.warning("traces are exported by %s, not by %s: the endpoint must accept it", PROTOCOL, protocol)
+            SERVICE.warning("traces are exported as %s, because %s is not supported", PROTOCOL, protocol)
         attributes: dict[str, Attribute] = {} if version is None else {"service.version": version}
         named = environment.get("OTEL_SERVICE_NAME") or "service.name=" in environment.get(
             "OTEL_RESOURCE_ATTRIBUTES", ""
@@ -226,7 +229,7 @@ class Tracing:
 
     @contextmanager
     def calling(self, method: str, path: str, parent: Parent | None) -> Iterator[dict[str, str]]:
-        """Makes the span of a call to a server, and yields the headers that continue the trace there."""
+        """Creates the span of a call to a server. Yields the headers that continue the trace on that server."""
         if not self._sampling.takes(parent):
             yield {}
             return
@@ -263,7 +266,7 @@ class Tracing:
         return Traced(self._tracer, span, offset_ns)
 
     def close(self) -> None:
-        """Exports the remaining spans, within FLUSH_S."""
+        """Exports the remaining spans. Waits at most FLUSH_S seconds."""
         ending = Thread(target=self._provider.shutdown, name="traces", daemon=True)
         ending.start()
         ending.join(FLUSH_S)

@@ -1,7 +1,8 @@
-"""Turns a bundle into an engine: reads and verifies it, opens its graphs, and warms up, all outside the event loop.
+"""Turns a bundle into an engine: reads and verifies the bundle, opens its graphs, and warms up the engine. All of this
+runs outside the event loop's thread.
 
-A load delays other models by a few milliseconds at a time, because arithmetic and graphs run without the interpreter's
-lock.
+A load delays requests to other models by only a few milliseconds at a time, because arithmetic and graphs run without
+the interpreter's lock (GIL).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ logger = logging.getLogger("wane.engine")
 
 @dataclass(frozen=True, slots=True)
 class LoadedBundle:
-    """A verified bundle, the runner of its graphs, and another runner for shadows if the settings enable them. `bits`:
-    the digest of the results of its graphs on this machine. `direction`: see `DirectionProof.of`."""
+    """A verified bundle with its proofs and runners. `shadow`: a second runner for shadow requests, if the settings
+    enable them. `bits`: a digest of the graphs' results on this machine. `direction`: see `DirectionProof.of`."""
 
     bundle: Bundle
     margin: MarginProof
@@ -41,7 +42,7 @@ class LoadedBundle:
     bits: bytes
 
     def close(self) -> None:
-        """Closes the runners, if no engine owns them."""
+        """Closes the runners. Call this only if no engine owns them."""
         self.runner.close()
         if self.shadow is not None:
             self.shadow.kill()
@@ -49,7 +50,7 @@ class LoadedBundle:
 
 
 def read(path: Path) -> Bundle:
-    """Reads a bundle and verifies everything but its graphs. Removes a certificate that does not hold. Blocks.
+    """Reads a bundle and verifies everything except its graphs. Replaces a certificate that does not hold. Blocks.
 
     Raises BundleError.
     """
@@ -62,7 +63,8 @@ def read(path: Path) -> Bundle:
 
 
 def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
-    """Opens a bundle's graphs and verifies them against the oracle. Blocks. Raises BundleError, DeviceError."""
+    """Opens a bundle's graphs and verifies their results against the oracle. Blocks. Raises BundleError,
+    DeviceError."""
     runner = OnnxRunner(bundle, settings.device, settings.threads)
     try:
         try:
@@ -86,8 +88,8 @@ def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
 
 
 async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics: Metrics) -> Engine:
-    """Returns a warmed-up engine, which owns `opened`; closes `opened` on failure. Raises ValueError if the settings do
-    not fit the model, and the errors of its graphs."""
+    """Returns a warmed-up engine that owns `opened`. Closes `opened` on failure. Raises ValueError if the settings do
+    not fit the model. Raises the errors of the model's graphs."""
     bundle, manifest = opened.bundle, opened.bundle.manifest
     try:
         engine = Engine(
@@ -119,13 +121,14 @@ async def start(opened: LoadedBundle, store: Store, settings: Settings, metrics:
 
 
 def trim() -> None:
-    """Makes glibc return free memory to the system. The checks of a bundle leave a lot of it."""
+    """Makes glibc return free memory to the operating system. The checks of a bundle leave much free memory."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def uncertified(bundle: Bundle, error: CertificateError) -> Bundle:
-    """Returns the bundle without its certificate, and with the reason. The reason contains no path of this machine."""
+    """Returns the bundle with an empty certificate that states why the original certificate does not hold. The reason
+    contains no path of this machine."""
     logger.warning("model %s is served as uncertified: %s", bundle.manifest.name, error)
     reason = str(error)
     for place in (bundle.path / MANIFEST, bundle.path):

@@ -1,6 +1,7 @@
-"""The models that this process serves, by name. They are loaded at start; `swap.py` replaces and unloads them.
+"""The models that this process serves, by name. They are loaded at start. `swap.py` replaces and unloads them later.
 
-At start the default model is loaded first, and answers while the others load. A request for one of the others waits.
+The default model is loaded first, and answers requests while the other models load. A request for another model waits
+until that model is loaded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from wane.service.types import Condition, id_of
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One version of a model. `reason` says why it is not ready, or why it is still loaded."""
+    """One version of a model in the index. `reason` says why the version is not ready or why it is still loaded."""
 
     name: str
     version: str
@@ -48,7 +49,7 @@ logger = logging.getLogger("wane.engine")
 
 
 class RegistryError(Exception):
-    """A required model was not loaded. The message is for the operator, and the process ends."""
+    """A required model was not loaded. The message is for the operator. The process exits after this error."""
 
 
 class ModelRegistry:
@@ -57,11 +58,12 @@ class ModelRegistry:
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings = settings
         self._metrics = metrics
-        self._found: dict[str, FoundBundle] = {}  # bundles to load at start, by name
-        self._loads: dict[str, asyncio.Task[Engine]] = {}  # their unfinished loads
-        self._open = asyncio.Event()  # the store is open, and the names of the models are known
+        self._found: dict[str, FoundBundle] = {}  # the bundles to load at start, by model name
+        self._loads: dict[str, asyncio.Task[Engine]] = {}  # the unfinished loads of these bundles, by model name
+        # set once the store is open and the names of the models are known, and at shutdown
+        self._open = asyncio.Event()
         self._closing: asyncio.Task[None] | None = None
-        self.default = settings.default_model  # the model that answers requests without a model name
+        self.default = settings.default_model  # the name of the model that answers requests without a model name
         self._status = "loading"
         self._leaving = False
         self.session_store: Store | None = None
@@ -70,12 +72,13 @@ class ModelRegistry:
         self.retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
         self.lifecycle = ModelLifecycle(self._repository, self.retired_engines, settings, metrics)
         self._engines = self.lifecycle.engines
-        self.failures: Mapping[str, LoadFailed] = self.lifecycle.failures  # why the last load of a model failed
+        # by model name, the error of a failed last load
+        self.failures: Mapping[str, LoadFailed] = self.lifecycle.failures
         self._watching: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether every load at start has ended, and the process is not draining."""
+        """Whether every load at start has ended and the process is not draining."""
         return self._status == "ready" and not self._leaving
 
     @property
@@ -85,38 +88,39 @@ class ModelRegistry:
 
     @property
     def served(self) -> Sequence[Engine]:
-        """The engines that are loaded so far, in the order of `list`; empty while draining."""
+        """The engines that are loaded so far, in the order of `list`. Empty while the process shuts down."""
         return [] if self.status == "draining" or not self._open.is_set() else self.list()
 
     @property
     def loading(self) -> Sequence[str]:
-        """The names of the models that the start has not loaded yet, in order."""
+        """The names of the models whose load at start is unfinished, in load order."""
         return [name for name in self._loads if self.is_coming(name)]
 
     @property
     def device(self) -> str:
-        """`cpu` or `cuda`; before loading, the device in the settings."""
+        """The device of the loaded engines, `cpu` or `cuda`. Before the first load, the device in the settings."""
         return next((engine.device for engine in self._engines.values()), self._settings.device)
 
     @property
     def store(self) -> StoreHealth | None:
-        """The health of the session store; None before it is open."""
+        """The health of the session store. None before the store is created."""
         return None if self.session_store is None else self.session_store.standing
 
     async def load(self, on_default: Callable[[], None] = lambda: None) -> None:
-        """Opens the session store, then loads all models one by one, the default first.
+        """Opens the session store, then loads all models one by one. The default model is first.
 
-        A model answers as soon as it is loaded; `on_default` is called once the default model is. A model that cannot
-        be loaded is skipped: `failures` says why. If it is the default, or if the settings require all models, this
-        raises RegistryError, BundleError or DeviceError, and the caller must close the registry.
+        A model answers requests as soon as it is loaded. `on_default` is called after the default model is loaded. A
+        model that cannot be loaded is skipped, and `failures` holds the error. If the default model cannot be loaded,
+        or any model while the settings require all models, this raises RegistryError, BundleError or DeviceError. The
+        caller must then close the registry.
 
-        A model whose certificate does not hold is served as uncertified; its certificate then says why.
+        A model whose certificate does not hold is served as uncertified. Its certificate then contains the reason.
         """
         poller = await asyncio.to_thread(RepositoryPoller, self._repository, self.load_model)
         found = await asyncio.to_thread(self._find)
         self.default = self._choose_default(found)
         self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self.default, item[0])))
-        if self._status != "loading":  # closed meanwhile: the next process reads the sessions
+        if self._status != "loading":  # the registry was closed meanwhile, and the next process reads the sessions
             return
         longest = max(self._settings.session_history_tokens, *(one.history_tokens for one in found.values()))
         store = self.session_store = make_store(self._settings, longest, self._metrics)
@@ -139,7 +143,7 @@ class ModelRegistry:
                 self._watching = asyncio.create_task(poller.run(self._settings.model_poll_interval_s))
 
     def _check_loaded(self, name: str, task: asyncio.Task[Engine]) -> None:
-        """Raises the error of a load at start if the server needs the model."""
+        """Raises the error of a finished load at start if the server requires the model."""
         error = None if task.cancelled() else task.exception()
         if error is None or isinstance(error, Unavailable):  # the registry was closed meanwhile
             return
@@ -150,8 +154,8 @@ class ModelRegistry:
             raise cause if isinstance(cause, BundleError | DeviceError) else RegistryError(error.message) from None
 
     def get(self, name: str | None = None) -> Engine:
-        """Returns the engine of a model, by default of the default model. Raises UnknownModel; Unavailable while the
-        model is loading."""
+        """Returns the engine of a model. None stands for the default model. Raises UnknownModel if the model is not
+        loaded, and Unavailable while it is loading."""
         self.check_ready()
         name = self.default if name is None else name
         engine = self._engines.get(name)
@@ -165,7 +169,8 @@ class ModelRegistry:
         raise UnknownModel(f"there is no model {truncate_repr(name)}; there are {there}")
 
     def is_coming(self, name: str | None = None) -> bool:
-        """Returns whether the start has not loaded a model yet, by default the default model: see `wait_for`."""
+        """Returns whether the load of a model at start is unfinished. None stands for the default model. See
+        `wait_for`."""
         if not self._open.is_set():
             return self._status == "loading"
         name = self.default if name is None else name
@@ -173,9 +178,9 @@ class ModelRegistry:
         return load is not None and not load.done() and name not in self._engines
 
     async def wait_for(self, name: str | None = None, deadline: float | None = None) -> None:
-        """Waits until the start has loaded a model, by default the default model, or failed to.
+        """Waits until the load of a model at start has succeeded or failed. None stands for the default model.
 
-        Raises DeadlineExceeded; Unavailable if the server stops meanwhile.
+        Raises DeadlineExceeded, and Unavailable if the server stops meanwhile.
         """
         with until(deadline, "the deadline passed while the server was loading the model"):
             await self._open.wait()
@@ -185,17 +190,18 @@ class ModelRegistry:
         self.check_ready()
 
     async def wait_for_all(self, deadline: float | None = None) -> None:
-        """Waits like `wait_for`, for every model."""
+        """Waits until the loads of all models at start have ended. Raises the errors of `wait_for`."""
         await self.wait_for(None, deadline)
         for name in self.loading:
             await self.wait_for(name, deadline)
 
     async def engine_for(self, session: str, model: str | None = None, deadline: float | None = None) -> Engine:
-        """Returns the engine of a session, by its name inside the service: see `types.py`. Waits while its model is
-        loading.
+        """Returns the engine of a session. `session` is the session's internal name (see `types.py`). Waits while the
+        session's model is loading.
 
-        Raises UnknownSession; InvalidRequest if `model` is not the session's; TokenizerChanged if its tokens are from
-        another tokenizer; Unavailable if its model could not be loaded; DeadlineExceeded.
+        Raises UnknownSession, DeadlineExceeded, InvalidRequest if `model` is not the session's model, TokenizerChanged
+        if the session's tokens are from a tokenizer that is not loaded, and Unavailable if the session's model could
+        not be loaded.
         """
         if not self._open.is_set():
             await self.wait_for(deadline=deadline)
@@ -206,7 +212,8 @@ class ModelRegistry:
         if kind is not None and (kind[0] in self._engines or not self.is_coming(kind[0])):
             try:
                 return self._engine_of(session, kind, model)
-            except WaneError:  # another replica may have created the session again with another model
+            # the cached record may be outdated: another replica may have recreated the session with another model
+            except WaneError:
                 pass
         record = await self.session_store.get(session)
         kind = None if record is None else (record.model, record.vocabulary)
@@ -215,7 +222,8 @@ class ModelRegistry:
         return self._engine_of(session, kind, model)
 
     def resident_engine(self, session: str) -> Engine | None:
-        """Returns the engine that has the session's state in its cache, or None. Returns None if the server drains."""
+        """Returns the engine that has the session's state in its cache. Returns None if no engine has it, or if the
+        server is shutting down."""
         if self._status != "draining":
             for engine in self._engines.values():
                 if engine.has_state(session):
@@ -223,16 +231,18 @@ class ModelRegistry:
         return None
 
     def _engine_of(self, session: str, kind: tuple[str, str] | None, model: str | None = None) -> Engine:
-        """Returns the engine for a session. `kind` is its model and vocabulary, or None if the session does not
-        exist."""
+        """Returns the engine for a session. `kind` is the session's model and vocabulary, or None if the session does
+        not exist."""
         own, vocabulary = kind or ("", "")
         engine = self._engines.get(own)
         if engine is None and own in self.failures:
             raise Unavailable(self.failures[own].message)
         if kind is None or engine is None:
-            raise UnknownSession(f"there is no session {id_of(session)!r}: it never was, was deleted, or has expired")
+            raise UnknownSession(
+                f"there is no session {id_of(session)!r}: it was never created, was deleted, or has expired"
+            )
         if model is not None and model != own:
-            why = f"session {id_of(session)!r} is of model {own!r}, not of {truncate_repr(model)}"
+            why = f"session {id_of(session)!r} belongs to model {own!r}, not to {truncate_repr(model)}"
             raise InvalidRequest(why, "model")
         if vocabulary != engine.tokenizer:
             older = self.retired_engines.of(own, vocabulary)
@@ -242,29 +252,32 @@ class ModelRegistry:
         return engine
 
     def list(self) -> Sequence[Engine]:
-        """Returns the engines of all loaded models: the default first, the others by name. Raises Unavailable."""
+        """Returns the engines of all loaded models. The default model is first, and the other models follow by name.
+        Raises Unavailable."""
         self.check_ready()
         return sorted(self._engines.values(), key=lambda engine: (engine.name != self.default, engine.name))
 
     async def report(self) -> Report:
-        """Returns the body of /v1/report, including versions that are kept for their sessions. Raises Unavailable."""
+        """Returns the body of /v1/report. It includes replaced versions that are kept for their sessions. Raises
+        Unavailable."""
         engines = [*self.list(), *self.retired_engines.lingering]
         return {"device": self.device, "models": [await engine.report() for engine in engines]}
 
-    # Changes
+    # Loads and unloads while the server runs
 
     async def load_model(self, name: str, deadline: float | None = None) -> Engine:
-        """Serves the current bundle of a model: loads it, replaces another version, or does nothing if it is loaded.
+        """Serves the current bundle of a model. Replaces another loaded version. Does nothing if this bundle is loaded
+        already.
 
         The load continues if the caller disconnects or its deadline passes. One model is loaded at a time. Raises
-        UnknownModel if there is no such bundle; LoadFailed if the load fails, in which case the earlier version is
-        still served; DeadlineExceeded, Unavailable.
+        UnknownModel if there is no such bundle, LoadFailed if the load fails, DeadlineExceeded and Unavailable. After
+        LoadFailed the earlier version is still served.
         """
         self.check_ready()
         return await self.lifecycle.load(name, deadline)
 
     async def unload_model(self, name: str, deadline: float | None = None) -> None:
-        """Stops serving a model. Its sessions continue if it is loaded again before they expire.
+        """Stops serving a model. Its sessions continue if the model is loaded again before they expire.
 
         Raises UnknownModel, Unavailable, DeadlineExceeded.
         """
@@ -275,12 +288,12 @@ class ModelRegistry:
             self.lifecycle.unload(self.get(name))
 
     async def index(self) -> Sequence[IndexEntry]:
-        """Returns every version that is served, loading, unloading or in the folder of bundles, by name. Raises
-        Unavailable."""
+        """Returns every model version that is served, loading, unloading or in the folder of bundles, sorted by name.
+        Raises Unavailable."""
         self.check_ready()
         bundles = await asyncio.to_thread(self._repository.list)
         retired = self.retired_engines
-        sessions_only, last_requests = "for the sessions of its tokenizer only", "until its last requests are answered"
+        sessions_only, last_requests = "serves only the sessions of its tokenizer", "answers its last requests"
         entries = [IndexEntry(engine.name, engine.version, "READY", "") for engine in self.list()]
         entries += [IndexEntry(one.name, one.version, "READY", sessions_only) for one in retired.lingering]
         entries += [IndexEntry(one.name, one.version, "UNLOADING", last_requests) for one in retired.leaving]
@@ -299,7 +312,7 @@ class ModelRegistry:
         """Waits until replaced and unloaded engines are closed."""
         await self.retired_engines.settled()
 
-    # The end
+    # Shutdown
 
     def leave(self) -> None:
         """Marks the registry as not ready, so that load balancers send requests elsewhere. Requests are still
@@ -308,13 +321,13 @@ class ModelRegistry:
         self._metrics.ready.set(0)
 
     async def close(self) -> None:
-        """Rejects new requests and requests that wait for a model, waits for those in flight, then closes every engine.
-        A second call waits for the first."""
+        """Rejects new requests and requests that wait for a model. Waits for the requests in flight, then closes every
+        engine. A second call waits for the first call."""
         if self._closing is None:
             self._status = "draining"
             self._metrics.ready.set(0)
             self._open.set()
-            for load in self._loads.values():  # requests that wait for it fail immediately
+            for load in self._loads.values():  # requests that wait for this load fail immediately
                 load.cancel()
             self.lifecycle.stop()
             if self._watching is not None:
@@ -328,14 +341,14 @@ class ModelRegistry:
             async with asyncio.timeout(self._settings.drain_timeout_ms / 1e3):
                 await asyncio.gather(*(engine.drain() for engine in engines))
         except TimeoutError:
-            logger.warning("requests were still running after %d ms", self._settings.drain_timeout_ms)
+            logger.warning("shutdown: requests were still running after %d ms", self._settings.drain_timeout_ms)
         await asyncio.gather(*(engine.close() for engine in engines))
-        if self.session_store is not None:  # before waiting for loads, which may take longer than the process has
+        if self.session_store is not None:  # closed before the wait for loads, which may exceed the shutdown timeout
             await self.session_store.close()
         await asyncio.gather(*self.lifecycle.tasks, return_exceptions=True)
 
     def check_ready(self) -> None:
-        """Raises Unavailable before the store is open, and once the server is stopping."""
+        """Raises Unavailable before the store is open and after `close`."""
         if self._status == "draining":
             raise Unavailable("the server is stopping")
         if not self._open.is_set():
@@ -346,11 +359,11 @@ class ModelRegistry:
         if wanted in found:
             return wanted
         if self._settings.default_model_is_chosen:
-            raise RegistryError(f"default_model is {wanted!r}, but the bundles hold {', '.join(found)}")
+            raise RegistryError(f"default_model is {wanted!r}, but there are only bundles of {', '.join(found)}")
         return next((name for name, one in found.items() if one.reason is None), next(iter(found)))
 
     def _find(self) -> dict[str, FoundBundle]:
-        """Returns every model's latest bundle, by name. Raises RegistryError."""
+        """Returns the latest bundle of every model, by model name. Raises RegistryError."""
         try:
             paths = self._repository.paths()
         except RepositoryError as error:
@@ -358,7 +371,8 @@ class ModelRegistry:
         bundles = sorted(map(look, paths), key=lambda one: (one.name, int(one.version or 0)))
         found = {one.name: one for one in bundles}
         for one in bundles:
-            if one.reason is not None and found[one.name] is not one:  # another bundle's model has its folder's name
+            # an unreadable bundle whose folder has the name of another bundle's model
+            if one.reason is not None and found[one.name] is not one:
                 if self._settings.require_all:
                     raise RegistryError(one.reason)
                 logger.warning("a bundle was not loaded: %s", one.reason)

@@ -1,7 +1,7 @@
-"""The folder of bundles: its models, their versions, and which bundles have changed.
+"""The folder of bundles. Lists its models and versions, and detects changed bundles.
 
-If there are several bundles of one model, the highest version is used. A bundle is identified by the digest of its
-manifest, which contains the digests of all its other files.
+If a model has several bundles, the highest version is used. A bundle is identified by the digest of its manifest. The
+manifest contains the digests of all other files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wane.models.bundle_checks import MANIFEST, BundleError, read_manifest
 from wane.service.errors import LoadFailed, UnknownModel, WaneError, truncate_repr
 
 Signature = frozenset[tuple[str, int, int, int]]
-"""The files of a bundle: name, inode, size in bytes, and modification time in nanoseconds."""
+"""The files of a bundle, each with its name, inode, size in bytes and modification time in nanoseconds."""
 
 
 class RepositoryError(Exception):
@@ -26,8 +26,8 @@ class RepositoryError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FoundBundle:
-    """A bundle as its manifest describes it. An unreadable bundle has its folder's name, no version, and a `reason`.
-    `history_tokens`: see `Manifest`."""
+    """A bundle as its manifest describes it. For an unreadable bundle `name` is the folder's name, `version` is empty,
+    and `reason` is the error. `history_tokens`: see `Manifest`."""
 
     path: Path
     name: str
@@ -38,42 +38,42 @@ class FoundBundle:
 
 
 class Repository:
-    """The folder of bundles, or the single bundle, in the settings. Every method reads the disk and blocks."""
+    """The folder of bundles, or the single bundle, that the settings name. Every method reads the disk and blocks."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def paths(self) -> Sequence[Path]:
-        """Returns the folder of every bundle. Raises RepositoryError if there is none."""
+        """Returns the folder of every bundle. Raises RepositoryError if there is no bundle."""
         if (self._root / MANIFEST).is_file():
             return [self._root]
         if not self._root.is_dir():
-            raise RepositoryError(f"bundles is {self._root}, which is not a folder")
+            raise RepositoryError(f"bundles: {self._root} is not a folder")
         paths = sorted(path.parent for path in self._root.glob(f"*/{MANIFEST}"))
         if not paths:
-            raise RepositoryError(f"bundles is {self._root}, which contains no bundle (a folder with a {MANIFEST})")
+            raise RepositoryError(f"bundles: {self._root} contains no bundle (a folder with a {MANIFEST})")
         return paths
 
     def signatures(self) -> dict[Path, Signature]:
-        """Returns the signature of every bundle. It shows, without reading the files, whether the bundle has
-        changed."""
+        """Returns the signature of every bundle. A changed signature shows a changed bundle, without a read of its
+        files."""
         found: dict[Path, Signature] = {}
         for path in self._present():
             try:
                 statuses = [(file.name, file.stat()) for file in path.iterdir()]
-            except OSError:  # deleted meanwhile
+            except OSError:  # the bundle was deleted meanwhile
                 continue
             found[path] = frozenset((name, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in statuses)
         return found
 
     def list(self) -> list[FoundBundle]:
-        """Returns every bundle, by name and version."""
+        """Returns every bundle, sorted by name and version."""
         found = [look(path) for path in self._present()]
         return sorted(found, key=lambda one: (one.name, int(one.version or 0)))
 
     def find(self, name: str) -> FoundBundle:
-        """Returns the latest bundle of a model. Raises UnknownModel; LoadFailed if it cannot be read, or if two
-        different bundles have that version."""
+        """Returns the latest bundle of a model. Raises UnknownModel if there is none, and LoadFailed if it cannot be
+        read or if two different bundles have the latest version."""
         found = self.list()
         of_model = [one for one in found if one.name == name and one.reason is None]
         if not of_model:
@@ -81,10 +81,10 @@ class Repository:
             if unreadable is not None:
                 raise LoadFailed(name, unreadable)
             names = ", ".join(sorted({one.name for one in found if one.reason is None})) or "none"
-            raise UnknownModel(f"there is no bundle of model {truncate_repr(name)}; the bundles hold {names}")
+            raise UnknownModel(f"there is no bundle of model {truncate_repr(name)}; models with a bundle: {names}")
         last = of_model[-1]
         if len({one.digest for one in of_model if one.version == last.version}) > 1:
-            raise LoadFailed(name, f"two different bundles have version {last.version} of it")
+            raise LoadFailed(name, f"two different bundles have version {last.version}")
         return last
 
     def _present(self) -> Sequence[Path]:
@@ -105,7 +105,7 @@ def look(path: Path) -> FoundBundle:
 
 
 def tell(error: Exception, path: Path) -> str:
-    """Returns the message of a bundle's failure, which contains no path but the name of the bundle's folder."""
+    """Returns the message of a bundle's error. Replaces the bundle's path in it by the name of its folder."""
     return str(error).replace(str(path), path.name)
 
 
@@ -113,30 +113,30 @@ logger = logging.getLogger("wane.engine")
 
 
 class RepositoryPoller:
-    """Polls the folder, and loads bundles that have changed.
+    """Polls the folder of bundles, and loads bundles that have changed.
 
-    A bundle is loaded once it has changed and then stayed the same from one poll to the next, so that a bundle that is
-    still being copied is not loaded. A bundle that could not be loaded is retried when it changes again. Deleting a
-    bundle has no effect: its model is served until it is unloaded.
+    A changed bundle is loaded once two successive polls find the same files, so that a bundle is not loaded while it is
+    being copied. A bundle that could not be loaded is retried when it changes again. If a bundle is deleted, its model
+    is served until it is unloaded.
     """
 
     def __init__(self, repository: Repository, load: Callable[[str], Awaitable[object]]) -> None:
-        """Takes the current bundles as known. `load` takes the name of a model. Blocks."""
+        """Regards the current bundles as loaded. `load` receives the name of a model. Blocks."""
         self._repository = repository
         self._load = load
         self._known = self._seen = repository.signatures()
 
     async def run(self, every_s: float) -> None:
-        """Polls every `every_s` seconds, until cancelled."""
+        """Polls every `every_s` seconds until it is cancelled."""
         while True:
             await asyncio.sleep(every_s)
             try:
                 await self.look()
-            except Exception:  # the disk may be unavailable for some time: keep polling
+            except Exception:  # the disk may be unavailable for some time, so polling continues
                 logger.exception("the folder of bundles could not be read")
 
     async def look(self) -> None:
-        """Loads the bundles that have changed before the last poll, and not since."""
+        """Loads the bundles that changed before the previous poll and have not changed since."""
         before, self._seen = self._seen, await asyncio.to_thread(self._repository.signatures)
         settled: dict[Path, Signature] = {path: one for path, one in self._seen.items() if before.get(path) == one}
         changed = [path for path, one in settled.items() if self._known.get(path) != one]
@@ -146,4 +146,4 @@ class RepositoryPoller:
             try:
                 await self._load(found.name)
             except WaneError as error:
-                logger.warning("%s has changed, and was not loaded: %s", path.name, error.message)
+                logger.warning("bundle %s has changed, but was not loaded: %s", path.name, error.message)

@@ -1,14 +1,15 @@
 """Loads, swaps and unloads models while others are served.
 
-A model's new version is loaded, verified and warmed up while the old version serves. Then it replaces the old version
-between two turns of the event loop: the new version answers later requests, and the old version answers the requests in
-flight and is closed after the last of them. A failed load changes nothing.
+A model's new version is loaded, verified and warmed up while the old version serves. Then the new version replaces the
+old version between two iterations of the event loop. The new version answers later requests. The old version answers
+the requests in flight, and is closed after the last of them. If a load fails, the old version stays.
 
-If the new version has the same tokenizer, sessions continue on it, from their last tokens. Otherwise they stay on the
-old version, which is kept until it has been unused for a session's time to live.
+If the new version has the same tokenizer, sessions continue on it, and their states are rebuilt from their last tokens.
+Otherwise sessions stay on the old version. The old version is then kept until it has been unused for a session's time
+to live.
 
-Requests in flight are counted by epoch (`Epochs`): a replaced engine is closed once every request of its epoch has
-ended, whether or not the request holds the engine.
+Requests in flight are counted by epoch (`Epochs`). A replaced engine is closed after the last request that arrived
+before the replacement, whichever engine that request uses.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from wane.service.settings import Settings
 
 
 class Epoch:
-    """Counts the requests in flight that arrived between two moments."""
+    """The number of requests in flight that arrived between two calls of `Epochs.depart`."""
 
     __slots__ = ("_gone", "count")
 
@@ -40,20 +41,20 @@ class Epoch:
         self._gone: asyncio.Event | None = None
 
     def leave(self) -> None:
-        """Counts the end of one of its requests."""
+        """Records the end of one request of this epoch."""
         self.count -= 1
         if not self.count and self._gone is not None:
             self._gone.set()
 
     async def gone(self) -> None:
-        """Waits until its last request has ended. No request may enter after this call."""
+        """Waits until the last request of this epoch has ended. No request may enter the epoch after this call."""
         if self.count:
             self._gone = self._gone or asyncio.Event()
             await self._gone.wait()
 
 
 class Epochs:
-    """The epochs of all requests. All methods belong to the event loop's thread."""
+    """The epochs of all requests. All methods must be called on the event loop's thread."""
 
     def __init__(self) -> None:
         self._latest = Epoch()
@@ -65,7 +66,7 @@ class Epochs:
         return self._latest
 
     async def depart(self) -> None:
-        """Waits until all requests that are in flight now have ended. Does not wait for later ones."""
+        """Waits until all requests that are in flight now have ended. Does not wait for later requests."""
         here = [*self._earlier, self._latest]
         self._earlier.append(self._latest)
         self._latest = Epoch()
@@ -76,11 +77,11 @@ class Epochs:
 
 
 class RetiredEngines:
-    """Replaced and unloaded engines. Those in `leaving` answer their last requests; those in `lingering` serve the
-    sessions of their tokenizer. All methods belong to the event loop's thread."""
+    """Replaced and unloaded engines. Engines in `leaving` answer their last requests. Engines in `lingering` serve the
+    sessions of their tokenizer. All methods must be called on the event loop's thread."""
 
     def __init__(self, epochs: Epochs, session_ttl_s: float) -> None:
-        """`epochs`: of all requests. `session_ttl_s`: idle time after which a session expires."""
+        """`epochs`: the epochs of all requests. `session_ttl_s`: the idle time after which a session expires."""
         self._epochs = epochs
         self._session_ttl_s = session_ttl_s
         self.leaving: dict[Engine, asyncio.Task[None]] = {}
@@ -88,7 +89,7 @@ class RetiredEngines:
         self._tidying: set[asyncio.Task[None]] = set()
 
     def of(self, model: str, vocabulary: str) -> Engine | None:
-        """Returns the lingering engine that serves a model's sessions of a tokenizer, or None."""
+        """Returns the lingering engine that serves the sessions of a model and a tokenizer, or None."""
         return next((one for one in self.lingering if (one.name, one.tokenizer) == (model, vocabulary)), None)
 
     def retire(self, engine: Engine) -> None:
@@ -117,7 +118,8 @@ class RetiredEngines:
         task.add_done_callback(self._tidying.discard)
 
     async def _retire_unused(self, engine: Engine) -> None:
-        """Retires an engine after it has been unused for a session's time to live: all of its sessions have expired."""
+        """Retires an engine that has been unused for a session's time to live. All of its sessions have then
+        expired."""
         asked = -1
         while asked != engine.asked:
             asked = engine.asked
@@ -126,12 +128,12 @@ class RetiredEngines:
         self.retire(engine)
 
     async def settled(self) -> None:
-        """Waits until leaving engines are closed and their memory is free."""
+        """Waits until all leaving engines are closed and their memory is freed."""
         while waited := [*self.leaving.values(), *self._tidying]:
             await asyncio.wait(waited)
 
     def stop(self) -> list[Engine]:
-        """Stops closing engines. The caller must close the engines that this returns."""
+        """Cancels the closing of engines, and returns the engines. The caller must close them."""
         engines = [*self.leaving, *self.lingering]
         for task in (*self.leaving.values(), *self.lingering.values()):
             task.cancel()
@@ -139,11 +141,11 @@ class RetiredEngines:
 
 
 async def tidy() -> None:
-    """Returns the memory of a closed engine to the system, not only to this process.
+    """Frees a closed engine, and returns its memory to the operating system.
 
-    The engine's parts refer to one another, so only the garbage collector frees them. It takes some milliseconds,
-    because it skips the objects from before the server became ready. Without the trim, the C library would keep tens of
-    megabytes of every engine.
+    The engine's parts refer to one another, so only the garbage collector frees them. A collection takes only some
+    milliseconds, because it skips objects that are older than the server's readiness. Without the trim, the C library
+    would keep tens of megabytes per engine.
     """
     await asyncio.sleep(0)  # until the caller has dropped its reference to the engine
     gc.collect()
@@ -154,11 +156,11 @@ logger = logging.getLogger("wane.engine")
 
 
 class ModelLifecycle:
-    """Loads and unloads models, one at a time: every change holds `lock`.
+    """Loads and unloads models one at a time. Every change holds `lock`.
 
-    `engines`: the served engines by model. `loading`: the bundle that is being loaded, if any. `failures`: by model,
-    why its last load failed. `tasks`: the unfinished loads. `store`: the session store once it is open; nothing is
-    loaded before.
+    `engines`: the served engines by model. `loading`: the bundle that is being loaded, or None. `failures`: by model,
+    the error of its last load, if that failed. `tasks`: the unfinished loads. `store`: the session store, which must be
+    open before the first load.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class ModelLifecycle:
         self._settings = settings
         self._metrics = metrics
         self.engines: dict[str, Engine] = {}
-        self.digests: dict[str, str] = {}  # of the served bundles, by model
+        self.digests: dict[str, str] = {}  # the digests of the served bundles, by model
         self.lock = asyncio.Lock()
         self._stopping = False
         self.store: Store | None = None
@@ -183,25 +185,26 @@ class ModelLifecycle:
         task = asyncio.create_task(self._load(name))
         self.tasks.add(task)
         task.add_done_callback(self._changed)
-        with until(deadline, "the deadline passed, but the load continues: the index shows when it has ended"):
+        with until(deadline, "the deadline passed, but the load continues; the index shows when it has ended"):
             return await asyncio.shield(task)
 
     def unload(self, engine: Engine) -> None:
-        """Stops serving the model; the caller holds the lock."""
+        """Stops serving the engine's model. The caller must hold the lock."""
         name = engine.name
         del self.engines[name], self.digests[name]
-        self.failures.pop(name, None)  # of a version that failed to replace it
+        self.failures.pop(name, None)  # the error of another version that failed to replace this one
         self._metrics.model_info.remove(name, engine.version, engine.device)
         for one in (engine, *(other for other in self._retired_engines.lingering if other.name == name)):
             self._retired_engines.retire(one)
         logger.info("unloaded %s", name)
 
     def replace(self, engine: Engine, digest: str) -> None:
-        """Replaces another version by the engine, between two turns of the event loop."""
+        """Serves `engine` instead of the model's other version. Does not await, so no request sees an intermediate
+        state."""
         before, older = self.engines.get(engine.name), self._retired_engines.of(engine.name, engine.tokenizer)
         self.engines[engine.name] = engine
         self.digests[engine.name] = digest
-        if older is not None:  # it has the same tokenizer: its sessions continue here
+        if older is not None:  # the older version has the same tokenizer, so its sessions continue on the new engine
             self._retired_engines.retire(older)
         if before is not None:
             self._metrics.model_info.remove(before.name, before.version, before.device)
@@ -212,7 +215,7 @@ class ModelLifecycle:
                 self._retired_engines.linger(before)
         engine.publish()
         engine.keep()
-        # Measure it after the loads that were requested already, because requests wait for those.
+        # The measurement runs after the loads that were requested already, because requests wait for these loads.
         task = asyncio.create_task(self._measure(engine))
         self._measuring.add(task)
         task.add_done_callback(self._measuring.discard)
@@ -228,7 +231,7 @@ class ModelLifecycle:
             if not engine.retired:
                 try:
                     await engine.measure()
-                except Exception:  # long sequences then run in sequence
+                except Exception:  # without measurements, long sequences run piece by piece
                     logger.exception("model %s was not measured", engine.name)
 
     def _changed(self, task: asyncio.Task[Engine]) -> None:
@@ -247,7 +250,7 @@ class ModelLifecycle:
                     self._metrics.model_loads.labels("same").inc()
                     return current
                 if current is not None and found.version == current.version:
-                    why = f"its bundle has changed, but not its version, which is {found.version} as before"
+                    why = f"its bundle has changed, but its version is still {found.version}"
                     raise LoadFailed(name, why)
                 engine = await self._open(found)
             except LoadFailed as error:
@@ -270,7 +273,7 @@ class ModelLifecycle:
             raise Unavailable("the server is stopping")
 
     async def _open(self, found: FoundBundle) -> Engine:
-        """Returns the engine of a bundle. Raises LoadFailed."""
+        """Loads a bundle and returns its engine. Raises LoadFailed."""
         assert self.store is not None, "a model is loaded before the store is open: this is a bug"
         self.loading = found
         try:
@@ -284,12 +287,12 @@ class ModelLifecycle:
             if isinstance(error, WaneError):
                 raise
             logger.exception("model %s was not loaded", found.name)
-            raise LoadFailed(found.name, "of an unexpected error; the log has it") from error
+            raise LoadFailed(found.name, "unexpected error, see the server's log") from error
         finally:
             self.loading = None
 
     def read(self, found: FoundBundle) -> LoadedBundle:
-        """Opens a bundle's graphs; blocks. Raises LoadFailed if the bundle changes meanwhile."""
+        """Reads a bundle and opens its graphs. Blocks. Raises LoadFailed if the bundle changes meanwhile."""
         opened = loader.open_graphs(loader.read(found.path), self._settings)
         if look(found.path).digest != found.digest:
             opened.close()

@@ -1,4 +1,4 @@
-"""Runs a bundle's graphs on onnxruntime: the only file that imports it."""
+"""Runs a bundle's graphs on onnxruntime. No other file imports onnxruntime."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ CPU = "CPUExecutionProvider"
 CUDA_DEVICE = 0
 
 FIRST_REGION_BYTES = 64 * 2**20
-"""First allocation of the shared arena. Its unused pages take no memory."""
+"""The size of the shared arena's first allocation. Unused pages of it take no memory."""
 
 _sharing = threading.Lock()
 
 
 class OnnxRunner:
-    """One inference session for each role. The graphs point into the bundle's weights file by offset, so they run
+    """One inference session for each role. The graphs refer to offsets in the bundle's weights file, so the runs use
     exactly the verified bytes."""
 
     def __init__(self, bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> None:
-        """Opens every graph of `bundle`; `threads` is the number of threads of one run.
+        """Opens every graph of `bundle`. `threads`: the number of threads that one run uses.
 
-        Raises DeviceError if `device` is cuda and onnxruntime cannot use it. auto takes cuda if it works, and logs a
-        warning if the provider is installed but does not start.
+        Raises DeviceError if `device` is cuda and onnxruntime cannot use CUDA. With auto, uses CUDA if it works, and
+        logs a warning if the CUDA provider is installed but does not start.
         """
         with _sharing:
             _share_arena()
@@ -42,7 +42,7 @@ class OnnxRunner:
         if device == "cuda" and not available:
             raise DeviceError(
                 "device is cuda, but this onnxruntime has no CUDA provider: "
-                "install onnxruntime-gpu in place of onnxruntime, or choose cpu or auto"
+                "install onnxruntime-gpu instead of onnxruntime, or choose cpu or auto"
             )
         self._sessions: dict[Role, onnxruntime.InferenceSession] = {}
         self._outputs: dict[Role, list[str]] = {}
@@ -50,7 +50,7 @@ class OnnxRunner:
         for role in bundle.manifest.graphs:
             session = _open(bundle, role, wants_cuda, threads)
             if wants_cuda and session.get_providers()[0] != CUDA:
-                # onnxruntime drops a provider that fails to start, with only a line on stderr.
+                # onnxruntime drops a provider that fails to start. It reports this only on stderr.
                 if device == "cuda":
                     raise DeviceError(
                         "device is cuda, but onnxruntime's CUDA provider did not start: check the driver and the "
@@ -64,7 +64,7 @@ class OnnxRunner:
 
     @property
     def device(self) -> str:
-        """`cpu` or `cuda`."""
+        """The device that the graphs run on, `cpu` or `cuda`."""
         return self._device
 
     def outputs(self, role: Role) -> Sequence[str]:
@@ -76,16 +76,17 @@ class OnnxRunner:
         self._sessions.clear()
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Runs one graph and returns its outputs by name; see `Runner` for shapes."""
+        """Runs one graph and returns its outputs by name. See `Runner` for the shapes."""
         names = self._outputs[role]
         return dict(zip(names, self._sessions[role].run(names, dict(feeds)), strict=True))
 
 
 @cache
 def _share_arena() -> None:
-    """Registers one arena for the intermediate values of all CPU graphs. onnxruntime accepts one a process.
+    """Registers one memory arena for the intermediate values of all CPU graphs. onnxruntime accepts one arena per
+    process.
 
-    Without it each graph has its own arena, which stays as large as the graph's largest run.
+    Without a shared arena each graph has its own arena, and an arena never shrinks after the graph's largest run.
     """
     place = onnxruntime.OrtMemoryInfo(
         "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
@@ -97,22 +98,23 @@ def _share_arena() -> None:
 def _open(bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
     """Opens an inference session for one graph."""
     options = onnxruntime.SessionOptions()
-    # Models are small: one run is a chain of small matrix products, and more than a thread or two costs more in
-    # synchronisation than it gains. Parallelism comes from batching and replicas.
+    # A run is a chain of small matrix products. More than two threads cost more in synchronisation than they gain.
+    # Parallelism comes from batching and replicas.
     options.intra_op_num_threads = threads
-    # The graphs are chains: they have no parallel operators.
+    # The graphs are chains, without operators that could run in parallel.
     options.inter_op_num_threads = 1
     options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-    # Idle threads sleep: several models share the cores, and spinning threads would take them from other models.
+    # Idle threads sleep. Several models share the cores, and spinning threads would block cores that other models need.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     if not cuda:
         options.add_session_config_entry("session.use_env_allocators", "1")
-        # Weights are outside the arena, so that closing a graph frees them.
+        # Allocates weights outside the arena, so that closing a graph frees them.
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
-    # Warnings about graph rewrites are for exporters; errors are raised anyway.
+    # Hides warnings about graph rewrites, which concern only the export. Errors are raised anyway.
     options.log_severity_level = 3
-    # TensorFloat-32 keeps ten bits of a product's factors: too few for the claimed agreement and bounds.
+    # Disables TensorFloat-32. It keeps ten mantissa bits of each factor, too few for the certified agreement and
+    # bounds.
     providers: list[Any] = [(CUDA, {"device_id": CUDA_DEVICE, "use_tf32": "0"}), CPU] if cuda else [CPU]
     return onnxruntime.InferenceSession(bundle.graph_path(role), options, providers=providers)

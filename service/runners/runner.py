@@ -14,19 +14,20 @@ NEXT = "next."  # a graph's output `next.layers.0.h` is the new value of its inp
 RADIUS = "radius"
 TOP_LOGITS, TOP_IDS, LOG_SUM_EXP = "top_logits", "top_ids", "log_sum_exp"
 STREAM = "stream"
-ERROR = "error."  # a graph's output `error.layers.0.s` is the error of the state `layers.0.s`
+ERROR = "error."  # a graph's output `error.layers.0.s` is the error bound of the state `layers.0.s`
 
 
 class DeviceError(Exception):
-    """The requested device is not available. The message is for the operator, and the process exits."""
+    """The requested device is not available. The message is for the operator. The process exits after this error."""
 
 
 class Runner(Protocol):
-    """Runs one model's graphs. Blocks: call it on the event loop's thread only for runs known to be quick.
+    """Runs one model's graphs. `run` blocks, so only short runs may be on the event loop's thread.
 
-    Arrays are batch-major; tokens, targets, lengths and top_ids are int64, all others float32. B is the batch, T the
-    time, V the vocabulary, H the width of the output layer's input. `<state>` is one array (B, *shape) for every tensor
-    of the manifest, `<next>` the next states, named `next.<name>`.
+    Arrays are batch-major. tokens, targets, lengths and top_ids are int64, and all other arrays are float32. B is the
+    batch size, T the padded length, V the vocabulary's size and H the width of the output layer's input. `<state>`
+    stands for one array (B, *shape) per state tensor of the manifest, and `<next>` for the next states, named
+    `next.<name>`.
 
         step     tokens (B), <state>                 -> logits (B, V), <top>, hidden (B, H), <next>
         window   tokens (B, T), lengths (B)          -> logits (B, V), <top>, hidden (B, H), <next>, <bound>
@@ -34,19 +35,21 @@ class Runner(Protocol):
         scan     like advance, with targets (B, T)   -> logprobs (B, T), hidden (B, H), <next>
         head     hidden (B, H)                       -> logits (B, V), <top>
 
-    `<top>`: `top_logits` (B, K), the largest in falling order, `top_ids` (B, K), the smaller first among equals, and
-    `log_sum_exp` (B); graphs of an earlier export do not have it.
+    `<top>` stands for `top_logits` (B, K), the largest logits in descending order, `top_ids` (B, K), their token ids,
+    and `log_sum_exp` (B). Equal logits are ordered by ascending id. Graphs of earlier exports do not have these
+    outputs.
 
-    Positions at or over an item's length are padding and change nothing; 1 <= length <= T. Some models have a
-    `<bound>`: `radius` (B) bounds, in exact arithmetic, the 2-norm distance of `hidden` from that of any run that ends
-    in the same tokens, from any reachable state; infinite without a bound. Gated models may also have `stream` (B, H),
-    the value that the first layer's mixing matrix is added to, and for each layer's state `error.<name>`, how far each
-    of its units may be from that run's.
+    Lengths are 1 <= length <= T. Positions from an item's length on are padding and have no effect. `<bound>` stands
+    for outputs of some models. `radius` (B) is a bound of the 2-norm distance between `hidden` and the hidden state of
+    any run that starts in a reachable state and ends in the same tokens, in exact arithmetic. It is infinite if there
+    is no bound. Gated models may also have `stream` (B, H), the value to which the output of the first layer's mixing
+    matrix is added, and one `error.<name>` per state. `error.<name>` is a bound, for each unit, of the distance from
+    the state of such a run.
     """
 
     @property
     def device(self) -> str:
-        """`cpu` or `cuda`: the device that the graphs run on."""
+        """The device that the graphs run on, `cpu` or `cuda`."""
         ...
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:

@@ -1,10 +1,11 @@
-"""Runs a bundle's graphs in a separate process, scheduled only on idle processors.
+"""Runs a bundle's graphs in a separate process that runs only on idle processors.
 
-A low-priority thread would not do: while it waits for a processor, it may hold the interpreter's lock and block all
-other threads. Every message is a line of JSON and the bytes of the arrays that it names; nothing is unpickled.
+A low-priority thread is no alternative. While it waits for a processor it may hold the interpreter's lock (GIL), and
+then it blocks all other threads. Every message between the processes is a line of JSON, followed by the bytes of the
+arrays that the line describes. Nothing is unpickled.
 
-`python -m wane.service.runners.subprocess BUNDLE` is the process. It answers on its standard output, and exits at the
-end of its input.
+`python -m wane.service.runners.subprocess BUNDLE` starts this process. It reads requests from its standard input,
+answers on its standard output, and exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -29,18 +30,17 @@ from wane.service.runners.runner import Array
 
 
 class RunnerLost(Exception):
-    """The process has exited."""
+    """The runner's process has exited."""
 
 
 class SubprocessRunner:
-    """Runs one bundle's graphs on the CPU, on one thread of another process. Only `kill` may be called while another
-    call runs.
+    """Runs one bundle's graphs on one CPU thread of another process. Only `kill` may be called during another call.
 
-    `cpu_s`: processor time in seconds that the runs have taken.
+    `cpu_s`: the total CPU time of the runs in seconds.
     """
 
     def __init__(self, bundle: Path) -> None:
-        """Starts the process, which loads the bundle; the first run waits for it."""
+        """Starts the process. The first run waits until the process has loaded the bundle."""
         self.cpu_s = 0.0
         process = subprocess.Popen(  # noqa: S603  (this interpreter, this module, and a folder)
             [sys.executable, "-m", "wane.service.runners.subprocess", str(bundle.resolve())],
@@ -51,8 +51,8 @@ class SubprocessRunner:
         self.process, self.asked, self._answers = process, process.stdin, process.stdout
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Runs one graph and returns its outputs by name; see `Runner`. Raises RunnerLost, or RuntimeError if the run
-        failed."""
+        """Runs one graph and returns its outputs by name. See `Runner` for the shapes. Raises RunnerLost if the process
+        has exited, and RuntimeError if the run failed."""
         try:
             _write(self.asked, {"role": role}, feeds)
             said, outputs = _read(self._answers)
@@ -68,10 +68,10 @@ class SubprocessRunner:
         self.process.kill()
 
     def wait(self) -> None:
-        """Waits for the process to exit, after `kill`."""
+        """Waits until the process has exited. Call this after `kill`."""
         self.process.wait()
         for pipe in (self.asked, self._answers):
-            with suppress(OSError):  # a pipe whose other end is closed cannot flush its buffer
+            with suppress(OSError):  # closing flushes the buffer, which fails if the other end is closed
                 pipe.close()
 
 
@@ -97,8 +97,9 @@ def _read(pipe: IO[bytes]) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def main() -> None:
-    """Answers messages until the end of the input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both processes; the server ends this one
+    """Answers requests until the end of the input."""
+    # a terminal sends SIGINT to both processes, but the server ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(AttributeError, OSError):  # only Linux has SCHED_IDLE
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     asked, answers = sys.stdin.buffer, sys.stdout.buffer
@@ -109,7 +110,7 @@ def main() -> None:
             begun_s, failure, outputs = time.process_time(), None, {}
             try:
                 outputs = runner.run(said["role"], feeds)
-            except Exception as error:  # the caller gets every error of a run
+            except Exception as error:  # the caller receives every error of a run
                 failure = str(error)
             _write(answers, {"cpu_s": time.process_time() - begun_s, "failure": failure}, outputs)
 

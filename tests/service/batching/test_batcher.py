@@ -160,7 +160,7 @@ async def test_a_sequence_that_cannot_run_before_its_deadline_is_refused(
     waiting = [rig.ask(token, deadline=now + TIMEOUT_S) for token in range(2, 10)]  # a full batch
     await turn()
     rig.batcher.sequence_s *= 3600
-    with pytest.raises(Overloaded, match=r"8 requests are ahead, which take about 3600\.0 s; .* is in 3") as caught:
+    with pytest.raises(Overloaded, match=r"the 8 queued requests take about 3600\.0 s; .* is in 3") as caught:
         await rig.ask(98, deadline=too_late - 60)
     assert 59 < caught.value.retry_after_s < 62
     waiting += [rig.ask(97, deadline=in_time), rig.ask(96), rig.ask(95, deadline=now - 1)]

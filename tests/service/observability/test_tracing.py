@@ -109,7 +109,9 @@ def test_an_unsupported_protocol_is_logged(caplog: pytest.LogCaptureFixture) -> 
     tracing = Tracing.open(ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "1")
     assert tracing is not None
     tracing.close()
-    assert ["http/protobuf, not by grpc" in record.getMessage() for record in caplog.records] == [True]
+    assert ["http/protobuf, because grpc is not supported" in record.getMessage() for record in caplog.records] == [
+        True
+    ]
 
 
 def test_a_warning_says_that_tracing_is_off_if_opentelemetry_is_not_installed() -> None:

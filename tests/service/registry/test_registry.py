@@ -226,7 +226,7 @@ async def test_a_session_is_found_only_on_its_model(registry: ModelRegistry) -> 
     assert await registry.engine_for(session) is engines[-1]
     assert await registry.engine_for(session, engines[-1].name) is engines[-1]
     if len(engines) > 1:
-        with pytest.raises(InvalidRequest, match=f"is of model '{engines[-1].name}'"):
+        with pytest.raises(InvalidRequest, match=f"belongs to model '{engines[-1].name}'"):
             await registry.engine_for(session, engines[0].name)
         with pytest.raises(UnknownSession):
             await engines[0].submit(StepRequest(session, (1,)))
@@ -336,7 +336,7 @@ async def test_sessions_are_saved_before_close_waits_for_an_unfinished_load(
 
 
 async def test_a_default_model_that_is_set_must_exist() -> None:
-    with pytest.raises(RegistryError, match="default_model is 'nobody', but the bundles hold"):
+    with pytest.raises(RegistryError, match="default_model is 'nobody', but there are only bundles of"):
         await make(PATHS[0], default_model="nobody").load()
 
 

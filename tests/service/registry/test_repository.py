@@ -75,7 +75,10 @@ async def test_a_failed_bundle_is_retried_when_it_changes(folder: Path, caplog: 
         put(folder, version)
         await poll(poller, 4)
     assert loads.names == [MODEL, MODEL]
-    assert "small has changed, and was not loaded: model 'small' was not loaded: its weights are none" in caplog.text
+    assert (
+        "bundle small has changed, but was not loaded: model 'small' was not loaded: its weights are none"
+        in caplog.text
+    )
 
 
 async def test_a_deleted_bundle_changes_nothing_and_is_loaded_again_if_it_is_restored(folder: Path) -> None:

@@ -114,7 +114,7 @@ async def test_requests_in_flight_at_a_swap_are_answered_by_the_old_version(
     new = await registry.load_model(MODEL)
     assert registry.get() is new
     assert old.retired
-    assert IndexEntry(MODEL, "1", "UNLOADING", "until its last requests are answered") in await registry.index()
+    assert IndexEntry(MODEL, "1", "UNLOADING", "answers its last requests") in await registry.index()
     assert (await old.submit(PredictRequest(TOKENS))).predictions
     epoch.leave()
     await registry.settled()
@@ -139,7 +139,7 @@ async def test_an_old_version_finishes_requests_of_disconnected_callers(registry
     [
         (lambda path: (path / "weights.safetensors").write_bytes(b"no weights"), "small/weights.safetensors"),
         (lambda path: (path / "manifest.json").write_text("{"), "small/manifest.json: cannot be read as JSON"),
-        (lambda path: edit_manifest(path, "version", value="1"), "its bundle has changed, but not its version"),
+        (lambda path: edit_manifest(path, "version", value="1"), "its bundle has changed, but its version is still"),
         (lambda path: edit_manifest(path, "window", value=0), "small/manifest.json: window"),
         (lambda path: edit_manifest(put(path.parent, "2", "gated", name="other"), "name", value=MODEL),
          "two different bundles have version 2"),
@@ -184,7 +184,7 @@ async def test_a_graph_of_other_weights_is_not_loaded(
 
 
 async def test_a_model_without_a_bundle_is_unknown(registry: ModelRegistry) -> None:
-    with pytest.raises(UnknownModel, match="no bundle of model 'nobody'; the bundles hold small"):
+    with pytest.raises(UnknownModel, match="no bundle of model 'nobody'; models with a bundle: small"):
         await registry.load_model("nobody")
     with pytest.raises(UnknownModel, match="no model 'nobody'"):
         await registry.unload_model("nobody")
@@ -224,7 +224,7 @@ async def test_sessions_of_another_tokenizer_stay_on_their_version(folder: Path,
         await new.submit(StepRequest(session, (9,)))
     index = await registry.index()
     assert index == [
-        IndexEntry(MODEL, "1", "READY", "for the sessions of its tokenizer only"),
+        IndexEntry(MODEL, "1", "READY", "serves only the sessions of its tokenizer"),
         IndexEntry(MODEL, "2", "READY", ""),
     ]
     report = (await registry.report())["models"]
@@ -303,7 +303,7 @@ async def test_sessions_keep_as_many_tokens_as_the_longest_window_of_any_loaded_
 
 async def test_a_load_continues_after_the_callers_deadline(registry: ModelRegistry, folder: Path) -> None:
     put(folder, "2", "lstm-stable")
-    with pytest.raises(DeadlineExceeded, match="the load continues: the index shows"):
+    with pytest.raises(DeadlineExceeded, match="the load continues; the index shows"):
         await registry.load_model(MODEL, asyncio.get_running_loop().time())
     async with asyncio.timeout(TIMEOUT_S):
         while registry.get().version != "2":  # noqa: ASYNC110

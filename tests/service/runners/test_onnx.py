@@ -44,7 +44,7 @@ def test_a_run_returns_every_output_by_name_and_shape(path: Path) -> None:
 @each_bundle
 def test_cuda_fails_if_it_is_not_installed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CPU])
-    with pytest.raises(DeviceError, match=r"no CUDA provider.*onnxruntime-gpu in place of onnxruntime"):
+    with pytest.raises(DeviceError, match=r"no CUDA provider.*onnxruntime-gpu instead of onnxruntime"):
         OnnxRunner(opened(path)[0], "cuda", threads=1)
     assert OnnxRunner(opened(path)[0], "auto", threads=1).device == "cpu"
 
