@@ -109,7 +109,7 @@ def positive(text: str) -> int:
 
 
 def visited(together: list[Contender], model: str, round_: int, seconds: float, folder: Path) -> None:
-    """Makes one visit and writes its results. A visit has its own process, so that its resources are released at exit."""
+    """Makes one visit in its own process, which releases its resources at exit, and writes the results."""
     try:
         for found in visit(together, MODELS[model], round_, seconds, WORK / "logs"):
             found.write(visit_path(folder, round_, model, found.contender))

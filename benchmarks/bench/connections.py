@@ -1,4 +1,4 @@
-"""Minimal HTTP/1.1 and WebSocket clients on plain sockets. They implement only what the loads need and use little CPU."""
+"""Minimal HTTP/1.1 and WebSocket clients on plain sockets. They support only what loads need and use little CPU."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from benchmarks.engine import CLIENTS, Subject
 
 
 def prepare_engine(bundle: Path, way: str, stack: ExitStack) -> Callable[[float], Timed]:
-    """Prepares session steps of concurrent clients. way: `batcher` or `engine`. The exit of `stack` stops the threads."""
+    """Prepares steps of concurrent clients. way: `batcher` or `engine`. The exit of `stack` stops the threads."""
     runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
     subject = Subject(bundle)
     runner.run(subject.start())

@@ -331,7 +331,7 @@ def check(stage: Stage, expected: Callable[[list[list[int]]], list[Ranked]]) -> 
 
 
 def _check_steps(stage: Stage, client: httpx.Client, expected: Callable[[list[list[int]]], list[Ranked]]) -> None:
-    """Checks every kind of step. Wane feeds the start token to a new session; a peer receives the token in a request."""
+    """Checks every kind of step. Wane feeds the start token to new sessions; a peer receives it in a request."""
     start, words = stage.manifest.vocabulary.eos_id, stage.text(8)
     (ranked,) = expected([[start, *(token for token, _ in words)]])
     by_token, by_text, together = stage.sessions("check", 3)

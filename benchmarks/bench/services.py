@@ -29,9 +29,7 @@ def require_services(names: list[Service]) -> None:
     if "redis" in names and shutil.which("redis-server") is None:
         raise ServiceMissing("redis-server was not found; on Debian and Ubuntu: apt-get install redis-server")
     if "collector" in names and importlib.util.find_spec("rotel") is None:
-        raise ServiceMissing(
-            "rotel, a collector of traces, was not found; the extra `dev` installs it on Linux on x86_64"
-        )
+        raise ServiceMissing("rotel, a collector of traces, was not found; the extra `dev` installs it (Linux, x86_64)")
 
 
 @contextmanager

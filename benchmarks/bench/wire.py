@@ -1,4 +1,4 @@
-"""Requests and answers in the servers' four formats. All formats have the same windows and the same five predictions."""
+"""Requests and answers in the servers' four formats. All formats carry the same windows and five predictions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def window_body(wire: Wire, tokens: Sequence[int]) -> str:
 
 
 def window_answer(wire: Wire, answer: bytes) -> Ranked:
-    """Returns an answer's token ids and probabilities, the most probable first. Raises WrongAnswer if there are none."""
+    """Returns an answer's token ids and probabilities, the most probable first. Raises WrongAnswer if it has none."""
     try:
         document = json.loads(answer)
         match wire:
