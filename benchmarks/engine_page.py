@@ -50,7 +50,7 @@ def starts(servers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def parked(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a table of the resident memory of a whole process, the bytes per session, and the store's time per call."""
+    """Returns a table of the process's resident memory, the bytes per session, and the store's time per call."""
     return markdown(
         ["", "GiB", "bytes a session", "append, us", "get, us"],
         [
@@ -91,7 +91,7 @@ def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def in_turns(subjects: Sequence[Mapping[str, Any]], first: str, second: str, *, ratio: str) -> list[str]:
-    """Returns a table of the CPU time per item of two variants that took turns. `ratio` is the name of its last column."""
+    """Returns a table of the CPU time per item of two variants that took turns. `ratio`: the name of its last column."""
     rows = []
     for subject in subjects:
         for run in subject["runs"]:

@@ -110,7 +110,7 @@ def steps(sessions: Sequence[str], random: Random) -> Iterator[bytes]:
 
 
 def drive(port: int, sessions: Sequence[Sequence[str]], seconds: float, random: Random) -> list[float]:
-    """Sends steps in a closed loop. Each connection steps its own sessions in turn. Returns the latencies in seconds."""
+    """Sends steps in a closed loop; each connection steps its own sessions in turn. Returns latencies in seconds."""
     latencies: list[float] = []
     with selectors.DefaultSelector() as selector:
         begun = time.perf_counter()

@@ -91,7 +91,7 @@ class OfRate(Frozen):
 
     @classmethod
     def of(cls, rounds: Sequence[Round], none: Sequence[Round] | None) -> OfRate:
-        """Summarises rounds. none: the same rounds on the server without shadows; None if `rounds` are of that server."""
+        """Summarises rounds. none: the same rounds without shadows; None if `rounds` are without shadows."""
         pairs = [] if none is None else list(zip(rounds, none, strict=True))
         return cls(
             rounds=len(rounds),

@@ -70,7 +70,9 @@ def main() -> None:
         results = empty(models, rounds, seconds).having(found, targets(found), comparisons(found, models))
         report(results, FIGURES if whole else WORK, PAGE if whole else None)
     if failed:
-        raise SystemExit(f"bench: failed, not in the results: {', '.join(failed)}; run the same command to retry them")
+        raise SystemExit(
+            f"bench: failed visits, not in the results: {', '.join(failed)}; run the same command to retry them"
+        )
 
 
 def parse() -> argparse.Namespace:

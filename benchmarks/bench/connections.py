@@ -107,7 +107,7 @@ class WebSocket:
         return None
 
     def _frame(self) -> tuple[int, bytes] | None:
-        """Removes the first frame from the received bytes; returns its opcode and payload."""
+        """Removes the first complete frame from the received bytes. Returns its opcode and payload, or None."""
         held = self._received
         if len(held) < 2:
             return None

@@ -42,7 +42,7 @@ class NativeLstm:
 
 
 def graph(weights: dict[str, NDArray[np.float32]], scored: bool) -> bytes:
-    """Builds the graph: tokens[T] (and targets[T]) -> h, c (or logprobs[T,1])."""
+    """Builds the graph. It maps tokens[T] to h and c, or tokens[T] and targets[T] to logprobs[T,1]."""
     hidden = weights["head.weight"].shape[1]
 
     def gates(name: str) -> NDArray[np.float32]:

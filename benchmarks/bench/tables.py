@@ -106,7 +106,7 @@ def show(results: Results, console: Console) -> None:
             _rich(f"{model}, {results.rounds} rounds of {results.seconds:g} s", FIGURES, figure_rows(results, model))
         )
         if rows := list(comparison_rows(results, model)):
-            console.print(_rich(f"{model}: this checkout and the baseline, in turns", COMPARISONS, iter(rows)))
+            console.print(_rich(f"{model}: this checkout and the baseline", COMPARISONS, iter(rows)))
     rows = [[cell.replace("**", "") for cell in row] for row in target_rows(results)]
     if rows:
         console.print(_rich("targets", TARGETS, iter(rows)))

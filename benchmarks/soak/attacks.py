@@ -242,7 +242,7 @@ async def never_reads(target: Target) -> AsyncIterator[Told]:
         name = f"never-reads-{random.randrange(8)}"
         await ask(
             target, request("POST", "/v1/sessions", target.key, {"session": name})
-        )  # or it is there, or none may be
+        )  # it may exist, or the quota may be used up
         await raw.send(upgrade(f"/v1/sessions/{name}/stream", target.key))
         yield Told(await raw.status(), ("101",))
         step = frame(json.dumps({"tokens": [random.randrange(2, target.vocabulary)], "top_k": 100}))
@@ -262,7 +262,7 @@ async def babbling(target: Target) -> AsyncIterator[Told]:
         name = f"babbling-{random.randrange(8)}"
         await ask(
             target, request("POST", "/v1/sessions", target.key, {"session": name})
-        )  # or it is there, or none may be
+        )  # it may exist, or the quota may be used up
         await raw.send(upgrade(f"/v1/sessions/{name}/stream", target.key))
         yield Told(await raw.status(), ("101",))
         for text in ("{", '{"tokens": "x"}', '{"rewind": -5}', "x" * 3000, '{"tokens": []}'):

@@ -67,7 +67,7 @@ class Server:
         return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
 
     def counts(self) -> dict[str, float]:
-        """Returns the server's Prometheus metrics. A key is a name with labels, such as `wane_x:method=GET:status=200`."""
+        """Returns the server's Prometheus metrics, with keys such as `wane_x:method=GET:status=200`."""
         text = self._get("/metrics").text
         found = {}
         for name, labels, value in METRIC.findall(text):
