@@ -2,10 +2,11 @@
 
     python -m benchmarks.clusters [--rounds N] [--seconds S] [--json FILE] [--page FILE]
 
-Two replicas of one model each time, and a Redis that writes every step to the disk before it answers: `scripts/ray`
-with `deploy/ray/serve.yaml`, and the stack of docker-compose.yml without its third replica. Both give each session a
-replica of its own. Connections take steps of one token in a closed loop, each for sessions of its own, in turn. One is
-started after the other, round by round; servers, clients and Redis share the machine.
+Each cluster has two replicas of one model, and a Redis that writes every step to the disk before it answers. Ray Serve
+runs as `scripts/ray` with `deploy/ray/serve.yaml`. HAProxy runs in the stack of docker-compose.yml, without its third
+replica. Both proxies route all steps of a session to the same replica. Each connection steps its own sessions in turn,
+by one token per request, in a closed loop. In every round, one cluster is started after the other. Servers, clients and
+Redis share the machine.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ WAIT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of one way."""
+    """One round with one of the proxies."""
 
     way: str
     steps: int
@@ -55,7 +56,7 @@ class Round:
 
 @contextmanager
 def haproxy() -> Iterator[int]:
-    """Starts the stack, stops one of its replicas, and yields the port."""
+    """Starts the stack, stops one of its replicas, and yields HAProxy's port."""
     with (
         tempfile.TemporaryDirectory() as folder,
         Stack(Path(folder), variables=dict.fromkeys(replicas(), VARIABLES)) as it,
@@ -81,7 +82,7 @@ def ray() -> Iterator[int]:
         assert process.stdout is not None
         with process.stdout:
             if not any(": ready at " in line for line in process.stdout):
-                raise SystemExit("scripts/ray has ended before it was ready")
+                raise SystemExit("scripts/ray ended before it was ready")
             try:
                 yield PORT
             finally:
@@ -94,7 +95,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[int]]] = {"HAProxy": haproxy
 
 
 def measure(way: str, number: int, seconds: float) -> Round:
-    """Measures one round of one way."""
+    """Measures one round with one of the proxies."""
     random = Random(number)
     sessions = [[f"{NAME}-{one}-{other}" for other in range(SESSIONS_EACH)] for one in range(CONNECTIONS)]
     with WAYS[way]() as port:
@@ -106,17 +107,17 @@ def measure(way: str, number: int, seconds: float) -> Round:
 
 
 def rows(ways: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Yields one row for each way."""
+    """Yields a table row for each proxy."""
     for way, found in ways.items():
         latencies = (f"{found[name]['median']:.1f}" for name in ("p50_ms", "p99_ms"))
         yield [way, f"{Spread(**found['steps_per_s']):,.0f}", *latencies]
 
 
 def main() -> None:
-    """Measures, and writes the requested files."""
+    """Measures both proxies, and writes the figures and the page's table."""
     parser = argparse.ArgumentParser("python -m benchmarks.clusters", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="length of each round")
+    parser.add_argument("--seconds", type=float, default=8.0, help="duration of each round")
     parser.add_argument("--json", type=Path, default=Path("docs/figures/clusters.json"))
     parser.add_argument("--page", type=Path, default=Path("docs/clusters.md"))
     options = parser.parse_args()

@@ -1,18 +1,19 @@
-"""Compares the engine without HTTP with a bare loop over the same graphs: the cost of batching, sessions and answers.
+"""Compares the engine without HTTP with a bare loop over the same graphs, to measure the cost of batching, sessions and
+answers.
 
     python -m benchmarks.engine [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
 
-For every bundle, a step from a resident state and a window of the bundle's k, in ways that take turns:
+For every bundle, measures steps of resident states and windows of the bundle's length. These methods take turns:
 
-- bare: the runner in a loop, a full batch each time, the state fed back, the outputs dropped. One thread.
-- batcher: clients that each wait for their own future; states are gathered from the pool and written back to it.
-- engine: the same clients, with sessions, limits, deadlines, predictions, bounds and reports: `Engine.step` and
-  `Engine.predict`.
-- turns: requests of 64 clients, all submitted to the engine in one turn of the event loop, and again when all are
+- bare: the runner computes full batches in a loop on one thread. Each output state is the next input. The other outputs
+  are dropped.
+- batcher: each client awaits its own future. States are read from the state pool and written back to it.
+- engine: the same clients use the whole engine, with sessions, limits, deadlines, predictions, bounds and reports.
+- turns: 64 requests are submitted to the engine in one turn of the event loop. The next 64 follow when all are
   answered.
 
-`batcher` and `engine` have twice as many clients as a batch holds: while one half is computed, the other half is
-answered. A run with one client gives the median latency of a request, in microseconds.
+`batcher` and `engine` have twice as many clients as the largest batch: while one half's batch is computed, the other
+half's requests are answered. A further run with one client measures the median latency of a request.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ from wane.service.types import Mode, PredictRequest, StepRequest
 SHIPPED = Path("models/bundles/gated-stable")
 ROLES = ("step", "window")
 WAYS = {"rate": ("bare", "batcher", "engine", "turns"), "latency_us": ("bare", "batcher", "engine")}
-"""The ways by measured figure."""
+"""The methods with which each figure is measured."""
 BATCH = 64
 CLIENTS = 2 * BATCH
 TIMEOUT_S = 60.0
 
 Ask = Callable[[int], Awaitable[object]]
-"""Sends one request of a client, given by its number."""
+"""Sends one request of the client with this number."""
 
 
 class Subject:
-    """One bundle, ready for requests in every way."""
+    """One bundle, prepared for all methods."""
 
     def __init__(self, path: Path) -> None:
         self.bundle = bundle = Bundle.read(path)
@@ -85,7 +86,7 @@ class Subject:
         self.slots = [self.pool.acquire() for _ in range(CLIENTS)]
 
     async def start(self) -> None:
-        """Opens the clients' sessions, then freezes the garbage collector's objects, like a server."""
+        """Creates the clients' sessions. Then excludes existing objects from garbage collection, as a server does."""
         for client in range(CLIENTS):
             await self.engine.create_session(f"client-{client}")
         spare_the_collector()
@@ -96,7 +97,7 @@ class Subject:
         await self.engine.close()
 
     def bare(self, role: str, batch: int, seconds: float) -> list[float]:
-        """Returns the seconds of each run of a full batch."""
+        """Returns the duration of each of the bare loop's runs, in seconds."""
         tokens = self.tokens[:batch]
         feeds: dict[str, Array]
         if role == "step":
@@ -113,7 +114,7 @@ class Subject:
         return taken
 
     def ask(self, way: str, role: str) -> Ask:
-        """Returns the function that sends one request of a client."""
+        """Returns a function that sends one request of a client."""
         token, window = [row[:1] for row in self.tokens], list(self.tokens)
         tuples = [tuple(row.tolist()) for row in self.tokens]
         slots, submit, engine = self.slots, self.batcher.submit, self.engine
@@ -124,7 +125,7 @@ class Subject:
             return submit(Work("step", token[client], read=slots[client], write=slots[client]), Ticket())
 
         def by_engine(client: int) -> Awaitable[object]:
-            deadline = asyncio.get_running_loop().time() + TIMEOUT_S  # like every request over HTTP
+            deadline = asyncio.get_running_loop().time() + TIMEOUT_S  # requests over HTTP have a deadline too
             if role == "window":
                 return engine.submit(PredictRequest(tuples[client], mode=Mode.WINDOW, deadline=deadline))
             return engine.submit(StepRequest(f"client-{client}", tuples[client][:1], deadline=deadline))
@@ -151,7 +152,7 @@ class Subject:
         return answered / (time.perf_counter() - begun)
 
     async def turns(self, role: str, seconds: float) -> float:
-        """Returns requests per second if whole batches are submitted together and awaited."""
+        """Returns requests per second if each batch is submitted in one turn of the event loop."""
         ask, answered, begun = self.ask("engine", role), 0, time.perf_counter()
         while (now := time.perf_counter()) - begun < seconds:
             pending = [ask(client) for client in range(BATCH)]
@@ -161,7 +162,7 @@ class Subject:
         return answered / (now - begun)
 
     async def latency_us(self, way: str, role: str, seconds: float) -> float:
-        """Returns the median latency of one client."""
+        """Returns the median latency of one client's requests, in microseconds."""
         if way == "bare":
             return 1e6 * float(np.median(self.bare(role, 1, seconds)))
         ask, taken, end = self.ask(way, role), [], time.perf_counter() + seconds
@@ -172,7 +173,7 @@ class Subject:
 
 
 async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measures every way over the rounds: rates in requests/s, latencies in microseconds."""
+    """Measures every method in every round: rates in requests per second, latencies in microseconds."""
     subject = Subject(path)
     await subject.start()
     kinds = {"rate": subject.rate, "latency_us": subject.latency_us}
@@ -183,7 +184,7 @@ async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
             for kind, one in kinds.items():
                 for way in WAYS[kind]:
                     figure = await one(way, role, seconds)
-                    if index:  # the first round is for warming up
+                    if index:  # the first round is a warm-up
                         found[role][kind][way].append(figure)
     await subject.close()
     architecture = subject.manifest.architecture
@@ -208,7 +209,7 @@ async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def table(subject: dict[str, Any]) -> Table:
-    """Returns a table of medians, with the least and the most of all rounds."""
+    """Returns a table of medians with the smallest and the largest value of all rounds."""
     title = f"{subject['model']} version {subject['model_version']}, window of {subject['window']}"
     made = Table(title=title)
     for heading in ("", f"requests/s, batch {BATCH}", "of bare", "one client, us"):
@@ -225,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path, default=[SHIPPED], metavar="BUNDLE")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.5, help="length of one measurement")
+    parser.add_argument("--seconds", type=float, default=0.5, help="duration of one measurement")
     parser.add_argument("--json", type=Path, help="output file for the figures")
     options = parser.parse_args()
     found = [uvloop.run(measure(path, options.rounds, options.seconds)) for path in options.bundles]

@@ -1,4 +1,4 @@
-"""Puts the figures of `start`, `parked`, `shadow`, `precision` and `lookup` into the tables of docs/engine.md.
+"""Updates the tables of docs/engine.md with the figures of `start`, `parked`, `shadow`, `precision` and `lookup`.
 
 python -m benchmarks.engine_page
 """
@@ -25,7 +25,7 @@ WAYS = {
 
 
 def tables(figures: Path) -> dict[str, list[str]]:
-    """Returns the page's tables by name, as lines of Markdown; `figures`: the folder with the benchmarks' JSON."""
+    """Returns the page's tables by name, as lines of Markdown. `figures` is the folder of the benchmarks' JSON."""
     kept = {
         name: json.loads((figures / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("start", "parked", "shadow", "precision", "lookup")
@@ -40,7 +40,7 @@ def tables(figures: Path) -> dict[str, list[str]]:
 
 
 def starts(servers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """Returns the start times and the memory by served models, a column for each server."""
+    """Returns a table of start times and memory with a column for each server and its served models."""
     names = [f"{served}: {name}" for served, measured in servers.items() for name in measured]
     columns = [found for measured in servers.values() for found in measured.values()]
     return markdown(
@@ -50,7 +50,7 @@ def starts(servers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def parked(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the resident memory of a whole process, and of each of its sessions."""
+    """Returns a table of the process's resident memory, the bytes per session, and the store's time per call."""
     return markdown(
         ["", "GiB", "bytes a session", "append, us", "get, us"],
         [
@@ -67,7 +67,8 @@ def parked(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns live latency by k and rate, its difference from the round without shadows, and the shadows' figures."""
+    """Returns a table of shadows' costs for each k and rate: live latency, its difference from the same round without
+    shadows, CPU time, and the shares of answers that were compared and dropped."""
     rows = []
     for window in windows:
         for rate, found in window["rates"].items():
@@ -90,7 +91,7 @@ def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def in_turns(subjects: Sequence[Mapping[str, Any]], first: str, second: str, *, ratio: str) -> list[str]:
-    """Returns the CPU time per item of two ways that took turns, median (least to most), and their median `ratio`."""
+    """Returns a table of the CPU time per item of two variants that took turns. `ratio`: the name of its last column."""
     rows = []
     for subject in subjects:
         for run in subject["runs"]:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.export [--repeat N]
 
-Both compute `step` and `window` of the same random weights. Their outputs are compared first, and timed runs alternate
-between the two. torch's window takes the state after the last position, Wane's after each row's length. Needs the
-extras train and bench.
+Both exports contain the graphs `step` and `window` with the same random weights. Their outputs are compared first.
+Timed runs then alternate between the two. torch's window returns the state after the last position, and Wane's the
+state after each row's length. Needs the extras train and bench.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Exported:
 
 
 def _count(graph: onnx.GraphProto) -> int:
-    """Counts the nodes, including those in loop bodies."""
+    """Counts a graph's nodes, including those in loop bodies."""
     bodies = (attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g"))
     return len(graph.node) + sum(_count(body) for body in bodies)
 
@@ -145,7 +145,7 @@ def export_torch(folder: Path, architecture: Architecture, network: Network, rol
                     verbose=False,
                 )
             return Exported(path, dynamic_time=role == "step" or index == 0)
-        except Exception as error:  # torch raises many kinds; the last one is reported
+        except Exception as error:  # torch raises many types of exceptions; the last one is reported
             failure = error
     raise SystemExit(f"torch cannot export {role}: {failure}")
 
@@ -160,7 +160,7 @@ def feeds(architecture: Architecture, role: Role, batch: int) -> list[np.ndarray
 
 
 def alternate(sessions: list[onnxruntime.InferenceSession], values: list[np.ndarray], repeat: int) -> list[np.ndarray]:
-    """Returns the seconds of each session's runs, which alternate."""
+    """Runs the sessions in alternation. Returns the durations of each session's runs, in seconds."""
     named = [dict(zip((i.name for i in session.get_inputs()), values, strict=True)) for session in sessions]
     answers = [session.run(None, inputs)[0] for session, inputs in zip(sessions, named, strict=True)]
     np.testing.assert_allclose(answers[0], answers[1], atol=1e-4)

@@ -1,10 +1,10 @@
-"""Measures the gain of looking up a first layer's product for each token instead of multiplying.
+"""Measures the CPU time saved by lookup tables that hold the first layer's product for each token.
 
     python -m benchmarks.lookup [BUNDLE ...] [--rounds N] [--json FILE]
 
-Without bundles: `benchmarks/lstm256.py`'s model and the shipped lstm. Each bundle is compared with a temporary twin,
-exported from the bundle's weights without tables. Times are CPU times of one thread; the two take turns. Needs the
-extra train.
+Without BUNDLE, the bundles are the model of `benchmarks/lstm256.py` and the shipped lstm. Each bundle is compared with
+a temporary export of the same weights without tables, which multiplies instead. Times are CPU times of one thread. The
+two bundles take turns. Needs the extra train.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from wane.models.parity import log_softmax
 from wane.service.runners.onnx import OnnxRunner
 
 SHIPPED = Path("models/bundles/lstm")
-SAME = 1e-4  # largest difference of the two's log-probabilities
+SAME = 1e-4  # largest accepted difference between log-probabilities with and without tables
 
 
 def measure(path: Path, rounds: int) -> Subject:
-    """Measures one bundle."""
+    """Measures one bundle with and without tables."""
     bundle = Bundle.read(path)
     with tempfile.TemporaryDirectory() as folder:
         with patch.object(network, "TABLE_ELEMENTS", 0):
@@ -41,7 +41,7 @@ def measure(path: Path, rounds: int) -> Subject:
         said = [log_softmax(runner.run("window", feeds)["logits"]) for runner in runners.values()]
         apart = float(np.abs(said[0] - said[1]).max())
         if not apart <= SAME:
-            raise SystemExit(f"{bundle.manifest.name}: the log-probabilities of the two differ by {apart}")
+            raise SystemExit(f"{bundle.manifest.name}: log-probabilities with and without tables differ by {apart}")
         runs = in_turns(bundle, runners, rounds, slower="multiplied", quicker="looked up")
     return {"model": bundle.manifest.name, "window": bundle.manifest.window, "apart": apart, "runs": runs}
 

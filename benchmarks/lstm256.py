@@ -1,9 +1,10 @@
-"""The benchmarks' model: one LSTM layer of 256 over a vocabulary of 256 words, random weights made contractive.
+"""The benchmarks' model: one LSTM layer of 256 units, a vocabulary of 256 words, and random weights that are scaled to
+be contractive.
 
     python -m benchmarks.lstm256 FOLDER
 
-Its predictions are noise, but its steps cost the same as a trained model's, and it is certified. The same seed gives
-the same weights, so that all servers of a comparison can use the same graphs. Needs the extra train.
+Its predictions are noise. Its steps cost the same as a trained model's, and its certificate is valid. The seed is
+fixed, so that all servers of a comparison use the same weights and graphs. Needs the extra train.
 """
 
 from __future__ import annotations

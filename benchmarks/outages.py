@@ -1,14 +1,15 @@
-"""How long clients wait while replicas are killed.
+"""Measures how long clients wait while replicas are killed.
 
     python -m benchmarks.outages [--kills N]
 
-The whole stack as local processes: three replicas behind HAProxy, with their sessions in Redis. 200 sessions take 1.25
-steps a second each. After 15 seconds a replica is killed with SIGKILL every ten seconds, and started again at once. An
-outage lasts from a kill until that replica is ready again. A step's latency counts from when it was due until it was
-answered, with every repetition. It prints the longest latency, and the p99 before the kills, outside the outages and
-in them. The first two p99s are medians over slices of five and ten seconds. The latencies outside the outages include
-sessions that move back to their replica. On a machine of few cores, loading a model takes processor time from the
-other replicas. tests/stack/test_killed_replicas.py tests that nothing is lost meanwhile.
+The stack runs as local processes: three replicas behind HAProxy, with sessions in Redis. Each of 200 sessions takes
+1.25 steps a second. After 15 seconds, a replica is killed with SIGKILL every ten seconds and restarted immediately. An
+outage lasts from a kill until that replica is ready again. A step's latency is measured from its due time to its answer
+and includes all retries. Prints the longest latency and three p99s: before the kills, outside the outages, and during
+the outages. The first p99 is the median over slices of five seconds, the second over slices of ten seconds. The p99
+outside the outages includes steps of sessions that move back to a restarted replica. On a machine with few cores,
+loading a model takes CPU time from the other replicas. tests/stack/test_killed_replicas.py tests that killed replicas
+lose no step.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def slices(start_s: float, count: int, each_s: float) -> list[Span]:
 
 
 def p99_ms(clients: Iterable[SessionClient], spans: Sequence[Span], outside: Sequence[Span] = ()) -> float:
-    """Returns the p99 of the steps that were due in `spans`, except those in flight in any of `outside`.
+    """Returns the p99 latency of the steps that were due in `spans` and were not in flight during any of `outside`.
 
-    Returns NaN if there is no such step.
+    Returns NaN if no step matches.
     """
     latencies = [
         timed.latency_s * 1e3
@@ -64,7 +65,7 @@ def p99_ms(clients: Iterable[SessionClient], spans: Sequence[Span], outside: Seq
 
 
 async def measure(stack: Stack, kills: int) -> dict[str, float]:
-    """Returns the figures by name. Exits if a step failed or was lost."""
+    """Kills replicas and returns the figures by name. Exits if a step failed or was lost."""
     clock = asyncio.get_running_loop().time
     outages: list[Span] = []
     async with open_clients(stack.port, [FIRST_TOKENS] * SESSIONS) as clients:
@@ -99,9 +100,7 @@ async def measure(stack: Stack, kills: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--kills", type=int, default=6, help="how many times a replica is killed (default: %(default)s)"
-    )
+    parser.add_argument("--kills", type=int, default=6, help="number of kills (default: %(default)s)")
     options = parser.parse_args()
     if options.kills < 1:
         parser.error(f"--kills is {options.kills}, but must be at least 1")

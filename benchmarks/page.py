@@ -1,4 +1,4 @@
-"""Writes tables into a page, each between `<!-- NAME -->` and `<!-- /NAME -->`."""
+"""Replaces tables in a Markdown page. A table stands between `<!-- NAME -->` and `<!-- /NAME -->`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class PageError(Exception):
-    """The page cannot be read or lacks a marker; the message names which."""
+    """The page cannot be read or lacks a marker. The message names the page or the marker."""
 
 
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -17,12 +17,12 @@ def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def put(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Like `put_all`, for one table."""
+    """Replaces one table of the page. Raises PageError."""
     put_all(page, {name: lines})
 
 
 def put_all(page: Path, tables: Mapping[str, Sequence[str]]) -> None:
-    """Replaces the text between each table's markers by the table. Raises PageError."""
+    """Replaces the text between each table's markers with the table. Raises PageError."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
@@ -31,7 +31,7 @@ def put_all(page: Path, tables: Mapping[str, Sequence[str]]) -> None:
 
 
 def with_tables(text: str, tables: Mapping[str, Sequence[str]], page: str) -> str:
-    """Returns the text of a page with the tables. Raises PageError if a marker is missing."""
+    """Returns `text` with the tables between their markers. Raises PageError if a marker is missing."""
     for name, lines in tables.items():
         first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
         before, opened, rest = text.partition(first)

@@ -1,21 +1,25 @@
-"""Compares a long sequence run in parallel chunks with one run over all of it, on this machine's CPUs.
+"""Compares running a long sequence in parallel chunks with running it sequentially, on this machine's CPUs.
 
     python -m benchmarks.parallel_scan [BUNDLE ...] [--tokens N] [--rounds N] [--json FILE] [--figure FILE]
 
-Without bundles: `benchmarks/lstm256.py`'s model and the shipped gated-stable. For each, `state`, which returns only the
-last state, and `score`, which returns the log-probability of every token, in ways that take turns:
+Without BUNDLE, the bundles are the model of `benchmarks/lstm256.py` and the shipped gated-stable. Two results are
+measured: `state`, the last state alone, and `score`, the log-probability of every token. These methods take turns:
 
-- one call: one run of the graph `advance` or `scan` over the whole sequence, on two spinning threads. For an LSTM that
-  is one call of ONNX Runtime's LSTM.
-- in pieces: the same graph over PIECE tokens at a time with the state carried, the fastest sequential way.
-- step: the graph `step`, token by token, over the first STEPPED tokens; seconds are scaled up.
-- chunks, 2 threads / chunks, 2 runs: the graph over WIDTH parallel chunks without warm-up tokens, the pure work: one
-  run on two threads, and two runs on one thread each, of half of the chunks.
-- parallel: the served way: chunks planned by the measurements at load, warmed up, run by the queue, with joints
-  measured and bounded, and those over 1e-5 run again.
-- parallel, exact: like parallel, but every joint that is not bitwise equal is run again.
+- one call: one run of the graph `advance` or `scan` over the whole sequence, on two spinning threads. For an LSTM, this
+  is one call of ONNX Runtime's LSTM operator.
+- in pieces: the same graph runs over PIECE tokens at a time and carries the state from piece to piece. This is the
+  fastest sequential method.
+- step: the graph `step` runs token by token over the first STEPPED tokens. Its time is extrapolated to the whole
+  sequence.
+- chunks: the graph runs over WIDTH parallel chunks without warm-up tokens, which measures the work alone. `2 threads`
+  is one run on two threads. `2 runs` is two concurrent runs on one thread each, with half of the chunks each.
+- parallel: the method that the server uses. The throughput that is measured at load determines the chunks. Each chunk
+  is warmed up, and the batcher runs it. The error at each joint of two chunks is measured and bounded. Chunks whose
+  error is over 1e-5 are run again.
+- parallel, exact: like parallel, but a chunk is run again unless its initial state is bitwise equal to the previous
+  chunk's last state.
 
-The table includes the differences of the log-probabilities and of the last states from those of one call.
+The table also shows how much each method's log-probabilities and last states differ from those of `one call`.
 """
 
 from __future__ import annotations
@@ -98,14 +102,14 @@ class Session:
         self._states = [tensor.name for tensor in bundle.manifest.state]
 
     def __call__(self, feeds: Feeds) -> Feeds:
-        """Returns the next states by name, and `logprobs` of a graph that has them."""
+        """Runs the graph. Returns the next states by name, and `logprobs` if the graph computes them."""
         names = [f"next.{name}" for name in self._states] + sorted(self._wanted)
         found = dict(zip(names, self._session.run(names, feeds), strict=True))
         return {name.removeprefix("next."): value for name, value in found.items()}
 
 
 class Subject:
-    """One bundle and one sequence for it."""
+    """One bundle and a random sequence for it."""
 
     def __init__(self, path: Path, tokens: int) -> None:
         self.bundle = bundle = Bundle.read(path)
@@ -151,7 +155,7 @@ class Subject:
         self.workers.shutdown()
 
     def ways(self, kind: str) -> dict[str, Way]:
-        """Returns the measured ways by name."""
+        """Returns the measured methods by name."""
         role, length = ROLES[kind], len(self.tokens) - 1
         found: dict[str, Way] = {
             "one call": lambda: self._keep(kind, "one call", self._ordered(self.two[role], role, length)),
@@ -165,7 +169,7 @@ class Subject:
         return found
 
     def differences(self, kind: str, name: str) -> dict[str, float]:
-        """Returns the differences of a way's last state or log-probabilities from those of one call."""
+        """Returns the largest differences of a method's states and log-probabilities from those of `one call`."""
         one, other = self.ends[kind, "one call"], self.ends[kind, name]
         return {
             what: max(
@@ -181,7 +185,7 @@ class Subject:
         self.ends[kind, name] = end
 
     def _feeds(self, role: Role, rows: slice | NDArray[np.int64], state: Feeds) -> Feeds:
-        """Returns the inputs of a graph. rows: positions, (T) or (B, T)."""
+        """Returns the inputs of a graph. rows: positions in the sequence, (T) or (B, T)."""
         tokens = np.atleast_2d(self.tokens[rows])
         feeds: Feeds = {"tokens": tokens, "lengths": np.full(len(tokens), tokens.shape[1]), **state}
         if role == "scan":
@@ -257,7 +261,8 @@ class Subject:
 
 
 def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Measures every way; returns its seconds and ratios (`against`) and its differences."""
+    """Measures every method. Returns its seconds, its ratios to the sequential methods (`against`), and its
+    differences."""
     subject = Subject(path, tokens)
     ways = {(kind, name): way for kind in ROLES for name, way in subject.ways(kind).items()}
     seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in WAYS} for kind in ROLES}
@@ -267,7 +272,7 @@ def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[st
             begun = time.perf_counter()
             way()
             taken = time.perf_counter() - begun
-            if index:  # the first round is for warming up
+            if index:  # the first round is a warm-up
                 seconds[kind][name].append(taken * (tokens / STEPPED if name == "step" else 1))
             progress.advance(bar)
     subject.close()
@@ -292,13 +297,14 @@ def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[st
 
 
 def against(seconds: dict[str, list[float]], name: str) -> dict[str, Spread]:
-    """Returns the seconds of a way, and the ratios of the two sequential ways to it, round by round."""
+    """Returns the seconds of a method, and the ratios of the two sequential methods' seconds to them in each round."""
     ordered = {f"{other} / it": ratios(seconds[other], seconds[name]) for other in ("one call", "in pieces")}
     return {"seconds": Spread.of(seconds[name]), **ordered}
 
 
 def table(found: dict[str, Any], tokens: int) -> Table:
-    """Returns a table of medians, with the least and the most of all rounds; ratios round by round."""
+    """Returns a table of medians with the smallest and the largest value of all rounds. A ratio is computed within each
+    round."""
     made = Table(title=f"{found['model']} version {found['version']}, {tokens:,} tokens")
     for heading in ("", "seconds", "us a token", "one call / it", "in pieces / it", "how"):
         made.add_column(heading, justify="left" if heading in ("", "how") else "right")
@@ -319,7 +325,7 @@ def table(found: dict[str, Any], tokens: int) -> Table:
 
 
 def draw(subjects: list[dict[str, Any]], tokens: int, path: Path) -> None:
-    """Plots tokens per second, medians with the least and the most."""
+    """Plots tokens per second: medians with the smallest and the largest value."""
     figure, axes = plt.subplots(
         1, len(subjects), figsize=(5.4 * len(subjects), 3.8), layout="constrained", squeeze=False
     )

@@ -2,15 +2,15 @@
 
     python -m benchmarks.parked [--sessions N] [--history TOKENS] [--json FILE]
 
-Every way of storing them is measured in its own process by its resident memory, against 1 GiB:
+Each way to store the sessions is measured in its own process. Its resident memory is compared with 1 GiB:
 
-- objects: the plain way, a dict of Python objects, each with its history in a list of ints (its ints are all shared).
+- objects: a dict of Python objects. Each has its history in a list of ints. All lists share the int objects.
 - store: `MemoryStore`, which the server uses.
 - server: the same store, in a process that has the default model loaded, verified and warmed up.
 
 Histories are filled in four pieces, interleaved over the sessions, as in a server with concurrent sessions. Then a
-tenth is deleted and created again, twice, which shows memory that cannot be reused. At the end all sessions expire at
-once, and as many calls as necessary delete them.
+tenth of the sessions is deleted and created again, twice, which shows freed memory that cannot be reused. At the end
+all sessions expire at the same time, and repeated calls delete them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHIPPED = Path("models/bundles/gated-stable")
 VOCABULARY = 2048
 PIECES = 4
 CHURNS = 2
-CHURNED = 10  # one in this many sessions is deleted and created again
+CHURNED = 10  # one session in CHURNED is deleted and created again
 TIMED = 20_000
 TTL_S = 24 * 3600
 WAYS = ("objects", "store", "server")
@@ -55,7 +55,7 @@ Result = dict[str, Any]
 
 
 class Kept(Protocol):
-    """A way of storing sessions."""
+    """One way to store sessions."""
 
     async def start(self, session: str) -> None: ...
     async def append(self, session: str, tokens: tuple[int, ...]) -> None: ...
@@ -64,7 +64,7 @@ class Kept(Protocol):
 
 @dataclass
 class Plain:
-    """A session as a plain dataclass."""
+    """A session as a dataclass, with its history in a list."""
 
     model: str = "m"
     model_version: str = "1"
@@ -77,7 +77,7 @@ class Plain:
 
 
 class Objects:
-    """A dict of Python objects."""
+    """Stores sessions as a dict of Python objects."""
 
     def __init__(self, session_history_tokens: int) -> None:
         self._keep = session_history_tokens
@@ -100,7 +100,7 @@ class Objects:
 
 
 class Stored:
-    """The server's store."""
+    """Stores sessions in the server's `MemoryStore`."""
 
     def __init__(self, session_history_tokens: int, models: ModelRegistry | None = None) -> None:
         self.models = models
@@ -122,13 +122,13 @@ class Stored:
 
 
 def resident_bytes() -> int:
-    """Returns the resident memory of this process."""
+    """Returns the resident memory of this process, in bytes."""
     status = Path("/proc/self/status").read_text()
     return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
 
 
 async def fill(kept: Kept, names: list[str], history: int) -> None:
-    """Starts sessions and fills their histories, interleaved."""
+    """Starts sessions and fills their histories in PIECES rounds over all sessions."""
     for name in names:
         await kept.start(name)
     for _ in range(PIECES):
@@ -138,7 +138,7 @@ async def fill(kept: Kept, names: list[str], history: int) -> None:
 
 
 async def measure(way: str, count: int, history: int) -> Result:
-    """Measures one way of storing `count` sessions with histories of `history` tokens, in this process."""
+    """Measures one way to store `count` sessions with histories of `history` tokens, in this process."""
     kept: Objects | Stored
     if way == "objects":
         kept = Objects(history)
@@ -149,7 +149,7 @@ async def measure(way: str, count: int, history: int) -> Result:
         await models.load()
         kept = Stored(history, models)
     names = [secrets.token_urlsafe(16) for _ in range(count)]
-    # The names of the list are counted as the sessions' own, because all references share one string.
+    # The strings in `names` count as memory of the sessions, because the stores refer to the same strings.
     before = resident_bytes() - sum(map(sys.getsizeof, names))
     await fill(kept, names, history)
     result: Result = {"way": way, "sessions": count, "session_history_tokens": history, "before_bytes": before}
@@ -176,14 +176,14 @@ async def measure(way: str, count: int, history: int) -> Result:
 
 
 async def timed(call: Awaitable[object]) -> float:
-    """Awaits a call and returns its microseconds."""
+    """Awaits a call. Returns its duration in microseconds."""
     started = time.perf_counter()
     await call
     return 1e6 * (time.perf_counter() - started)
 
 
 def apart(way: str, count: int, history: int) -> Result:
-    """Runs the measurement in its own process."""
+    """Measures one way in its own process."""
     command = [sys.executable, "-m", "benchmarks.parked", f"--way={way}", f"--sessions={count}", f"--history={history}"]
     result: Result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     print(f"{way}: {result['churned_bytes'] / GIB:.3f} GiB", file=sys.stderr, flush=True)
@@ -193,9 +193,9 @@ def apart(way: str, count: int, history: int) -> Result:
 def show(results: list[Result]) -> None:
     """Prints the table.
 
-    It has the resident memory of the whole process, filled and churned, and the latter's share of 1 GiB; the memory of
-    a session, and the store's count of it; medians of single calls; the time of a full garbage collection; and the
-    longest call while all sessions expire.
+    Its columns are: the resident memory of the process after filling and after churn, and the share of 1 GiB that the
+    latter takes; the memory per session, and the store's own count of it; the median times of calls; the time of a full
+    garbage collection; the longest call while all sessions expire.
     """
     first = results[0]
     made = f"{first['sessions']:,} parked sessions with histories of {first['session_history_tokens']} tokens"
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument(
         "--history", type=int, default=64, metavar="TOKENS", help="history of each session (default 64)"
     )
-    parser.add_argument("--way", choices=WAYS, help="measure one way and print it as JSON")
+    parser.add_argument("--way", choices=WAYS, help="measure one way to store sessions and print its figures as JSON")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.way is not None:

@@ -1,11 +1,12 @@
-"""Compares a bundle with its int8 twin: the gain in CPU time, and the agreement of the predictions.
+"""Compares a bundle with an int8 export of the same weights (its int8 twin): CPU time, and agreement of the
+predictions.
 
     python -m benchmarks.precision [BUNDLE ...] [--rounds N] [--json FILE]
 
-The temporary twin is exported from the bundle's weights and tokenizer. Both read the same texts, which the float32
-model generates token by token at temperature 1, each with its own state. Every pair of predictions is compared like a
-`both` answer and counted like in the report. Times are CPU times of one thread; the two take turns. Needs the extra
-train.
+The temporary twin is exported from the bundle's weights and tokenizer. The float32 model generates texts token by token
+at temperature 1. Both models read these texts, each with its own state. Each pair of predictions is compared as in a
+`both` answer and counted as in the server's report. Times are CPU times of one thread. The two models take turns. Needs
+the extra train.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ RUNS: tuple[tuple[Role, int, int], ...] = (
     ("window", 1, 10),
     ("window", 16, 2),
 )
-"""Role, batch, and the number of runs per round."""
+"""Role, batch size, and number of runs per round."""
 
 Runners = dict[str, OnnxRunner]
 Subject = dict[str, Any]
 
 
 def twin(bundle: Bundle, folder: Path, precision: Precision) -> Bundle:
-    """Exports the bundle's weights as a bundle of another precision."""
+    """Exports the bundle's weights as a new bundle with `precision`."""
     manifest = bundle.manifest
     random = np.random.default_rng(0)
     export_bundle(
@@ -70,12 +71,12 @@ def twin(bundle: Bundle, folder: Path, precision: Precision) -> Bundle:
 
 
 def zeros(bundle: Bundle, batch: int) -> dict[str, Array]:
-    """Returns the state before any token."""
+    """Returns the state before the first token."""
     return {tensor.name: np.zeros((batch, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
 
 
 def agreement(bundle: Bundle, runners: Runners) -> AgreementStatistics:
-    """Measures the agreement over every token of the texts."""
+    """Counts the agreement of the two models' predictions at every token of the texts."""
     random, found = np.random.default_rng(1), AgreementStatistics()
     states = {precision: zeros(bundle, TEXTS) for precision in runners}
     tokens: NDArray[np.int64] = np.full(TEXTS, bundle.manifest.vocabulary.eos_id)
@@ -98,7 +99,7 @@ def agreement(bundle: Bundle, runners: Runners) -> AgreementStatistics:
 def times(
     bundle: Bundle, runners: Mapping[str, OnnxRunner], role: Role, batch: int, repeat: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Returns the microseconds per item of every round."""
+    """Returns each runner's CPU time per item in every round, in microseconds."""
     tokens = np.random.default_rng(0).integers(bundle.manifest.vocabulary.size, size=(batch, bundle.manifest.window))
     feeds: dict[str, Array] = {"tokens": tokens, "lengths": np.full(batch, tokens.shape[1])}
     if role == "step":
@@ -109,7 +110,7 @@ def times(
             begun = time.thread_time()
             for _ in range(repeat):
                 runner.run(role, feeds)
-            if turn:  # the first is for warming up
+            if turn:  # the first round is a warm-up
                 taken[precision].append(1e6 * (time.thread_time() - begun) / repeat / batch)
     return taken
 
@@ -117,8 +118,8 @@ def times(
 def in_turns(
     bundle: Bundle, runners: Mapping[str, OnnxRunner], rounds: int, *, slower: str, quicker: str
 ) -> list[dict[str, Any]]:
-    """Measures every kind of run by two runners in turns: microseconds per item of each, and the ratio of the slower to
-    the quicker one, round by round.
+    """Measures two runners in turns with all RUNS. Returns the CPU time per item of both, in microseconds, and the
+    ratio of the runner `slower` to the runner `quicker` in each round.
     """
     found = []
     for role, batch, repeat in RUNS:
@@ -135,7 +136,7 @@ def in_turns(
 
 
 def measure(path: Path, rounds: int) -> Subject:
-    """Measures one bundle and its twin."""
+    """Measures one bundle and its int8 twin."""
     bundle = Bundle.read(path)
     with tempfile.TemporaryDirectory() as folder:
         rounded = twin(bundle, Path(folder), "int8")
@@ -151,8 +152,9 @@ def measure(path: Path, rounds: int) -> Subject:
 
 
 def table(subject: Subject, ratio: str) -> Table:
-    """Medians, and the least and the most of all rounds; `ratio` is the last column's name."""
-    made = Table(title=f"{subject['model']}: processor time an item, us (windows of {subject['window']})")
+    """Returns a table of medians with the smallest and the largest value of all rounds. `ratio` is the last column's
+    name."""
+    made = Table(title=f"{subject['model']}: CPU time per item, us (windows of {subject['window']})")
     for heading in ("", *subject["runs"][0]["us_per_item"], ratio):
         made.add_column(heading, justify="right")
     for run in subject["runs"]:
@@ -165,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path, default=[SHIPPED], metavar="BUNDLE")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="where the figures are written")
+    parser.add_argument("--json", type=Path, help="output file for the figures")
     options = parser.parse_args()
     subjects = [measure(path, options.rounds) for path in options.bundles]
     console = Console(width=110)
@@ -173,8 +175,8 @@ def main() -> None:
         console.print(table(subject, "float32 / int8"))
         counted = subject["agreement"]
         console.print(
-            f"{counted['compared']} answers: the same first token {counted['top1_match_rate']:.4f}, total variation "
-            f"{counted['total_variation']['mean']:.2g} in the mean and {counted['total_variation']['max']:.2g} at most"
+            f"{counted['compared']} answers: top-1 agreement {counted['top1_match_rate']:.4f}, total variation "
+            f"{counted['total_variation']['mean']:.2g} on average and {counted['total_variation']['max']:.2g} at most"
         )
     if options.json:
         origin = provenance("benchmarks.precision", "onnxruntime", "numpy", bundles=["gated-stable"])

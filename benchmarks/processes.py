@@ -1,10 +1,11 @@
-"""Compares training by a second process with training by a second thread, on this machine's CPUs.
+"""Compares training on two processes with training on two threads, on this machine's CPUs.
 
     python -m benchmarks.processes TEXT [--rounds N] [--seconds S] [--json FILE]
     python -m benchmarks.processes --render
 
-Shipped experiments train on a text with the shipped vocabulary, in new processes in every round, in which the ways
-take turns. Whole steps are timed, without evaluations and checkpoints. `--render` writes the figures into the page.
+Shipped experiments train on a text with the shipped vocabulary. The settings take turns in every round, in new
+processes. Whole training steps are timed, without evaluations and checkpoints. `--render` writes the figures into the
+page.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ FOREVER = 1_000_000
 
 @dataclass(frozen=True)
 class Way:
-    """A number of processes, with a number of threads each."""
+    """One setting: the number of processes, and the number of threads of each."""
 
     name: str
     processes: int
     threads: int
 
     def command(self) -> list[str]:
-        """Returns the command that starts them, up to the module's name."""
+        """Returns the beginning of the command that starts the processes; the module's name follows it."""
         if self.processes == 1:
             return [sys.executable, "-m"]
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}"]
@@ -64,7 +65,7 @@ BESIDE, MEASURED = WAYS[1].name, WAYS[2].name
 
 
 def speeds(text: Path, threads: int, seconds: float, group: Group) -> dict[str, float]:
-    """Returns tokens per second by experiment, in this process or its group."""
+    """Trains in this process, or in the group that it belongs to. Returns tokens per second by experiment."""
     found = {}
     data = DataConfig(kind="text", path=text)
     corpus = group.from_first(lambda: load_corpus(data, VOCABULARY.read_text(encoding="utf-8")))
@@ -87,12 +88,12 @@ def speeds(text: Path, threads: int, seconds: float, group: Group) -> dict[str, 
 
 
 def before(end: float) -> bool:
-    """Whether the performance counter is before `end`."""
+    """Whether `time.perf_counter` is before `end`."""
     return time.perf_counter() < end
 
 
 def measure(way: Way, text: Path, seconds: float) -> dict[str, float]:
-    """Runs `speeds` in separate processes."""
+    """Runs `speeds` with this setting in new processes."""
     with tempfile.NamedTemporaryFile() as answer:
         arguments = [str(text), "--seconds", str(seconds), "--threads", str(way.threads), "--answer", answer.name]
         environment = os.environ | {"OMP_NUM_THREADS": str(way.threads)}
@@ -102,9 +103,9 @@ def measure(way: Way, text: Path, seconds: float) -> dict[str, float]:
 
 
 def summary(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Returns, by experiment, the tokens per second of every way, and the ratio of two processes to two threads.
+    """Returns each experiment's tokens per second in every setting, and the ratio of two processes to two threads.
 
-    `rounds`: by way, the rounds' tokens per second by experiment.
+    `rounds`: for each setting, every round's tokens per second by experiment.
     """
     found = {}
     for name in EXPERIMENTS:
@@ -115,7 +116,7 @@ def summary(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def lines(document: dict[str, Any]) -> list[str]:
-    """Returns the figures as a Markdown table: medians, with the least and the most of all rounds."""
+    """Returns a Markdown table of medians with the smallest and the largest value of all rounds."""
     rows = []
     for name in EXPERIMENTS:
         found = document["experiments"][name]
@@ -129,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, nargs="?", help="file or folder of text")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=5.0, help="length of each experiment in each round")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each experiment in each round")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--render", action="store_true")
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)

@@ -1,10 +1,10 @@
-"""Compares ways to run the gated recurrence `s_t = f_t * s_(t-1) + u_t` in ONNX Runtime, on one CPU thread.
+"""Compares two ways to run the gated recurrence `s_t = f_t * s_(t-1) + u_t` in ONNX Runtime, on one CPU thread.
 
     python -m benchmarks.recurrence [--repeat N]
 
-- loop: used by the bundles' graphs, a Scan over time with a multiplication and an addition in its body;
-- doubling in chunks of 16, 32 or 64: in log2(chunk) rounds every position takes in the one 1, 2, 4, ... before it,
-  then a Scan over the chunks joins them. Neither forms exp(cumsum(log f)), which underflows.
+- loop: a Scan over time with a multiplication and an addition in its body. The bundles' graphs use this method.
+- doubling in chunks of 16, 32 or 64: in log2(chunk) rounds, each position is combined with the position 1, 2, 4, ...
+  before it. A Scan over the chunks then joins them. Neither method computes exp(cumsum(log f)), which underflows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ END = 2**62
 
 
 def loop(graph: GraphWriter, f: str, u: str, initial: str) -> str:
-    """Computes the states (T, B, H) position by position."""
+    """Adds nodes that compute the states (T, B, H) position by position."""
 
     def step(body: GraphWriter, state: list[str], slices: list[str]) -> list[str]:
         return [body.node("Add", body.node("Mul", slices[0], state[0]), slices[1])]
@@ -36,7 +36,7 @@ def loop(graph: GraphWriter, f: str, u: str, initial: str) -> str:
 
 
 def doubling(graph: GraphWriter, f: str, u: str, initial: str, chunk: int) -> str:
-    """Computes the states (T, B, H), all positions of a chunk at once."""
+    """Adds nodes that compute the states (T, B, H) of all positions of a chunk in parallel."""
     time_axis = graph.node("Shape", f, start=0, end=1)
     row = graph.node("Shape", f, start=1)
     missing = graph.node("Mod", graph.node("Neg", time_axis), graph.integers(chunk))
@@ -66,7 +66,7 @@ def doubling(graph: GraphWriter, f: str, u: str, initial: str, chunk: int) -> st
 
 
 def session(chunk: int | None) -> onnxruntime.InferenceSession:
-    """Opens the recurrence alone as a graph; without a chunk, as the loop."""
+    """Opens a graph that contains only the recurrence. If `chunk` is None, the graph is the loop."""
     graph = GraphWriter("recurrence", "", {})
     f, u = (graph.input(name, TensorProto.FLOAT, ["T", "B", HIDDEN]) for name in "fu")
     initial = graph.input("initial", TensorProto.FLOAT, ["B", HIDDEN])

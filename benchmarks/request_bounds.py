@@ -1,10 +1,10 @@
-"""Measures the cost of a request's bound. (`research/proofs.py` measures its tightness.)
+"""Measures the time that a request's error bound adds. (`research/proofs.py` measures the bound's tightness.)
 
     python -m benchmarks.request_bounds [--repeat N]
 
-Runs the `window` graph with and without its radius, in turns, on one CPU thread, for two sizes of Gated networks with
-random weights: three layers of 256, and one of 512 over two convolution blocks. Also measures the oracle's bound in
-numpy, for one window.
+Runs the `window` graph with and without its radius, in turns, on one CPU thread. Two Gated networks with random weights
+are measured: three layers of 256 units, and one layer of 512 units over two convolution blocks. Also measures the numpy
+reference implementation of the bound for one window.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, object]] = {
 
 
 def random_weights(architecture: Architecture) -> dict[str, NDArray[np.float32]]:
-    """Returns Gaussian weights of the size that training starts from."""
+    """Returns Gaussian weights with the scale of a training run's initial weights."""
     generator = np.random.default_rng(0)
     return {
         name: (generator.normal(size=shape) / np.sqrt(shape[-1])).astype(np.float32)

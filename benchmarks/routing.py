@@ -1,14 +1,14 @@
-"""Compares consistent hashing, which gives each session its own replica, with plain round robin.
+"""Compares consistent hashing, which routes each session to its own replica, with plain round robin.
 
     python -m benchmarks.routing [--rounds N] [--seconds S] [--json FILE] [--page FILE]
 
-The whole topology of docker-compose.yml as processes of this machine, with one model: three replicas, HAProxy, and
-Redis, which writes every step to the disk before it answers. Connections take steps of one token in a closed loop, each
-for its own sessions, in turn. Both ways are measured on the same replicas, one after the other, round by round, with
-new sessions each time; only HAProxy is restarted in between, with the same configuration and another BALANCE.
+The topology of docker-compose.yml runs as processes of this machine, with one model: three replicas, HAProxy, and
+Redis, which writes every step to the disk before it answers. Each connection steps its own sessions in turn, by one
+token per request, in a closed loop. Every round measures both routings with the same replicas and new sessions. Between
+the two measurements only HAProxy is restarted, with another BALANCE.
 
-Server, clients, HAProxy and Redis share the machine. The two ways differ in the replicas' work besides the step itself:
-see the columns.
+Server, clients, HAProxy and Redis share the machine. The last three columns show the replicas' additional work: rebuilt
+states, states that caught up, and steps that were run again.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ NAME = "routing"
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of one way.
+    """One round with one routing.
 
-    Shares of all steps: those answered from a rebuilt state; those that caught up with tokens appended by other
-    replicas; those that lost the comparison in the store and were run again.
+    The last three fields are shares of all steps. rebuilt: answered from a rebuilt state. caught_up: the replica first
+    applied tokens that other replicas had appended. conflicts: the store's revision had changed, and the step was run
+    again.
     """
 
     way: str
@@ -77,7 +78,7 @@ class Round:
 
 
 def counters(stack: Stack) -> dict[str, float]:
-    """Returns the sums of the counters over all replicas."""
+    """Returns each counter's sum over all replicas."""
     found = dict.fromkeys(COUNTERS, 0.0)
     for replica in stack.replicas:
         with urllib.request.urlopen(f"{replica.url}/metrics") as answer:
@@ -88,7 +89,7 @@ def counters(stack: Stack) -> dict[str, float]:
 
 
 def begin(port: int, sessions: Sequence[str], random: Random) -> None:
-    """Starts sessions with some tokens each."""
+    """Starts sessions with FIRST_TOKENS random tokens each."""
     answers, connection = HttpAnswers(), connect(port)
     with connection:
         for session in sessions:
@@ -103,13 +104,13 @@ def begin(port: int, sessions: Sequence[str], random: Random) -> None:
 
 
 def steps(sessions: Sequence[str], random: Random) -> Iterator[bytes]:
-    """Yields requests of one token for each session in turn."""
+    """Yields steps of one random token for each session in turn, endlessly."""
     for session in cycle(sessions):
         yield http_request(f"/v1/sessions/{session}/tokens", f'{{"tokens":[{random.randrange(1, VOCABULARY)}]}}')
 
 
 def drive(port: int, sessions: Sequence[Sequence[str]], seconds: float, random: Random) -> list[float]:
-    """Sends steps over each connection for its sessions, one after another; returns the latencies in seconds."""
+    """Sends steps in a closed loop; each connection steps its own sessions in turn. Returns latencies in seconds."""
     latencies: list[float] = []
     with selectors.DefaultSelector() as selector:
         begun = time.perf_counter()
@@ -136,7 +137,7 @@ def drive(port: int, sessions: Sequence[Sequence[str]], seconds: float, random: 
 
 
 def measure(stack: Stack, way: str, number: int, seconds: float) -> Round:
-    """Measures one round of one way."""
+    """Measures one round with one routing."""
     haproxy = stack.processes[ENTRANCE]
     haproxy.terminate()
     haproxy.wait()
@@ -160,7 +161,7 @@ def measure(stack: Stack, way: str, number: int, seconds: float) -> Round:
 
 
 def ways_of(rounds: Sequence[Any], *figures: str) -> dict[str, dict[str, Any]]:
-    """Returns, by way, the number of steps and the spreads of these figures over the rounds."""
+    """Returns the number of steps of each way, and the spreads of its `figures` over the rounds."""
     found: dict[str, dict[str, Any]] = {}
     for way in dict.fromkeys(one.way for one in rounds):
         own = [one for one in rounds if one.way == way]
@@ -170,7 +171,7 @@ def ways_of(rounds: Sequence[Any], *figures: str) -> dict[str, dict[str, Any]]:
 
 
 def rows(ways: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Yields one row for each way."""
+    """Yields a table row for each routing."""
     for way, found in ways.items():
         yield [
             way,
@@ -181,10 +182,10 @@ def rows(ways: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Measures, and writes the requested files."""
+    """Measures both routings, and writes the figures and the page's table."""
     parser = argparse.ArgumentParser("python -m benchmarks.routing", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=8.0, help="length of each round")
+    parser.add_argument("--seconds", type=float, default=8.0, help="duration of each round")
     parser.add_argument("--json", type=Path, default=Path("docs/figures/routing.json"))
     parser.add_argument("--page", type=Path, default=Path("docs/stack.md"))
     options = parser.parse_args()

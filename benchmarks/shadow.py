@@ -1,12 +1,12 @@
-"""Measures the cost of shadows: live latency with and without them, and their CPU time, by rate and k.
+"""Measures the cost of shadows: live latency with and without them, and their CPU time, for each rate and k.
 
-python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    adds these k to the file
-python -m benchmarks.shadow table docs/figures/shadow.json
-python -m benchmarks.shadow plot docs/figures/shadow.json docs/figures/shadow.png
+    python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    adds these k to the file
+    python -m benchmarks.shadow table docs/figures/shadow.json
+    python -m benchmarks.shadow plot docs/figures/shadow.json docs/figures/shadow.png
 
-There is one server for each rate, all with the same bundle, whose default k is set to the given one. Sessions much
-longer than k are stepped in an open loop at a share of the server's capacity. The servers take turns, round by round,
-and each round begins with another one. While one is under load the others are idle.
+One server runs for each shadow rate. All servers have the same bundle, with the measured k as its default. Sessions
+much longer than k are stepped in an open loop at a share of the server's capacity. The servers take turns in every
+round, and each round begins with another server. While one server is under load, the others are idle.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ RATES = (0.0, 0.01, 0.1, 1.0)
 WINDOWS = (16, 64, 256)
 SESSIONS = 512
 BEYOND = 32
-"""Tokens by which every session is longer than k at the first measurement."""
+"""The number of tokens that every session has in addition to k before the first measurement."""
 SATURATING = 20_000.0
-"""Events per second beyond any server's capacity, so that the answered ones measure it."""
+"""Events per second. The rate is beyond any server's capacity, so that the rate of answers equals the capacity."""
 SATURATED = 3000
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One server under load for some seconds.
+    """The figures of one server under load.
 
-    compared, dropped: sampled answers that were compared in time, or not. cpu_s: the server's CPU time. shadow_cpu_s:
-    the CPU time of the thread that runs shadows.
+    compared: sampled answers whose shadow was computed in time. dropped: the other sampled answers. cpu_s: the server's
+    CPU time. shadow_cpu_s: the CPU time of the thread that computes shadows.
     """
 
     requests: int
@@ -71,10 +71,10 @@ class Round:
 
 
 class OfRate(Frozen):
-    """All rounds of one rate; counts are sums.
+    """The figures of one shadow rate over all rounds. Counts are sums.
 
-    over_none: latencies less those of the same round without shadows, None for the rate 0. shadow_cpu_s_per_1000: CPU
-    seconds of shadows per thousand live answers.
+    *_over_none_ms: the latency minus that of the same round without shadows; None for the rate 0.
+    shadow_cpu_s_per_1000: CPU seconds of shadows per thousand live answers.
     """
 
     rounds: int
@@ -91,7 +91,7 @@ class OfRate(Frozen):
 
     @classmethod
     def of(cls, rounds: Sequence[Round], none: Sequence[Round] | None) -> OfRate:
-        """Summarises rounds. none: the rounds without shadows, in the same order; None if `rounds` are those."""
+        """Summarises rounds. none: the same rounds without shadows; None if `rounds` are without shadows."""
         pairs = [] if none is None else list(zip(rounds, none, strict=True))
         return cls(
             rounds=len(rounds),
@@ -109,7 +109,7 @@ class OfRate(Frozen):
 
 
 class OfWindow(Frozen):
-    """One k, by rate."""
+    """The figures of one k by shadow rate."""
 
     k: int
     events_per_s: float
@@ -119,7 +119,7 @@ class OfWindow(Frozen):
 
 
 class Results(Frozen):
-    """The figures of every k, and the machine."""
+    """The figures of every k, and the run's metadata."""
 
     model: str
     model_version: str
@@ -132,7 +132,7 @@ class Results(Frozen):
 
 
 class Subject:
-    """One server, its sessions, and its counts so far."""
+    """A running server and its sessions."""
 
     def __init__(self, server: ServerProcess, rate: float, k: int, vocabulary: int) -> None:
         self.server, self.rate = server, rate
@@ -150,7 +150,7 @@ class Subject:
         )
 
     def load(self, rate: float, seconds: float, seed: int) -> Round:
-        """Sends `rate` events per second for some seconds; shadows may run for the rest of the last second."""
+        """Sends `rate` events per second for some seconds, and returns the figures of that time."""
         before, cpu_s = self._shadows(), self.server.cpu_seconds()
         timed = drive(self.server.port, self._requests, poisson(rate, seconds, seed))
         after, cpu_s = self._shadows(), self.server.cpu_seconds() - cpu_s
@@ -166,7 +166,7 @@ class Subject:
         )
 
     def capacity(self) -> float:
-        """Measures the events per second that are answered under overload."""
+        """Returns the number of events per second that the server answers under overload."""
         timed = drive(self.server.port, self._requests, poisson(SATURATING, SATURATED / SATURATING, 0))
         return timed.requests / timed.seconds
 
@@ -178,7 +178,7 @@ class Subject:
 
 @contextmanager
 def serving(k: int) -> Iterator[list[Subject]]:
-    """Starts a server for each rate, with sessions longer than k."""
+    """Starts a server for each of RATES, with sessions longer than k."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bundle = scratch / f"k{k}"
@@ -197,14 +197,14 @@ def serving(k: int) -> Iterator[list[Subject]]:
 
 
 def measure(subjects: list[Subject], k: int, rounds: int, seconds: float, share: float) -> OfWindow:
-    """Measures every rate, in turns, at a share of the capacity."""
+    """Measures the servers in turns, under a load that is the given share of the capacity."""
     capacity = statistics.median(subjects[0].capacity() for _ in range(3))
     found: dict[str, list[Round]] = {str(subject.rate): [] for subject in subjects}
     for index in range(rounds + 1):
         for turn in range(len(subjects)):
             subject = subjects[(index + turn) % len(subjects)]
             figures = subject.load(share * capacity, seconds, seed=index)
-            if index:  # the first round is for warming up
+            if index:  # the first round is a warm-up
                 found[str(subject.rate)].append(figures)
     return OfWindow(
         k=k,
@@ -216,7 +216,8 @@ def measure(subjects: list[Subject], k: int, rounds: int, seconds: float, share:
 
 
 def table(results: Results) -> Table:
-    """Returns a table by k and rate: live latency, its difference from the round without shadows, and CPU time."""
+    """Returns a table with a row for each k and rate: live latency, its difference from the same round without shadows,
+    and CPU time."""
     made = Table(title=f"Shadows of {results.model} version {results.model_version}: median (least to most) of rounds")
     for name in ("k", "rate"):
         made.add_column(name, justify="right")
@@ -248,7 +249,7 @@ def table(results: Results) -> Table:
 
 
 def plot(results: Results, path: Path) -> None:
-    """Plots live p50 and p99 by rate, medians between the least and the most, and the added CPU time."""
+    """Plots live p50 and p99 (median and range over the rounds) and the added CPU time against the rate."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     for index, of_window in enumerate(results.windows.values()):
         colour = f"C{index}"
@@ -282,7 +283,9 @@ def main() -> None:
     parser.add_argument("--k", type=int, nargs="+", default=list(WINDOWS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--share", type=float, default=0.5, help="of what the server can do")
+    parser.add_argument(
+        "--share", type=float, default=0.5, help="load as a share of the server's capacity (default: %(default)s)"
+    )
     options = parser.parse_args()
     if options.command == "measure":
         manifest = read_manifest(BUNDLE)

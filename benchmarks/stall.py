@@ -2,9 +2,9 @@
 
     python -m benchmarks.stall [--repeat N] [--only NAME ...] [--json FILE]
 
-One server with default settings and one model. A separate process alternates one-token steps of a session and requests
-for /healthz, which needs only the event loop, and measures their latencies. Meanwhile every body is sent several times,
-one after another. Before each kind of body nothing is sent for a while, which gives the quiet baseline of the run.
+One server runs with default settings and one model. A separate process measures the latencies of two requests in turn:
+a one-token step of a session, and /healthz, which needs only the event loop. Meanwhile each body is sent several times,
+one after another. Before each kind of body, no body is sent for a while. The latencies of that time are the baseline.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ Body = Callable[[], bytes]
 
 
 def filled(before: bytes, item: bytes, after: bytes, size: int = LIMIT) -> bytes:
-    """Returns a body with as many items, separated by commas, as fit into `size` bytes."""
+    """Returns a body that repeats `item`, separated by commas, as often as fits into `size` bytes."""
     count = (size - len(before) - len(after)) // (len(item) + 1)
     return before + b",".join([item] * count) + after
 
 
 def text(piece: bytes) -> bytes:
-    """Returns a body with one long string as input."""
+    """Returns a body whose `input` is one string of repeated text."""
     return b'{"input":"' + piece * ((LIMIT - 12) // len(piece)) + b'"}'
 
 
@@ -113,7 +113,7 @@ BODIES: dict[str, tuple[str, Body]] = {
 
 
 class Connected:
-    """One keep-alive connection."""
+    """A keep-alive connection to the server."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
@@ -143,7 +143,8 @@ class Connected:
         return self.answer()
 
     def message(self, data: bytes) -> str:
-        """Sends a message on a WebSocket; returns `answered`, or `closed` and the code."""
+        """Sends a message on a WebSocket. Returns the status of the error in the answer, or `closed` and the close
+        code."""
         self.send(b"\x81\xff" + len(data).to_bytes(8, "big") + bytes(4) + data)
         first, second = self._file.read(2)
         length = second & 0x7F
@@ -171,7 +172,8 @@ def handshake(path: str) -> bytes:
 
 
 def probe(port: int, results: Connection) -> None:
-    """Alternates steps and /healthz until notified to stop; then sends each request's start and latency."""
+    """Alternates steps and /healthz until `results` has a message. Then sends each pair's start and latencies, in
+    seconds."""
     connection = Connected(port)
     step = post("/v1/sessions/probed/tokens", b'{"tokens":[5]}')
     health = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
@@ -188,7 +190,7 @@ def probe(port: int, results: Connection) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """One kind of body: the answer, and other requests' latencies meanwhile, in milliseconds."""
+    """The figures of one kind of body: its answers, and the latencies of other requests meanwhile, in milliseconds."""
 
     body: str
     answered: str
@@ -201,7 +203,7 @@ class Found:
 
 
 def once(port: int, path: str, body: bytes) -> str:
-    """Sends a body on a new connection; returns the answer."""
+    """Sends a body on a new connection. Returns the status, the WebSocket's answer, or `cut off`."""
     connection = Connected(port)
     try:
         if path != STREAM:
@@ -253,11 +255,11 @@ def measure(server: ServerProcess, wanted: list[str], repeat: int) -> Iterator[F
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=10, help="number of times each body is sent")
+    parser.add_argument("--repeat", type=int, default=10, help="number of times that each body is sent")
     parser.add_argument("--only", nargs="+", default=list(BODIES), choices=list(BODIES), metavar="NAME")
     parser.add_argument("--json", type=Path, help="output file for the figures")
     given = parser.parse_args()
-    table = Table(title="Milliseconds; quiet: steps while nothing else is sent")
+    table = Table(title="Milliseconds. quiet: steps while no body is sent")
     for heading in ("body", "answered", "after", "quiet p50", "max", "step p50", "max", "/healthz max"):
         table.add_column(heading, justify="left" if heading == "body" else "right")
     found: list[Found] = []

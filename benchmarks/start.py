@@ -2,12 +2,13 @@
 
     python -m benchmarks.start [--repeats N] [--seconds S] [--baseline FOLDER [--module MODULE]] [--json FILE]
 
-Each repeat starts new servers, this checkout's and the baseline's in turn: with all shipped models, and with the
-default model alone. Times run from the start of the process to its first prediction, and until /readyz is 200. Memory
-is read from /proc/PID/smaps_rollup: idle, SETTLED_S after that, and the maximum under load. The load is CONNECTIONS
-clients, each with a session of one of the models, that step it, predict from windows, score and generate.
+Each repeat starts new servers, first with all shipped models, then with the default model alone. The servers of this
+checkout and of the baseline take turns. Two times are measured from the start of the process: until its first
+prediction, and until /readyz answers 200. Memory is read from /proc/PID/smaps_rollup. The idle memory is read SETTLED_S
+after the server is ready. The memory under load is the maximum of many samples. The load is CONNECTIONS clients. Each
+has a session of one model and sends steps, predictions from windows, scores and generations.
 
-`--baseline` is another checkout of Wane, whose server is `python -m MODULE serve`, as in `benchmarks.bench`.
+`--baseline` is another checkout of Wane. Its server is started as `python -m MODULE serve`, as in `benchmarks.bench`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 BUNDLES = ROOT / "models" / "bundles"
 SERVED = {"all models": BUNDLES, "gated-stable": BUNDLES / "gated-stable"}
 CONNECTIONS = 32
-SETTLED_S = 5.0  # for measurements that continue after the server is ready
+SETTLED_S = 5.0  # so that measurements that the server makes after it is ready can end
 SAMPLE_S = 0.1
 READY_WITHIN_S = 120.0
 MIB = 2**20
@@ -53,13 +54,13 @@ TIMES = ("first_s", "ready_s")
 
 
 def shown(figure: str, spread: Spread) -> str:
-    """Formats a figure: seconds with two decimals, all others as integers."""
+    """Formats a figure: times with two decimals, others as integers."""
     return f"{spread:.2f}" if figure in TIMES else f"{spread:,.0f}"
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A server's command and its working folder."""
+    """The command and the working folder of one checkout's server."""
 
     name: str
     command: list[str]
@@ -67,13 +68,13 @@ class Subject:
 
 
 class Client:
-    """One connection to a server."""
+    """A keep-alive connection to a server."""
 
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=READY_WITHIN_S)
 
     def ask(self, method: str, path: str, body: object = None) -> tuple[int, dict[str, object]]:
-        """Sends a request; returns the status and the document of the answer; status 0 if no server listens."""
+        """Sends a request. Returns the answer's status and JSON document. The status is 0 if no server listens."""
         try:
             self._connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
             response = self._connection.getresponse()
@@ -89,7 +90,7 @@ class Client:
 
 @contextmanager
 def started(subject: Subject, bundles: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, float]]:
-    """Starts a server; yields its process, its port, and the start time by `time.perf_counter`."""
+    """Starts a server. Yields its process, its port, and the value of `time.perf_counter` at its start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -107,7 +108,7 @@ def started(subject: Subject, bundles: Path) -> Iterator[tuple[subprocess.Popen[
 def wait(
     client: Client, process: subprocess.Popen[bytes], method: str, path: str, body: object, since_s: float
 ) -> float:
-    """Returns the seconds from `since_s` to the first successful answer."""
+    """Repeats a request until it succeeds. Returns the seconds since `since_s`."""
     while client.ask(method, path, body)[0] != 200:
         if process.poll() is not None or time.perf_counter() - since_s > READY_WITHIN_S:
             raise SystemExit(f"the server does not answer {method} {path}")
@@ -116,14 +117,14 @@ def wait(
 
 
 def memory(pid: int) -> tuple[float, float]:
-    """Returns a process's resident memory, and its anonymous part, in MiB."""
+    """Returns a process's resident memory and the anonymous part of it, in MiB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     return kib["Rss"] * 1024 / MIB, kib["Anonymous"] * 1024 / MIB
 
 
 def visit(port: int, models: list[str], seed: int, stop: Event, answers: list[int]) -> None:
-    """Runs one client until `stop`; `answers` counts the successful answers."""
+    """Runs one client until `stop` is set. `answers[seed]` counts its successful answers."""
     choices = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -182,9 +183,9 @@ def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of load")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of the load")
     parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout to compare with")
-    parser.add_argument("--module", default="wane", help="the other checkout's command module (default wane)")
+    parser.add_argument("--module", default="wane", help="module of the other checkout's command (default wane)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     python = [sys.executable, "-m"]

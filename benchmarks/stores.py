@@ -1,17 +1,18 @@
-"""Measures the cost of sessions in Redis, stored as tails, or as tails with states.
+"""Measures the cost of sessions in Redis that are stored as tails, with and without states.
 
     python -m benchmarks.stores [--models NAME ...] [--seconds S] [--json FILE] [--plot FILE] [--render]
 
-Two parts, on a separate redis-server with an append-only file, fsynced always and every second:
+Both parts use a separate redis-server with an append-only file, which is fsynced at every write or every second:
 
-- served: engines of real models, without HTTP. 64 sessions with full tails step one token each, concurrently and
-  repeatedly; then a second engine without their states takes them over. Reports steps per second; Redis's bytes per
-  session and file bytes per step; the latency of the first step at the second engine, of one session alone and of many
-  at once; and how often its top-1 token equals that of the uninterrupted engine.
-- sizes: the store alone, appending one token to each of 64 sessions at a time, with a state of various sizes at every
-  step, which shows the size at which a state costs more than the tail.
+- served: engines of real models, without HTTP. 64 sessions with full tails repeatedly step one token each,
+  concurrently. Then a second engine, which has none of their states, takes the sessions over. Reports the steps per
+  second, Redis's memory per session, the bytes written to the file per step, and the latency of the first step at the
+  second engine, for single sessions and for many at the same time. Also reports how often the second engine's top-1
+  token equals that of the first engine.
+- sizes: the store alone. One token at a time is appended to each of 64 sessions, with a state of a given size. This
+  shows the size from which a state costs more than the tail.
 
-Policies: memory (no Redis), tail, and state:N, a state once in N tokens.
+Policies: `memory` is a store without Redis. `tail` stores no states. `state:N` stores a state every N tokens.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from wane.service.types import Mode, PredictRequest, StepRequest
 BUNDLES = Path("models/bundles")
 TEXT = Path("service/cli/sample.txt")
 CLIENTS = 64
-PAST = 600  # tokens of a session before the measurement: more than a tail holds
-ALONE = 24  # sessions taken over one after another; the others all at once
+PAST = 600  # tokens of a session before the measurement, more than its tail holds
+ALONE = 24  # sessions that are taken over one after another; the others are taken over concurrently
 POLICIES = ("memory", "tail", "state:64", "state:32", "state:8", "state:1")
 FSYNCS = ("always", "everysec")
 SIZES = tuple(2**power for power in range(10, 21, 2))  # bytes of a state
@@ -59,7 +60,7 @@ Result = dict[str, Any]
 
 
 class Replica:
-    """An engine with its own store client."""
+    """An engine with its own client of the store, like a replica."""
 
     def __init__(self, bundle: Bundle, policy: str, url: str) -> None:
         kind, _, every = policy.partition(":")
@@ -96,13 +97,13 @@ class Replica:
         await self.engine.submit(StepRequest(f"s{client}", tokens, deadline=deadline))
 
     async def first(self, client: int) -> tuple[int, float | None]:
-        """Returns the top-1 token after a client's tokens, and the answer's error bound."""
+        """Returns the top-1 next token of a client's session, and the answer's error bound."""
         answer = await self.engine.submit(PredictRequest(session=f"s{client}", top_k=1))
         return answer.predictions[0].token_id, answer.error_bound
 
 
 async def serve(bundle: Bundle, policy: str, server: RedisServer, text: str, seconds: float) -> list[Result]:
-    """Measures one model and one policy, for each fsync setting."""
+    """Measures one model and one policy with each fsync setting."""
     redis = Redis.from_url(server.url)
     await redis.flushall()
     tokens = np.array(bundle.vocabulary.encode(text), np.int64)
@@ -137,7 +138,7 @@ async def serve(bundle: Bundle, policy: str, server: RedisServer, text: str, sec
 
 
 async def rate(step: Callable[[int], Awaitable[object]], seconds: float) -> tuple[list[float], int]:
-    """Returns the steps per second of all clients, slice by slice, and the number of steps."""
+    """Runs the clients in a closed loop. Returns the steps per second of each slice, and the number of steps."""
     rates, total = [], 0
     for _ in range(SLICES):
         begun = time.perf_counter()
@@ -158,14 +159,14 @@ async def rate(step: Callable[[int], Awaitable[object]], seconds: float) -> tupl
 
 
 async def take_over(one: Replica, other: Replica, pasts: list[tuple[int, ...]]) -> Result:
-    """Measures the takeover of the first engine's sessions by the second."""
+    """Measures how the second engine takes over the first engine's sessions."""
     await other.open()
     alone = []
     for client in range(ALONE):
         begun = time.perf_counter()
         await other.step(client, pasts[client][1:2])
         alone.append(time.perf_counter() - begun)
-        await one.step(client, pasts[client][2:3])  # lets the first engine catch up
+        await one.step(client, pasts[client][2:3])  # the first engine applies the second engine's token
     begun = time.perf_counter()
     await asyncio.gather(*(other.step(client, pasts[client][1:2]) for client in range(ALONE, CLIENTS)))
     together = time.perf_counter() - begun
@@ -195,7 +196,7 @@ async def take_over(one: Replica, other: Replica, pasts: list[tuple[int, ...]]) 
 
 
 async def sizes(server: RedisServer, seconds: float) -> list[Result]:
-    """Measures the store alone by the size of the state at every step; 0 is the tail alone."""
+    """Measures the store alone, with a state of each size at every step. Size 0 stores only tails."""
     redis = Redis.from_url(server.url)
     results = []
     for fsync in FSYNCS:
@@ -214,7 +215,7 @@ async def sizes(server: RedisServer, seconds: float) -> list[Result]:
 
 
 async def append(store: RedisStore, size: int, seconds: float) -> Result:
-    """Measures appends per second and the latency of reading a session, with full tails."""
+    """Measures appends per second, and the latency of reading a session, in milliseconds. Tails are full."""
     state = np.random.default_rng(0).bytes(size)
     tail = TokenHistory.start(0, 2048).append(range(512), 512, 512)
     for client in range(CLIENTS):
@@ -252,7 +253,7 @@ def show(document: Result) -> None:
             cells += ["none" if bound is None else f"{bound:.2g}"]
         table.add_row(*cells)
     Console(width=170).print(table)
-    table = Table(title="The store alone: a state at every step, by its size; 0 is the tail alone")
+    table = Table(title="The store alone, with a state at every step; 0 bytes: no state")
     for column in ("fsync", "state bytes", "appends/s", "read ms"):
         table.add_column(column, justify="right")
     for one in document["sizes"]:
@@ -262,7 +263,7 @@ def show(document: Result) -> None:
 
 
 def plot(document: Result, path: Path) -> None:
-    """Plots the rate of steps, and the latency of a takeover."""
+    """Plots the rate of steps, the latency of a takeover, and the rate of appends."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -298,8 +299,8 @@ def plot(document: Result, path: Path) -> None:
 
 
 async def measure(models: list[str], text: str, seconds: float) -> Result:
-    """Measures everything, with sessions that contain parts of `text`."""
-    options = (*DURABLE, "--auto-aof-rewrite-percentage", "0")  # so that the file size measures the writes
+    """Measures both parts. The sessions contain parts of `text`."""
+    options = (*DURABLE, "--auto-aof-rewrite-percentage", "0")  # so that the file's growth equals the bytes written
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder), options) as server:
         served = []
         for model in models:
@@ -321,7 +322,7 @@ async def measure(models: list[str], text: str, seconds: float) -> Result:
 
 
 def state_bytes(model: str) -> int:
-    """Returns the bytes of a state with the output layer's input."""
+    """Returns the size in bytes of a stored state, which includes the output layer's input."""
     manifest = Bundle.read(BUNDLES / model).manifest
     return 4 * (sum(int(np.prod(tensor.shape)) for tensor in manifest.state) + manifest.architecture.hidden)
 
@@ -329,7 +330,7 @@ def state_bytes(model: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", default=["gated-stable", "lstm"])
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of each measured rate")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement of a rate")
     parser.add_argument("--json", type=Path, default=Path("docs/figures/stores.json"))
     parser.add_argument("--plot", type=Path, default=Path("docs/figures/stores.png"))
     parser.add_argument("--render", action="store_true", help="show the JSON's figures without measuring")

@@ -1,17 +1,19 @@
-"""Measures steps of resident sessions while a thousand others are rebuilt at once, as after the loss of a replica.
+"""Measures the latency of resident sessions' steps while a thousand other sessions are rebuilt, as after the loss of a
+replica.
 
     python -m benchmarks.storm [--bundle BUNDLE] [--rounds N] [--within S] [--json FILE] [--plot FILE]
 
-One engine, without HTTP. Clients of resident sessions step at a steady rate, whether or not they are answered; each
-step's latency starts when it is due. Then every parked session takes a step, too, at the same rate for each, so that
-all of them arrive within 0.4 seconds. They have no states, which must be rebuilt from their tails. Three ways take
-turns:
+One engine runs without HTTP. The clients of resident sessions step at a steady rate, in an open loop. A step's latency
+is measured from its due time. After half a second, every parked session takes one step, too. These steps are spread
+evenly over 0.4 seconds. Parked sessions have no states: the engine rebuilds the states from the sessions' tails. Three
+cases take turns:
 
-- undisturbed: no parked session returns;
-- fair: the engine's own queue (`service/batching/scheduler.py`);
-- first come: one queue; the next batch is the oldest item and all items of its kind behind it.
+- undisturbed: no parked session returns.
+- fair: the engine's own queue (`service/batching/scheduler.py`).
+- first come: one queue. The next batch is the oldest item and all items of its kind behind it.
 
-The figures are the latencies of the steps due between the storm's start and end, or in an equal time without a storm.
+The figures are the latencies of the steps that are due between the storm's start and end. Without a storm, the interval
+has the same length.
 """
 
 from __future__ import annotations
@@ -54,22 +56,22 @@ SHIPPED = Path("models/bundles/gated-stable")
 PARKED = 1000
 RESIDENT = 200
 RATE = 500.0
-"""Steps per second of all resident sessions together."""
+"""Steps per second, over all resident sessions."""
 
 LEAD_S = 0.5
-"""Steady load before the storm."""
+"""Seconds of steady load before the storm."""
 
 UNDISTURBED_S = 2.0
 SLICE_S = 0.025
-"""Length of the figure's slices."""
+"""Length in seconds of the figure's slices."""
 
 TAIL = 256
 WAYS = ("undisturbed", "fair", "first come")
 
 
 class FirstCome(Scheduler[WorkItem]):
-    """One queue; a batch is the oldest item and the items of its role behind it that fit. The steps in columns, which
-    one item represents, are a batch of their own."""
+    """One queue. A batch is the oldest item and the items of its role behind it that fit. All steps in columns are one
+    item, which forms its own batch."""
 
     def __init__(self, max_batch_size: int) -> None:
         self._max_batch = max_batch_size
@@ -86,7 +88,7 @@ class FirstCome(Scheduler[WorkItem]):
 
     @property
     def full(self) -> bool:
-        return False  # so that no batch is submitted before the running one ends
+        return False  # True would let the batcher submit a batch before the running one ends
 
     def put_back(self, items: Sequence[WorkItem]) -> None:
         self._line.extendleft(reversed(items))
@@ -125,10 +127,10 @@ class FirstCome(Scheduler[WorkItem]):
 
 @dataclass(frozen=True)
 class Round:
-    """One round of one way.
+    """One round of one case.
 
-    due_s: when each step was due, after the storm's start; taken_ms: its latency; storm_s: the time until the last
-    parked session was answered, None if none returned.
+    due_s: each step's due time, in seconds after the storm's start. taken_ms: each step's latency. storm_s: the time
+    until the last parked session was answered; None if no parked session returned.
     """
 
     due_s: list[float]
@@ -137,7 +139,7 @@ class Round:
 
 
 class Subject:
-    """One engine and its sessions."""
+    """One engine, its store, and a source of new sessions."""
 
     def __init__(self, path: Path) -> None:
         self.bundle = bundle = Bundle.read(path)
@@ -154,7 +156,7 @@ class Subject:
         self.opened = 0
 
     async def sessions(self, count: int) -> list[str]:
-        """Creates sessions with full tails and without states."""
+        """Creates sessions with full tails and without states. Returns their ids."""
         size = self.bundle.manifest.vocabulary.size
         names = []
         for _ in range(count):
@@ -169,7 +171,7 @@ class Subject:
         return names
 
     async def round(self, way: str, within_s: float) -> Round:
-        """Runs one round of one way, including the creation and deletion of its sessions."""
+        """Runs one round of one case. Creates the round's sessions and deletes them at the end."""
         batcher = self.engine.batcher
         most = self.settings.max_batch_size
         batcher._queue = FirstCome(most) if way == "first come" else FairScheduler(most, self.engine._cost_model)
@@ -217,7 +219,7 @@ class Subject:
 
 
 async def measure(path: Path, rounds: int, within_s: float) -> dict[str, Any]:
-    """Measures every way's rounds, after one warm-up round of each."""
+    """Measures all cases in turns, after one warm-up round of each."""
     subject = Subject(path)
     found: dict[str, list[Round]] = {way: [] for way in WAYS}
     for index in range(rounds + 1):
@@ -243,7 +245,7 @@ async def measure(path: Path, rounds: int, within_s: float) -> dict[str, Any]:
 
 
 def summary(rounds: list[Round]) -> dict[str, Any]:
-    """Returns the percentiles by round of the steps due in the storm, and the timeline of the last round."""
+    """Returns the latency percentiles of the steps that were due in the storm, and the timeline of the last round."""
     found: dict[str, list[float]] = {"p50_ms": [], "p99_ms": [], "max_ms": []}
     steps = 0
     for one in rounds:
@@ -263,8 +265,9 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
 
 
 def timeline(one: Round) -> dict[str, Any]:
-    """Returns one round by slices of SLICE_S with due steps: the slice's middle, and its steps' median and longest
-    latency, rounded. storm_s: when all parked sessions were answered.
+    """Returns one round in slices of SLICE_S: the middle of each slice, and the median and the longest latency of the
+    steps that were due in it. Slices without steps are left out. storm_s: the time at which all parked sessions were
+    answered.
     """
     taken_ms = np.array(one.taken_ms)
     slices = np.floor(np.array(one.due_s) / SLICE_S)
@@ -278,7 +281,7 @@ def timeline(one: Round) -> dict[str, Any]:
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Returns medians over the rounds, with the least and the most."""
+    """Returns a table row for each case: medians with the smallest and the largest value of all rounds."""
     made = []
     for way in WAYS:
         found = result["ways"][way]
@@ -291,21 +294,22 @@ HEADINGS = ("", "steps, p50 ms", "p99 ms", "max ms", f"{PARKED} rebuilt in s")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Plots resident steps of the last rounds by due time: medians of slices, and shaded to the longest."""
+    """Plots the latency of resident steps against their due time in the last rounds. A line shows each slice's median.
+    A shaded area extends to its longest latency."""
     figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
     axes.set_yscale("log")
     for index, way in enumerate(WAYS):
         last = result["ways"][way]["last"]
-        middle = np.array([value if value > 0 else np.nan for value in last["p50_ms"]])  # a timer may fire early
+        middle = np.array([value if value > 0 else np.nan for value in last["p50_ms"]])  # a timer may fire too early
         axes.plot(last["at_s"], middle, color=f"C{index}", label=way)
         axes.fill_between(last["at_s"], middle, last["max_ms"], color=f"C{index}", alpha=0.25, linewidth=0)
         if last["storm_s"] is not None:
             axes.axvline(last["storm_s"], color=f"C{index}", linewidth=0.8, linestyle=":")
     axes.set(
-        xlabel="due, seconds after the storm began (dotted: all are rebuilt)",
-        ylabel=f"a step took, ms\n(by {1e3 * SLICE_S:.0f} ms: median, shaded to the longest)",
+        xlabel="due time, seconds after the storm's start (dotted: all are rebuilt)",
+        ylabel=f"latency of a step, ms\n({1e3 * SLICE_S:.0f} ms slices: median, shaded to the longest)",
     )
-    axes.set_title(f"{result['parked']} sessions come back, beside {result['steps_per_s']:g} steps/s of resident ones")
+    axes.set_title(f"{result['parked']} sessions come back, next to {result['steps_per_s']:g} steps/s of resident ones")
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
@@ -317,7 +321,10 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, default=SHIPPED)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--within", type=float, default=RESIDENT / RATE, help="seconds in which all parked sessions return"
+        "--within",
+        type=float,
+        default=RESIDENT / RATE,
+        help="seconds over which the returns of parked sessions are spread",
     )
     parser.add_argument("--json", type=Path, help="output file for the figures")
     parser.add_argument("--plot", type=Path, help="output file for the plot")

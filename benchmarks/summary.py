@@ -1,4 +1,4 @@
-"""The stored form of a measurement: spreads instead of samples, and the figures' provenance, as JSON."""
+"""How measurements are stored as JSON: spreads instead of samples, and the provenance of the figures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from wane.models.bundle_checks import read_manifest
 from wane.models.manifest import Frozen, Manifest
 
 WIDTH = 120
-"""Width of a line of JSON."""
+"""The largest width of a line of JSON."""
 
 
 class Spread(Frozen):
-    """Median, least and most of several measurements. A format such as `f"{spread:.1f}"` applies to each."""
+    """The median, the smallest and the largest of several measurements. A format such as `f"{spread:.1f}"` applies to
+    each of the three."""
 
     median: float
     least: float
@@ -40,12 +41,13 @@ class Spread(Frozen):
 
 
 def digits(value: float) -> float:
-    """Rounds to nine digits, more than any measurement has, so that tables round to the same figures."""
+    """Rounds to nine significant digits. That is more precise than any measurement, so that rounding for tables gives
+    the same figures."""
     return float(f"{value:.9g}")
 
 
 def ratios(above: Iterable[float], below: Iterable[float]) -> Spread:
-    """Returns the ratios of two series, round by round. Raises ValueError if one series is longer."""
+    """Returns the spread of the ratios of two series, element by element. Raises ValueError if their lengths differ."""
     return Spread.of(a / b for a, b in zip(above, below, strict=True))
 
 
@@ -62,7 +64,7 @@ def commit(folder: Path = Path(__file__).parent) -> str | None:
 
 
 def command(module: str, arguments: Iterable[str]) -> str:
-    """Returns the command line, with file names instead of absolute paths, which are private."""
+    """Returns the command line. Absolute paths, which are private, are replaced with file names."""
     words = [Path(word).name if word.startswith("/") else word for word in arguments]
     return shlex.join(["python", "-m", module, *words])
 
@@ -90,8 +92,8 @@ def _bundle_hash(manifest: Manifest) -> str:
 
 
 def provenance(module: str, *packages: str, bundles: Iterable[str] | None = None) -> dict[str, Any]:
-    """This process's command, commit, machine, the versions of Python and of some packages, and the hashes of the
-    shipped bundles that were measured. `bundles`: their names; absent: all."""
+    """Returns this process's command, commit and machine, the versions of Python and of `packages`, and the hashes of
+    the measured bundles. `bundles`: the names of these shipped bundles; None: all."""
     return {
         "bundles": bundle_hashes(bundles),
         "command": command(module, sys.argv[1:]),
@@ -110,12 +112,12 @@ def write_json(path: Path, document: object) -> None:
 
 
 def rounded(document: object) -> Any:
-    """Returns a document for JSON with numbers of nine digits."""
+    """Returns a document for JSON with its floats rounded to nine significant digits."""
     return _each(document, lambda value: digits(value) if isinstance(value, float) else value)
 
 
 def _plain(document: object) -> Any:
-    """Returns a document for JSON as dicts, lists and their leaves."""
+    """Returns a document for JSON that contains only dicts, lists and scalars."""
     return _each(document, lambda value: value)
 
 
@@ -130,9 +132,9 @@ def _each(value: object, of: Callable[[object], object]) -> Any:
 
 
 def _laid_out(value: Any, indent: str, taken: int) -> str:
-    """Returns JSON with filled lines: values that fit share a line, but each record of a list starts a new one.
+    """Returns JSON whose lines are filled up to WIDTH. Each list or dict in a list starts a new line.
 
-    taken: the number of characters before it on its first line.
+    taken: the number of characters that precede the value on its first line.
     """
     flat = json.dumps(value, allow_nan=False)
     if not isinstance(value, dict | list) or taken + len(flat) < WIDTH:

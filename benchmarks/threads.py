@@ -1,10 +1,11 @@
-"""Measures the effect of onnxruntime's threads, spinning and arena on steps and windows, alone and in full batches.
+"""Measures the effect of onnxruntime's threads, spinning and arena on steps and windows, for batches of one and full
+batches.
 
     python -m benchmarks.threads [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
     python -m benchmarks.threads --render
 
-Every setting has its own ONNX Runtime sessions; in every round all take turns on the same inputs. The served setting
-is one thread without spinning, with the arena. `--render` writes the figures into the page.
+Every setting has its own ONNX Runtime sessions. In each round, the settings take turns on the same inputs. The server
+uses one thread without spinning, with the arena. `--render` writes the figures into the page.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ROLES: tuple[Role, ...] = ("step", "window")
 
 @dataclass(frozen=True)
 class Choice:
-    """One setting of ONNX Runtime sessions."""
+    """One combination of settings of ONNX Runtime sessions."""
 
     name: str
     threads: int = 1
@@ -44,7 +45,7 @@ class Choice:
     arena: bool = True
 
     def session(self, graph: Path) -> onnxruntime.InferenceSession:
-        """Opens a session for a graph."""
+        """Opens an ONNX Runtime session for a graph."""
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
@@ -63,7 +64,7 @@ CHOICES = (
 
 
 def feeds(bundle: Bundle, role: Role, batch: int) -> dict[str, Array]:
-    """Returns random tokens and the zero state."""
+    """Returns random tokens and, for a step, states of zeros."""
     manifest = bundle.manifest
     tokens = np.random.default_rng(0).integers(manifest.vocabulary.size, size=(batch, manifest.window))
     if role == "window":
@@ -102,7 +103,7 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def shown(run: dict[str, dict[str, float]]) -> str:
-    """Returns one setting's time and its ratio to the served setting's."""
+    """Returns one setting's time, and the ratio of the served setting's time to it."""
     ratio = run["served_over_it"]
     return f"{run['us']['median']:,.0f} ({ratio['median']:.2f}x, {ratio['least']:.2f} to {ratio['most']:.2f})"
 
@@ -111,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path, default=list(SHIPPED))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.3, help="length of each setting in each round")
+    parser.add_argument("--seconds", type=float, default=0.3, help="duration of each setting in each round")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--render", action="store_true")
     options = parser.parse_args()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.tracing [--rounds N] [--json FILE] [--page FILE]
 
-Two servers with one model, one with an endpoint for traces and one without, and a real collector. Each way has one
-connection, which sends steps of one token one after another, a hundred per turn, round by round. All processes share
-the machine. Needs the extras `otel` and `dev`.
+Three servers run with one model. One sends no traces. Two send traces to a real collector, with the sampling ratios 0
+and 1. Each case has one connection, which sends steps of one token one after another. The cases take turns, with a
+hundred steps per turn. All processes share the machine. Needs the extras `otel` and `dev`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ WAYS: dict[str, tuple[Mapping[str, str] | None, Mapping[str, str]]] = {
     "traced, a share of 0 without a parent": (SHARE_0, {}),
     "traced and sampled, four spans": ({}, {}),
 }
-"""By name: the server's variables, None without an endpoint, and the request's headers."""
+"""By case: the server's environment variables (None for a server without an endpoint), and the request's headers."""
 
 
 class Client:
-    """A client that steps one session with its own headers."""
+    """A client that sends the steps of one session, with the headers of its case."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self.headers = {"content-type": "application/json", **headers}
@@ -64,7 +64,7 @@ class Client:
         return self.connection.getresponse().read()
 
     def steps(self) -> list[float]:
-        """Takes some steps; returns the seconds of each."""
+        """Takes EACH steps. Returns the duration of each step, in seconds."""
         took_s: list[float] = []
         for _ in range(EACH):
             started_s = time.perf_counter()
@@ -74,7 +74,7 @@ class Client:
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of every step, by way."""
+    """Returns the durations of all steps by case, in seconds."""
     with ExitStack() as running:
         collector = running.enter_context(receiver())
         endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
@@ -97,13 +97,13 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
 
 def lines(document: dict[str, Any]) -> list[str]:
-    """Returns the table with a description of the measurement."""
+    """Returns a description of the measurement and the table, as lines of Markdown."""
     rows = [(way, f"{found['median_us']:.0f}", f"{found['p90_us']:.0f}") for way, found in document["ways"].items()]
     return [f"{document['how']}:", "", *markdown(COLUMNS, rows)]
 
 
 def main() -> None:
-    """Measures, and writes the requested files."""
+    """Measures, and writes the figures and the page's table."""
     parser = argparse.ArgumentParser("python -m benchmarks.tracing", description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, default=Path(FIGURES))

@@ -1,17 +1,17 @@
-"""Compares Wane with its peers and the two ceilings, in one run on one machine.
+"""Compares Wane with its peers and with two upper bounds (HTTP alone, the model alone), on one machine.
 
     scripts/bench [--only NAME ...] [--models NAME ...] [--rounds N] [--seconds S] [--quick] [--around COMMAND]
                   [--baseline FOLDER [--module MODULE]]
 
-Every round starts each contender in turn, each round in another order, on one model after the other; checks its
-answers against the model's; runs its loads; and stops it. An interrupted run resumes, as long as the code, the models
-and the settings are unchanged. A complete run of at least five rounds writes docs/figures/bench.json,
+In every round, and for each model, each contender is started, its answers are compared with the model's, its loads run,
+and it is stopped. The order of the contenders changes from round to round. An interrupted run resumes if the code, the
+models and the settings are unchanged. A complete run of at least five rounds writes docs/figures/bench.json,
 docs/figures/bench.png and the tables of docs/benchmarks.md; any other run writes to build/bench/. Clients and servers
 share the machine. Linux only.
 
 With `--baseline`, FOLDER is another checkout of Wane, and only Wane's servers are measured unless `--only` is given.
-The same interpreter starts that checkout's server at the same time as this one's, and the two take turns under each
-load. The table has the ratios of this checkout's figures to the other's, round by round.
+The same interpreter starts the servers of both checkouts, which run at the same time and take turns under each load.
+The table shows the ratio of this checkout's figures to the baseline's in each round.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 FIGURES = ROOT / "docs" / "figures"
 WHOLE_ROUNDS = 5
 WIDTH = 160
-"""Width of tables in a file."""
+"""Width in characters of tables that are written to a file."""
 
 FAILURES = (ServerFailed, WrongAnswer, wrk.LoadFailed, BadAnswer, httpx.HTTPError, OSError)
 
@@ -70,7 +70,9 @@ def main() -> None:
         results = empty(models, rounds, seconds).having(found, targets(found), comparisons(found, models))
         report(results, FIGURES if whole else WORK, PAGE if whole else None)
     if failed:
-        raise SystemExit(f"bench: failed, not in the results: {', '.join(failed)}; run the same command to retry them")
+        raise SystemExit(
+            f"bench: failed visits, not in the results: {', '.join(failed)}; run the same command to retry them"
+        )
 
 
 def parse() -> argparse.Namespace:
@@ -87,7 +89,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: both")
     parser.add_argument("--rounds", type=positive, default=WHOLE_ROUNDS, help=f"default {WHOLE_ROUNDS}")
-    parser.add_argument("--seconds", type=positive, default=5, help="length of one load in one round (default 5)")
+    parser.add_argument("--seconds", type=positive, default=5, help="duration of one load in one round (default 5)")
     parser.add_argument("--quick", action="store_true", help="one round of one second, as a smoke test")
     parser.add_argument(
         "--around", default="", metavar="COMMAND", help="prefix of each visit's command, such as `taskset -c 0,1`"
@@ -96,7 +98,7 @@ def parse() -> argparse.Namespace:
         "--workers", type=positive, metavar="N", help="model processes of each peer (default: the peer's own number)"
     )
     parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout to compare with")
-    parser.add_argument("--module", default="wane", help="the other checkout's command module (default wane)")
+    parser.add_argument("--module", default="wane", help="module of the other checkout's command (default wane)")
     parser.add_argument("--visit", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -109,7 +111,7 @@ def positive(text: str) -> int:
 
 
 def visited(together: list[Contender], model: str, round_: int, seconds: float, folder: Path) -> None:
-    """Makes one visit in its own process, so that its resources end with it."""
+    """Makes one visit in its own process, which releases its resources at exit, and writes the results."""
     try:
         for found in visit(together, MODELS[model], round_, seconds, WORK / "logs"):
             found.write(visit_path(folder, round_, model, found.contender))
@@ -118,7 +120,7 @@ def visited(together: list[Contender], model: str, round_: int, seconds: float, 
 
 
 def prepare(names: list[str], models: list[str], console: Console) -> None:
-    """Checks or creates the prerequisites: wrk, services, the peers' environments, the benchmarks' own model."""
+    """Checks that wrk and the services are installed, and creates the peers' environments and the LSTM's bundle."""
     try:
         wrk.require_wrk()
         for name in names:
@@ -134,7 +136,7 @@ def prepare(names: list[str], models: list[str], console: Console) -> None:
 
 
 def report(results: Results, folder: Path, page: Path | None) -> None:
-    """Prints the tables; writes JSON, figure and page."""
+    """Prints the tables, writes the JSON and the figure, and updates the page."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     tables.show(results, console)
     results.write(folder / "bench.json")

@@ -1,4 +1,5 @@
-"""The ceiling of the model: a loop around onnxruntime with one thread and full batches that ignores the outputs."""
+"""The upper bound of the model alone: a loop that runs onnxruntime on one thread with full batches and ignores the
+outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Feeds = dict[str, NDArray[np.generic]]
 
 
 def prepare_step(bundle: Path, vocabulary: int, batch: int, seed: int) -> Callable[[float], Timed]:
-    """Prepares runs of one token for each of `batch` sessions, with the states fed back."""
+    """Prepares runs that step `batch` sessions by one token. Each run's output states are the next run's inputs."""
     session = open_graph(bundle / "step.onnx")
     tokens = np.random.default_rng(seed).integers(vocabulary, size=(256, batch))
     states: Feeds = {
@@ -36,7 +37,7 @@ def prepare_step(bundle: Path, vocabulary: int, batch: int, seed: int) -> Callab
 
 
 def prepare_window(bundle: Path, vocabulary: int, window: int, batch: int, seed: int) -> Callable[[float], Timed]:
-    """Prepares runs of `batch` windows."""
+    """Prepares runs that each compute `batch` windows."""
     session = open_graph(bundle / "window.onnx")
     tokens = np.random.default_rng(seed).integers(vocabulary, size=(16, batch, window))
     lengths = np.full(batch, window)

@@ -1,7 +1,8 @@
-"""Compares with another checkout of Wane: both servers run at the same time and take turns under each load.
+"""Compares this checkout with another checkout of Wane. Both servers run at the same time and take turns under each
+load.
 
-The host's speed changes from minute to minute. The two are therefore measured within seconds of each other and
-compared round by round.
+The host's speed changes from minute to minute. The two servers are therefore measured within seconds of each other, and
+their figures are compared within each round.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NAME = "baseline"
 
 @dataclass(frozen=True)
 class Baseline:
-    """A checkout whose server this interpreter starts as `python -m MODULE serve` in its folder."""
+    """Another checkout. This interpreter starts its server as `python -m MODULE serve` in the checkout's folder."""
 
     folder: Path
     module: str
@@ -54,5 +55,5 @@ def comparisons(rounds: Rounds, models: list[str]) -> list[Comparison]:
 
 
 def item_cpus(rounds: list[Measured]) -> list[float]:
-    """Returns the CPU time per item of a server's rounds."""
+    """Returns the server's CPU time per item, in microseconds, of each round that measured it."""
     return [one.item_cpu_us for one in rounds if one.item_cpu_us is not None]

@@ -1,4 +1,4 @@
-"""HTTP/1.1 and WebSocket over plain sockets, reduced to a load's needs so that the client uses little CPU."""
+"""Minimal HTTP/1.1 and WebSocket clients on plain sockets. They support only what loads need and use little CPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ TEXT, CLOSE, PING, PONG = 0x1, 0x8, 0x9, 0xA
 
 
 class BadAnswer(Exception):
-    """A server sent an unexpected answer; the message has the beginning of it."""
+    """A server sent an unexpected answer. The message contains the beginning of that answer."""
 
 
 def connect(port: int) -> socket.socket:
-    """Opens a connection to this machine without Nagle's delay."""
+    """Opens a connection to a local port with TCP_NODELAY."""
     connected = socket.create_connection(("127.0.0.1", port), timeout=10)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connected
 
 
 def http_request(path: str, body: str) -> bytes:
-    """Returns a POST of JSON over a keep-alive connection."""
+    """Returns the bytes of a POST request with a JSON body for a keep-alive connection."""
     data = body.encode()
     head = (
         f"POST {path} HTTP/1.1",
@@ -41,7 +41,8 @@ class HttpAnswers:
         self._received = bytearray()
 
     def receive(self, data: bytes) -> bytes | None:
-        """Returns the body of the answer that `data` completes, or None. Raises BadAnswer unless it is a 2xx."""
+        """Appends the received `data`. Returns the body of the answer if it is complete, else None. Raises BadAnswer if
+        the status is not 2xx."""
         if not data:
             raise BadAnswer("the server closed the connection")
         self._received += data
@@ -63,7 +64,7 @@ class HttpAnswers:
 
 
 class WebSocket:
-    """One open WebSocket for unfragmented text messages; answers pings."""
+    """One open WebSocket. It handles only unfragmented text messages and answers pings."""
 
     def __init__(self, port: int, path: str) -> None:
         """Raises BadAnswer if the server does not switch protocols."""
@@ -89,7 +90,8 @@ class WebSocket:
         self.socket.sendall(frame)
 
     def receive(self) -> bytes | None:
-        """Reads once. Returns the completed message, or None. Raises BadAnswer if the server closed."""
+        """Reads from the socket once. Returns a message if one is complete, else None. Raises BadAnswer if the server
+        has closed the WebSocket."""
         data = self.socket.recv(READ_AT_ONCE)
         if not data:
             raise BadAnswer("the server closed the connection")
@@ -105,7 +107,7 @@ class WebSocket:
         return None
 
     def _frame(self) -> tuple[int, bytes] | None:
-        """Removes the first frame from the received bytes; returns its opcode and payload."""
+        """Removes the first complete frame from the received bytes. Returns its opcode and payload, or None."""
         held = self._received
         if len(held) < 2:
             return None
@@ -123,11 +125,11 @@ class WebSocket:
 
 
 def text_frame(text: str) -> bytes:
-    """Returns a client's text frame. Clients must mask; a mask of zeros changes nothing and costs nothing."""
+    """Returns a client's text frame. The protocol requires a mask. A mask of zeros leaves the payload unchanged."""
     return _frame(TEXT, text.encode())
 
 
 def _frame(kind: int, payload: bytes) -> bytes:
     if len(payload) > 125:
-        raise ValueError(f"{len(payload)} bytes in one frame, but a load's messages have 125 at most")
+        raise ValueError(f"a frame of {len(payload)} bytes; the longest supported is 125")
     return bytes([0x80 | kind, 0x80 | len(payload), 0, 0, 0, 0]) + payload

@@ -1,6 +1,8 @@
-"""The contenders: Wane, its peers, and the two ceilings. A peer is a TOML file in a folder of `benchmarks/peers`.
+"""The contenders: Wane, its peers, and the two upper bounds. A TOML file in a folder of `benchmarks/peers` describes
+each peer.
 
-`peer.toml` describes a server of windows, `sessions.toml` one that keeps the state of sessions.
+`peer.toml` describes a server that predicts from windows. `sessions.toml` describes a server that keeps the states of
+sessions.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ SERVICES: tuple[Service, ...] = get_args(Service)
 class Contender:
     """The command and the protocol of one contender.
 
-    command: with `{bin}`, the folder of its virtual environment's programs, `{bundle}`, and `{ports[0]}` to
-    `{ports[2]}`, free TCP ports, the first of which serves requests; empty if it is not a server. path, wire: the path
-    and the format (`wire.py`) of a window. step_path: the path of a session's token. package: the distribution whose
-    version is reported. workers: the number of model processes, for servers with such processes. environment: may
-    contain the address of a service, `{redis}` or `{collector}`. peer: its folder in PEERS, empty if it runs in the
-    project's virtual environment. tree: the checkout that the command runs in.
+    command: the server's command; empty if the contender is not a server. `{bin}` stands for the folder of programs of
+    its virtual environment, `{bundle}` for the bundle, and `{ports[0]}` to `{ports[2]}` for free TCP ports. The server
+    receives requests on the first port. path, wire: the path and the format (`wire.py`) of a window request. step_path:
+    the path of a session step. package: the distribution whose version is reported. workers: the number of model
+    processes, for servers with such processes. environment: environment variables; `{redis}` and `{collector}` stand
+    for the addresses of these services. peer: the contender's folder in PEERS; empty if it runs in the project's
+    virtual environment. tree: the checkout in which the command runs.
     """
 
     name: str
@@ -59,17 +62,17 @@ class Contender:
 
     @property
     def requirements(self) -> Path | None:
-        """The requirements of its own virtual environment; None if it runs in the project's."""
+        """The requirements file of the contender's virtual environment. None if it runs in the project's."""
         return PEERS / self.peer / "requirements.txt" if self.peer else None
 
     @property
     def programs(self) -> Path:
-        """The folder of its interpreter."""
+        """The folder that contains the contender's Python interpreter."""
         return ENVIRONMENTS / self.peer / "bin" if self.peer else Path(sys.executable).parent
 
     @property
     def services(self) -> list[Service]:
-        """The services whose addresses its environment contains."""
+        """The services whose addresses the environment variables contain."""
         return [name for name in SERVICES if any(f"{{{name}}}" in value for value in self.environment.values())]
 
     def arguments(self, bundle: Path, ports: list[int]) -> list[str]:
@@ -77,9 +80,9 @@ class Contender:
         return [part.format(bin=self.programs, bundle=bundle, ports=ports) for part in self.command]
 
     def variables(self, bundle: Path, ports: list[int], addresses: Mapping[str, str]) -> dict[str, str]:
-        """Returns the environment of that command: this process's without Wane's settings, and the contender's own.
+        """Returns the environment variables of the command: this process's, without `WANE_*`, and the contender's own.
 
-        addresses: of the services, by name.
+        addresses: the address of each service by its name.
         """
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
         own = {
@@ -91,7 +94,7 @@ class Contender:
 
 
 def read_peer(path: Path) -> Contender:
-    """Reads the peer of one TOML file. Raises KeyError or TypeError if the file is incomplete."""
+    """Reads a peer from its TOML file. Raises KeyError or TypeError if the file is incomplete."""
     values = {"kind": "windows", **tomllib.loads(path.read_text(encoding="utf-8"))}
     folder = path.parent.name
     name = folder if path.stem == "peer" else f"{folder}-{path.stem}"
@@ -99,9 +102,9 @@ def read_peer(path: Path) -> Contender:
 
 
 def wanes(tree: Path = ROOT, module: str = "wane", name: str = WANE, title: str = "Wane") -> list[Contender]:
-    """Returns the server of one checkout, started as `python -m MODULE serve`, in three configurations.
+    """Returns three configurations of one checkout's server, which is started as `python -m MODULE serve`.
 
-    They are the default, sessions in Redis, and traces of one request in a hundred sent to a collector.
+    The configurations are the default, sessions in Redis, and 1 % of requests traced.
     """
     plain = Contender(
         name,
@@ -133,7 +136,7 @@ def wanes(tree: Path = ROOT, module: str = "wane", name: str = WANE, title: str 
 
 
 def contenders() -> dict[str, Contender]:
-    """Returns all contenders by name: Wane, the peers, the trivial handler, the bare loop."""
+    """Returns all contenders by name."""
     peers = [read_peer(path) for path in sorted(PEERS.glob("*/*.toml"))]
     peers.sort(key=lambda peer: ("windows", "sessions", "handler").index(peer.kind))
     others = (
@@ -144,5 +147,5 @@ def contenders() -> dict[str, Contender]:
 
 
 def peer_names(kind: Kind = "windows") -> list[str]:
-    """Returns the names of the peers of a kind; by default those that serve windows."""
+    """Returns the names of the peers of one kind."""
     return [contender.name for contender in contenders().values() if contender.kind == kind]

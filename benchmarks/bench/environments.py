@@ -1,4 +1,4 @@
-"""One virtual environment for each peer: their dependencies exclude each other."""
+"""Creates one virtual environment for each peer, because the peers' dependencies conflict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INSTALLED = ".installed.txt"
 
 
 class NotInstalled(Exception):
-    """A peer's environment could not be created; the message has the end of pip's output."""
+    """A peer's environment could not be created. The message contains the end of pip's output."""
 
 
 def install(contender: Contender) -> None:

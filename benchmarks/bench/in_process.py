@@ -1,4 +1,5 @@
-"""Wane's engine without HTTP, with the clients of `benchmarks.engine`: the cost of batching, sessions and answers."""
+"""Runs Wane's engine without HTTP, with the clients of `benchmarks.engine`. This measures the cost of batching,
+sessions and answers."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from benchmarks.engine import CLIENTS, Subject
 
 
 def prepare_engine(bundle: Path, way: str, stack: ExitStack) -> Callable[[float], Timed]:
-    """Prepares session steps, each awaited by its own client; way: `batcher` or `engine`. `stack` stops the threads."""
+    """Prepares steps of concurrent clients. way: `batcher` or `engine`. The exit of `stack` stops the threads."""
     runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
     subject = Subject(bundle)
     runner.run(subject.start())

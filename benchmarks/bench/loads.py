@@ -1,4 +1,4 @@
-"""The loads of each contender. Tokens are random, so that no answer can come from a cache."""
+"""The loads of each contender. Tokens are random, so that answers cannot come from a cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INPUTS = 64
 BATCHED_CONNECTIONS = 4
 EVENTS_A_SECOND = 1000
 REQUESTS = 4096
-"""Number of different requests of one load, which then repeat."""
+"""Number of distinct requests of one load. The load repeats them in order."""
 BULK_PATH = "/v1/sessions/tokens"
 JSON = {"content-type": "application/json"}
 
@@ -38,12 +38,13 @@ Drive = Callable[[float], Timed]
 
 
 class NotUnderstood(Exception):
-    """A server does not support a load's requests; the message has its answer."""
+    """A server does not support a load's requests. The message contains the server's answer."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The context of a load: a bundle, its server if any, and the resources that end with the visit."""
+    """The context of a load: a bundle, its server, if any, and the stack that releases resources at the end of the
+    visit."""
 
     contender: Contender
     bundle: Path
@@ -64,7 +65,7 @@ class Stage:
 
     @cached_property
     def words(self) -> list[tuple[int, str]]:
-        """The tokens whose text encodes to that one token, each with its text."""
+        """Tokens and their texts, without tokens whose text the tokenizer encodes to anything else."""
         vocabulary = Vocabulary.read(self.manifest.vocabulary.kind, self.bundle / "tokenizer.json")
         texts = [(token, vocabulary.token(token)) for token in range(self.vocabulary)]
         return [(token, text) for token, text in texts if vocabulary.encode(text) == [token]]
@@ -83,7 +84,8 @@ class Stage:
         return httpx.Client(base_url=self.running.url, timeout=30, trust_env=False)
 
     def sessions(self, prefix: str, count: int) -> list[str]:
-        """Returns the ids of new sessions. A peer creates a session at its first step."""
+        """Creates sessions and returns their ids. A peer creates a session at its first step, so nothing is sent to it
+        here."""
         names = [f"{prefix}-{index}" for index in range(count)]
         if self.contender.kind == "sessions":
             return names
@@ -97,8 +99,8 @@ class Stage:
 class Load:
     """One load.
 
-    items: tokens or windows per request. prepare: builds the requests, and raises NotUnderstood. figure: the figure by
-    which two versions of a server are compared.
+    items: tokens or windows per request. prepare: builds the requests; raises NotUnderstood if the server does not
+    support them. figure: the figure by which two servers are compared.
     """
 
     name: str
@@ -119,14 +121,15 @@ def compact(document: object) -> str:
 
 
 def step_request(path: str, session: str, sequence: dict[str, Any]) -> tuple[str, str]:
-    """Returns the path and the body of one step. The body names the session unless the path does."""
+    """Returns the path and the body of one step. The body contains the session's id if the path has no place for it."""
     if "{session}" in path:
         return path.format(session=session), compact(sequence)
     return path, compact({"session": session, **sequence})
 
 
 def step_load(connections: int) -> Load:
-    """Builds a load of one token per request, with four sessions per connection, so that no two requests share one."""
+    """Builds a load of session steps with one token each. Each connection has four sessions, so that concurrent
+    requests use different ones."""
 
     def prepare(stage: Stage) -> Drive:
         walked = itertools.cycle(stage.sessions(f"steps{connections}", 4 * max(16, connections)))
@@ -139,7 +142,7 @@ def step_load(connections: int) -> Load:
 
 
 def text_load() -> Load:
-    """Builds a load of one token per request, as text."""
+    """Builds a load of session steps whose single token is sent as text."""
 
     def prepare(stage: Stage) -> Drive:
         walked = itertools.cycle(stage.sessions("texts", 4 * CONNECTIONS))
@@ -163,7 +166,7 @@ def window_load(connections: int) -> Load:
 
 
 def handler_load(connections: int) -> Load:
-    """Builds a load of one token per request, to a handler that ignores it."""
+    """Builds a load of one token per request for the trivial handler, which ignores the token."""
 
     def prepare(stage: Stage) -> Drive:
         requests = [(stage.contender.path, step_body(token)) for (token,) in stage.tokens(REQUESTS, 1)]
@@ -185,13 +188,13 @@ def websocket_load() -> Load:
 
 
 def batched_load() -> Load:
-    """Builds a load of one token for each of many sessions per request."""
+    """Builds a load of requests that each step INPUTS sessions by one token."""
     title = f"session step, {INPUTS} a call, {plural(BATCHED_CONNECTIONS)}"
     return Load(f"batched-{INPUTS}", title, "tokens/s", INPUTS, lambda stage: prepare_bulk(stage, "batched", {}))
 
 
 def columns_load() -> Load:
-    """Like `batched_load`, answered as columns."""
+    """Builds the load of `batched_load` with answers in the columns format."""
 
     def prepare(stage: Stage) -> Drive:
         return prepare_bulk(stage, "columns", {"format": "columns"})
@@ -201,7 +204,7 @@ def columns_load() -> Load:
 
 
 def prepare_bulk(stage: Stage, prefix: str, options: dict[str, str]) -> Drive:
-    """Prepares calls with a step for each of many sessions; there are eight times as many sessions as in flight.
+    """Prepares requests that each step INPUTS sessions. There are eight times as many sessions as steps in flight.
 
     Raises NotUnderstood if the server answers the first call with 422.
     """
@@ -221,7 +224,7 @@ def bulk_body(sessions: Iterator[str], tokens: Sequence[int], options: dict[str,
 
 
 def open_load() -> Load:
-    """Builds a load of session steps at random times, whether or not earlier ones are answered."""
+    """Builds an open loop of session steps: they are sent at random times, even while earlier steps are in flight."""
 
     def prepare(stage: Stage) -> Drive:
         sessions = stage.sessions("events", EVENTS_A_SECOND)
@@ -241,7 +244,7 @@ def open_load() -> Load:
 
 
 def bare_load(role: str, batch: int) -> Load:
-    """Builds a load of a loop around onnxruntime."""
+    """Builds a load that runs onnxruntime in a loop, without a server."""
 
     def prepare(stage: Stage) -> Drive:
         if role == "step":
@@ -263,7 +266,8 @@ def engine_load(way: str) -> Load:
 
 
 def scan_loads(model: str) -> list[Load]:
-    """Builds loads of a long sequence, for its last state and its score; for an LSTM also with ONNX's operator."""
+    """Builds loads that compute the last state and the score of a long sequence. An LSTM also runs as ONNX's LSTM
+    operator."""
 
     def prepare(kind: str, way: str) -> Callable[[Stage], Drive]:
         if way == scan.NATIVE:
@@ -279,7 +283,7 @@ def scan_loads(model: str) -> list[Load]:
 
 
 def figure_at(connections: int) -> Figure:
-    """Returns the figure to compare: latency for one connection, rate for several."""
+    """Returns the figure by which servers are compared: the latency for one connection, the rate for several."""
     return "rate" if connections > 1 else "p50_ms"
 
 
@@ -288,7 +292,7 @@ def plural(connections: int) -> str:
 
 
 def loads_of(contender: Contender, model: str) -> list[Load]:
-    """Returns the loads of a contender with a model, in order."""
+    """Returns the loads of a contender and a model, in the order of measurement."""
     steps = [step_load(CONNECTIONS), step_load(1)]
     windows = [window_load(CONNECTIONS), window_load(1)]
     match contender.kind:
@@ -311,7 +315,7 @@ def loads_of(contender: Contender, model: str) -> list[Load]:
 
 
 def check(stage: Stage, expected: Callable[[list[list[int]]], list[Ranked]]) -> None:
-    """Checks the answers to windows and to every kind of step against the model. Raises WrongAnswer."""
+    """Compares the server's answers to windows and to every kind of step with the expected ones. Raises WrongAnswer."""
     contender = stage.contender
     if contender.kind not in ("wane", "windows", "sessions"):
         return
@@ -327,7 +331,7 @@ def check(stage: Stage, expected: Callable[[list[list[int]]], list[Ranked]]) -> 
 
 
 def _check_steps(stage: Stage, client: httpx.Client, expected: Callable[[list[list[int]]], list[Ranked]]) -> None:
-    """Checks the steps. Wane feeds a session's start token itself; a peer needs it in a request."""
+    """Checks every kind of step. Wane feeds the start token to new sessions; a peer receives it in a request."""
     start, words = stage.manifest.vocabulary.eos_id, stage.text(8)
     (ranked,) = expected([[start, *(token for token, _ in words)]])
     by_token, by_text, together = stage.sessions("check", 3)
@@ -349,5 +353,5 @@ def _check_steps(stage: Stage, client: httpx.Client, expected: Callable[[list[li
     check_ranked(answer, ranked)
     (result,) = bulk.raise_for_status().json()["results"]
     if "predictions" not in result:
-        raise WrongAnswer(f"a step of a call was answered {result}")
+        raise WrongAnswer(f"a step of a batched call was answered {result}")
     check_ranked(window_answer("tokens", json.dumps(result).encode()), ranked)

@@ -1,4 +1,4 @@
-"""ONNX's LSTM operator with a bundle's weights: the cost of a long sequence without Wane's graphs."""
+"""Runs ONNX's LSTM operator with a bundle's weights, to measure the cost of a long sequence without Wane's graphs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from safetensors.numpy import load_file
 
 OPSET = 20
 ONNX_ORDER = (0, 3, 1, 2)
-"""ONNX's order of gates, i o f c, in torch's, i f g o."""
+"""Positions of ONNX's gates (i, o, f, c) in torch's order (i, f, g, o)."""
 
 
 class NativeLstm:
-    """One LSTM layer between an embedding and an output layer, as one graph, on `threads` spinning threads."""
+    """A graph of an embedding, one LSTM layer and an output layer. It runs on `threads` spinning threads."""
 
     def __init__(self, bundle: Path, threads: int) -> None:
         options = onnxruntime.SessionOptions()
@@ -31,18 +31,18 @@ class NativeLstm:
         }
 
     def state(self, tokens: NDArray[np.int64]) -> list[NDArray[np.float32]]:
-        """Returns h and c (1, H) after `tokens`, (T)."""
+        """Returns the states h and c, each (1, H), after `tokens` (T)."""
         return [value[0] for value in self._sessions[False].run(["h", "c"], {"tokens": tokens})]
 
     def score(self, tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Returns log p of each of `targets`, (T), after the tokens up to its position."""
+        """Returns the log-probability of each of `targets` (T), given `tokens` up to its position."""
         (logprobs,) = self._sessions[True].run(["logprobs"], {"tokens": tokens, "targets": targets})
         found: NDArray[np.float32] = logprobs[:, 0]
         return found
 
 
 def graph(weights: dict[str, NDArray[np.float32]], scored: bool) -> bytes:
-    """Builds the graph: tokens[T] (and targets[T]) -> h, c (or logprobs[T,1])."""
+    """Builds the graph. It maps tokens[T] to h and c, or tokens[T] and targets[T] to logprobs[T,1]."""
     hidden = weights["head.weight"].shape[1]
 
     def gates(name: str) -> NDArray[np.float32]:

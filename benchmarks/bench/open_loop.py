@@ -1,8 +1,8 @@
-"""Open loop over HTTP: sends requests when they are due, whether or not earlier ones are answered.
+"""Open loop over HTTP: sends requests when they are due, even while earlier requests are in flight.
 
-A latency starts when its request was due: a stall of the server counts for all requests due meanwhile, and so does a
-delay of the generator, which `lag_p99_ms` reports separately. The loop waits with `select`, because Python rounds the
-timeout of `epoll` to milliseconds.
+A request's latency is measured from its due time. A stall of the server therefore adds to the latencies of all requests
+that fall due during it. A delay of the load generator adds to them as well; `lag_p99_ms` reports that delay. The loop
+waits with `select`, because Python rounds the timeout of `epoll` to milliseconds.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ TIMEOUT_S = 10.0
 
 
 def poisson(rate: float, seconds: float, seed: int) -> NDArray[np.float64]:
-    """Returns the due times of requests of a Poisson process with `rate` per second, in seconds from the start."""
+    """Returns random due times of a Poisson process with `rate` requests per second, in seconds from the start."""
     gaps = np.random.default_rng(seed).exponential(1 / rate, size=max(1, int(rate * seconds)))
     return np.cumsum(gaps)
 
 
 def drive(port: int, requests: Iterator[bytes], due: NDArray[np.float64], connections: int = CONNECTIONS) -> Timed:
-    """Sends one of `requests` at each time of `due`, in order, on any free connection.
+    """Sends the next of `requests` at each time of `due` on a free connection.
 
-    If no connection is free, a request waits for one, and its latency includes the wait. Raises BadAnswer if an answer
-    is not a 2xx or takes more than ten seconds.
+    If no connection is free, the request waits, and its latency includes the wait. Raises BadAnswer if an answer is not
+    a 2xx or takes more than ten seconds.
     """
     opened = [connect(port) for _ in range(connections)]
     try:

@@ -1,4 +1,4 @@
-"""The figure of a run: each contender's throughput, and the latency of one client."""
+"""Plots a run: each contender's throughput, and its latency with one client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Dot = tuple[str, Spread, str]
 
 
 def save(results: Results, path: Path) -> None:
-    """Plots one row per model: throughput on the left, one client's latency on the right; whiskers span the rounds."""
+    """Plots one row per model, with throughput on the left and the latency of one client on the right. Whiskers span
+    the rounds."""
     models = list(results.figures)
     figure, rows = plt.subplots(
         len(models), 2, figsize=(11, 0.8 + 3.5 * len(models)), layout="constrained", squeeze=False
@@ -37,7 +38,7 @@ def save(results: Results, path: Path) -> None:
 
 
 def throughput(results: Results, model: str) -> list[Dot]:
-    """Returns tokens and windows per second, Wane's loads first."""
+    """Returns the answers per second of each measured load. Wane's loads are first."""
     wanted = [
         (WANE, "batched-64", "Wane, session, 64 steps a call", OURS),
         (WANE, "websocket-64", "Wane, session, 64 WebSockets", OURS),
@@ -73,7 +74,8 @@ def _measured(results: Results, model: str, wanted: list[tuple[str, str, str, st
 
 
 def _dots(axes: Axes, dots: list[Dot], form: str) -> None:
-    """Plots dots with whiskers from the smallest to the largest round, because bars have no base on a log scale."""
+    """Plots medians as dots with whiskers from the smallest to the largest round. Bars would need a zero, which a log
+    scale lacks."""
     for index, (_, spread, colour) in enumerate(dots):
         axes.plot([spread.least, spread.most], [index, index], color=colour, linewidth=2)
         axes.plot(spread.median, index, "o", color=colour, markersize=7)

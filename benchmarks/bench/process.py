@@ -1,4 +1,4 @@
-"""A server process: starts on free ports, waits until it answers, stops with all processes that it started."""
+"""Starts a server on free ports, waits until it answers, and stops it together with all its child processes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class ServerFailed(Exception):
-    """A server did not start or has stopped; the message has the end of its log."""
+    """A server did not start or has stopped. The message contains the end of its log."""
 
 
 class ServerProcess:
-    """One server on one bundle, as a context.
+    """Context manager that runs a contender's server on one bundle.
 
-    A mark in their environment identifies its processes, so that those outside the process group are stopped too.
-    Linux only: the processes are searched in /proc.
+    An environment variable marks the server's processes, so that processes outside its process group are stopped too.
+    Linux only: the processes are found in /proc.
     """
 
     def __init__(
         self, contender: Contender, bundle: Path, log: Path, addresses: Mapping[str, str] | None = None
     ) -> None:
-        """addresses: of the contender's services, by name."""
+        """addresses: the address of each of the contender's services by its name."""
         self._contender, self._log = contender, log
         self._mark = uuid.uuid4().hex
         ports = free_ports(3)
@@ -74,7 +74,7 @@ class ServerProcess:
         self._process.wait()
 
     def wait_ready(self, path: str, body: str) -> bytes:
-        """Returns the first successful answer to the request. Raises ServerFailed if there is none in time."""
+        """Repeats the request until it succeeds, and returns the answer. Raises ServerFailed after a timeout."""
         deadline = time.monotonic() + READY_WITHIN_S
         with httpx.Client(base_url=self.url, timeout=10, trust_env=False) as client:
             while time.monotonic() < deadline:
@@ -88,7 +88,7 @@ class ServerProcess:
         raise ServerFailed(f"{self._contender.title} did not answer within {READY_WITHIN_S:.0f} s: {self._tail()}")
 
     def cpu_seconds(self) -> float:
-        """Returns the user and system CPU time of all its running processes."""
+        """Returns the user and system CPU seconds of all running processes of the server."""
         spent = 0
         for pid in self._pids():
             with contextlib.suppress(OSError):
@@ -105,7 +105,7 @@ class ServerProcess:
                         yield int(entry.name)
 
     def _pids_after(self, seconds: float) -> list[int]:
-        """Waits until none of its processes lives, and returns those that still do after that time."""
+        """Waits until the server's processes have ended. Returns those still alive after `seconds`."""
         deadline = time.monotonic() + seconds
         while (left := list(self._pids())) and time.monotonic() < deadline:
             self._process.poll()

@@ -1,4 +1,4 @@
-"""The results of `benchmarks.bench`, as stored in its JSON."""
+"""The results of `benchmarks.bench` as stored in JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Figure = Literal["rate", "p50_ms", "p99_ms"]
 
 
 class Timed(Frozen):
-    """One load for some seconds: the number of answered requests and their latencies.
+    """The number of answered requests of one load, and their latencies.
 
-    A latency starts when the request is sent, or in an open loop when it is due; `lag_p99_ms` is the delay of sending.
+    A latency is measured from the time when the request is sent, in an open loop from the time when it is due.
+    `lag_p99_ms`: the delay between a request's due time and its sending; null in a closed loop.
     """
 
     requests: int
@@ -32,7 +33,8 @@ class Timed(Frozen):
 class Measured(Timed):
     """A load on one contender in one round.
 
-    items: answered tokens or windows. server_cpu_s: CPU time of the server's processes; null without a server.
+    items: answered tokens or windows. server_cpu_s: CPU time of the server's processes; null for a load without a
+    server.
     """
 
     items: int
@@ -45,7 +47,7 @@ class Measured(Timed):
 
     @property
     def server_cpus(self) -> float | None:
-        """CPU seconds of the server per second."""
+        """CPU seconds of the server per second of the load: the mean number of busy cores."""
         return None if self.server_cpu_s is None else self.server_cpu_s / self.seconds
 
     @property
@@ -55,9 +57,10 @@ class Measured(Timed):
 
 
 class Visit(Frozen):
-    """One round's loads on one contender: started, checked, measured, stopped.
+    """The figures of one contender's loads in one round.
 
-    loads: by name. refused: the server's answers to the loads that it does not support.
+    loads: the figures by the load's name. refused: the server's answers to the loads that it does not support, by the
+    load's name.
     """
 
     model: str
@@ -77,9 +80,9 @@ class Visit(Frozen):
 
 
 class Rounds:
-    """The figures of all rounds, by model, contender and load, in order; and the contenders' versions.
+    """The figures of all rounds by model, contender and load, in the order of the rounds, and the contenders' versions.
 
-    refused: like a visit's, by model, contender and load."""
+    refused: servers' answers to loads that they do not support, by model, contender and load."""
 
     def __init__(self, visits: Iterable[Visit]) -> None:
         self.figures: dict[str, dict[str, dict[str, list[Measured]]]] = {}
@@ -94,14 +97,15 @@ class Rounds:
                 loads.setdefault(name, []).append(measured)
 
     def of(self, model: str, contender: str, load: str) -> list[Measured]:
-        """Returns one load's figures; empty if it was not measured."""
+        """Returns one load's figures in each round. Empty if the load was not measured."""
         return self.figures.get(model, {}).get(contender, {}).get(load, [])
 
 
 class Summary(Frozen):
-    """One load on one contender, over the rounds.
+    """The figures of one load on one contender, summarised over the rounds.
 
-    requests: of all rounds; rate: items per second; item_cpu_us: CPU time of the server per item.
+    requests: the sum over all rounds. rate: items per second. item_cpu_us: CPU time of the server per item, in
+    microseconds.
     """
 
     rounds: int
@@ -136,9 +140,10 @@ class Summary(Frozen):
 
 
 class Target(Frozen):
-    """The ratio of `what` to `against`, which must be at least `wanted`, or at most if `most`; null: no target.
+    """The ratio of `what` to `against`, and its target.
 
-    spread: of the value, round by round.
+    wanted: the smallest ratio that meets the target, or the largest if `most`; null: no target. spread: the ratios of
+    the single rounds.
     """
 
     what: str
@@ -158,10 +163,10 @@ class Target(Frozen):
 
 
 class Comparison(Frozen):
-    """One load on a server and on its baseline, which took turns.
+    """One load's figures on a server, relative to its baseline. The two took turns.
 
-    figure: the compared figure. ratio: of the server to the baseline, round by round. item_cpu: of the CPU time per
-    item.
+    figure: the compared figure. ratio: the server's figure divided by the baseline's, in each round. item_cpu: the same
+    ratio of the CPU time per item.
     """
 
     model: str
@@ -174,9 +179,9 @@ class Comparison(Frozen):
 
 
 class Results(Frozen):
-    """A run: its machine, its models, and its figures by model, contender and load.
+    """A run's machine, models and figures. Figures are stored by model, contender and load.
 
-    versions: by contender. refused: like a visit's.
+    versions: by contender. refused: servers' answers to loads that they do not support, by model, contender and load.
     """
 
     created: str
@@ -200,7 +205,7 @@ class Results(Frozen):
         write_json(path, self.model_dump(mode="json", exclude_none=True))
 
     def having(self, rounds: Rounds, targets: Sequence[Target], comparisons: Sequence[Comparison] = ()) -> Results:
-        """Returns the results with the summaries of these rounds, the targets, and the ratios to a baseline."""
+        """Returns a copy with the summaries of `rounds`, the targets and the comparisons with a baseline."""
         figures = {
             model: {
                 name: {load: Summary.of(found) for load, found in loads.items()} for name, loads in contenders.items()
@@ -217,5 +222,5 @@ class Results(Frozen):
         return self.figures.get(model, {}).get(contender, {}).get(load)
 
     def refusal(self, model: str, contender: str, load: str) -> str:
-        """Returns a server's answer to a load that it does not support; empty if it refused none."""
+        """Returns the server's answer if it does not support the load, else an empty string."""
         return self.refused.get(model, {}).get(contender, {}).get(load, "")

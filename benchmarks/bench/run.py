@@ -1,4 +1,4 @@
-"""A run: its visits, each in its own process, and the ones already made."""
+"""Runs the visits, each in its own process. Skips visits whose results an earlier, interrupted run has written."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CODE = (".py", ".lua", ".toml", ".txt", ".json")
 
 @dataclass(frozen=True)
 class Run:
-    """The contenders, models, rounds and seconds of a run.
+    """A run's contenders, models, rounds and seconds.
 
-    workers: model processes of each peer; None: the peer's own number. baseline: takes turns with each of Wane's
-    servers.
+    workers: the number of model processes of each peer; None: the peer's own number. baseline: a checkout whose servers
+    take turns with Wane's.
     """
 
     names: list[str]
@@ -37,7 +37,7 @@ class Run:
     baseline: Baseline | None = None
 
     def plan(self) -> list[tuple[int, str, str]]:
-        """Returns round, model and contender of every visit; the first contender changes from round to round."""
+        """Returns round, model and contender of every visit. The first contender changes from round to round."""
         count = len(self.names)
         return [
             (round_, model, self.names[(index + round_) % count])
@@ -47,21 +47,21 @@ class Run:
         ]
 
     def folder(self) -> Path:
-        """Returns the folder of the visits, which depends on the code, the models and the settings."""
+        """Returns the folder of the visits' results. Its name depends on the code, the models and the settings."""
         parts = [code(ROOT), *(json.dumps(facts(model)) for model in self.models), f"{self.seconds} {self.workers}"]
         if self.baseline is not None:
             parts.append(code(self.baseline.folder))
         return WORK / "runs" / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def together(self, name: str) -> list[Contender]:
-        """Returns the contenders of one visit: the contender of that name and its baseline."""
+        """Returns the contenders that share a visit: the contender `name` and, if there is one, its baseline."""
         contender = contenders()[name]
         if self.workers and contender.kind == "windows":
             contender = replace(contender, workers=self.workers)
         return [contender, self.baseline.of(contender)] if self.baseline and contender.kind == "wane" else [contender]
 
     def go(self, around: Sequence[str], console: Console) -> list[str]:
-        """Makes the missing visits, with the command prefix `around`; returns the names of the failed ones."""
+        """Makes the missing visits and returns the names of failed ones. around: a prefix of each visit's command."""
         folder, plan, failed = self.folder(), self.plan(), []
         own = [*around, sys.executable, "-m", "benchmarks.bench", "--seconds", str(self.seconds)]
         own += ["--workers", str(self.workers)] if self.workers else []
@@ -87,7 +87,7 @@ class Run:
 
 
 def code(root: Path) -> str:
-    """Returns one hash of a checkout's measured code and of its benchmark code."""
+    """Returns a hash of a checkout's measured code and of its benchmark code."""
     found = (path for folder in SOURCES for path in (root / folder).rglob("*"))
     return hashed(sorted(path for path in found if path.suffix in CODE and "bundles" not in path.parts), root)
 

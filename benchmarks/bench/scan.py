@@ -1,6 +1,7 @@
-"""A long sequence's last state or its tokens' log-probabilities, computed by the ways of `benchmarks.parallel_scan`.
+"""Computes a long sequence's last state or its tokens' log-probabilities with the methods of
+`benchmarks.parallel_scan`.
 
-Modules that need the extra train are imported on use, because the tables do not need them.
+Modules that need the extra `train` are imported where they are used, so that the tables can be printed without it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ KINDS = ("state", "score")
 
 
 def prepare_way(bundle: Path, kind: str, way: str, stack: ExitStack) -> Callable[[float], Timed]:
-    """Prepares runs of one of WAYS. `stack` stops the threads."""
+    """Prepares runs of one of WAYS. The exit of `stack` stops the threads."""
     from benchmarks.parallel_scan import Subject
 
     subject = Subject(bundle, TOKENS)
@@ -32,7 +33,7 @@ def prepare_way(bundle: Path, kind: str, way: str, stack: ExitStack) -> Callable
 
 
 def prepare_native(bundle: Path, kind: str, vocabulary: int, seed: int) -> Callable[[float], Timed]:
-    """Prepares runs of ONNX's LSTM, one call for the whole sequence, on THREADS threads."""
+    """Prepares runs of ONNX's LSTM operator on THREADS threads. Each run computes the whole sequence in one call."""
     from benchmarks.bench.native import NativeLstm
 
     native = NativeLstm(bundle, THREADS)

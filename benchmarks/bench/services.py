@@ -1,6 +1,6 @@
-"""The services of a server: a Redis for its sessions, a collector for its traces.
+"""The services of a server: Redis stores its sessions, and a collector receives its traces.
 
-Both are real programs. Their CPU time is not counted as the server's.
+Both are real programs. Their CPU time is not part of the server's.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tests.service.sessions.stores.redis_server import redis_server
 from tests.stack.harness.receiver import receiver
 
 APPENDED = ("--appendonly", "yes", "--appendfsync", "everysec")
-"""Redis writes every command to a file, and the file to the disk once a second."""
+"""Redis appends every command to a file and flushes the file to the disk once a second."""
 
 
 class ServiceMissing(Exception):
-    """A program is not installed; the message says how to install it."""
+    """A program is not installed. The message says how to install it."""
 
 
 def require_services(names: list[Service]) -> None:
@@ -29,7 +29,7 @@ def require_services(names: list[Service]) -> None:
     if "redis" in names and shutil.which("redis-server") is None:
         raise ServiceMissing("redis-server was not found; on Debian and Ubuntu: apt-get install redis-server")
     if "collector" in names and importlib.util.find_spec("rotel") is None:
-        raise ServiceMissing("rotel, a collector of traces, was not found; the extra dev has it, on Linux on x86_64")
+        raise ServiceMissing("rotel, a collector of traces, was not found; the extra `dev` installs it (Linux, x86_64)")
 
 
 @contextmanager

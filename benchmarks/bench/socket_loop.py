@@ -1,4 +1,4 @@
-"""Closed loop over WebSockets: each sends its next message after the answer to the last one."""
+"""Closed loop over WebSockets: each WebSocket sends its next message after the answer to its last one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from benchmarks.bench.results import Timed
 
 
 def drive(port: int, paths: Sequence[str], frames: Iterator[bytes], wanted: bytes, seconds: float) -> Timed:
-    """Opens a WebSocket at each of `paths` and keeps all busy with `frames`; every answer must contain `wanted`.
+    """Opens a WebSocket at each of `paths` and sends the `frames` over all of them.
 
-    Raises BadAnswer if one does not, or takes more than ten seconds.
+    Raises BadAnswer if an answer does not contain `wanted` or takes more than ten seconds.
     """
     sockets = [WebSocket(port, path) for path in paths]
     latencies: list[float] = []

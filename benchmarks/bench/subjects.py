@@ -1,4 +1,4 @@
-"""The two models that all contenders serve, and the facts about them and the machine."""
+"""The two models that all contenders serve, and the metadata of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def export_lstm() -> None:
 
 
 def hashed(files: list[Path], root: Path = ROOT) -> str:
-    """Returns one hash of many files of `root`."""
+    """Returns a hash of the names and the contents of files in `root`."""
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -49,7 +49,7 @@ def facts(model: str) -> dict[str, str]:
 
 
 def empty(models: list[str], rounds: int, seconds: float) -> Results:
-    """Returns the results of a run without figures."""
+    """Returns a run's results with its metadata and without figures."""
     return Results(
         created=datetime.datetime.now(datetime.UTC).date().isoformat(),
         commit=commit(),

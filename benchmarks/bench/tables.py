@@ -1,4 +1,4 @@
-"""A run's tables, in the terminal and as markdown between the page's markers."""
+"""A run's tables, for the terminal and as Markdown for the page."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FIGURES = (
 TARGETS = ("what", "against", "target", "reached (by round)", "met")
 COMPARISONS = ("server", "load", "figure", "baseline", "this", "ratio", "CPU, us an item: baseline", "this", "ratio")
 NAMES = {"rate": "", "p50_ms": "p50, ms", "p99_ms": "p99, ms"}
-"""Names of a comparison's figures; the load's unit names a rate."""
+"""Column names of a comparison's figures. A rate has the unit of its load as its name."""
 
 
 def figure_rows(results: Results, model: str) -> Iterator[list[str]]:
-    """Yields a row for each measured contender and load, in the order of measurement."""
+    """Yields a row for each contender and load that was measured or refused, in the order of measurement."""
     for name, contender in contenders().items():
         for load in loads_of(contender, model):
             found = results.summary(model, name, load.name)
@@ -49,7 +49,7 @@ def figure_rows(results: Results, model: str) -> Iterator[list[str]]:
 
 
 def target_rows(results: Results) -> Iterator[list[str]]:
-    """Yields a row for each target with figures."""
+    """Yields a row for each target."""
     for target in results.targets:
         yield [
             target.what,
@@ -64,7 +64,7 @@ def target_rows(results: Results) -> Iterator[list[str]]:
 
 
 def comparison_rows(results: Results, model: str) -> Iterator[list[str]]:
-    """Yields a row for each load of a server that both sides answered or refused."""
+    """Yields a row for each load of Wane's servers that was measured or refused on both sides."""
     found = {(one.contender, one.load): one for one in results.comparisons if one.model == model}
     for ours, theirs in zip(wanes(), wanes(name=NAME), strict=True):
         for load in loads_of(ours, model):
@@ -87,7 +87,7 @@ def comparison_rows(results: Results, model: str) -> Iterator[list[str]]:
 
 
 def _side(results: Results, model: str, contender: Contender, load: Load) -> tuple[str, str]:
-    """Returns a load's figure and CPU time on one side, or the server's answer if it refused the load."""
+    """Returns one side's figure and CPU time per item, or the server's answer if it does not support the load."""
     summary = results.summary(model, contender.name, load.name)
     if summary is None:
         return results.refusal(model, contender.name, load.name), ""
@@ -106,7 +106,7 @@ def show(results: Results, console: Console) -> None:
             _rich(f"{model}, {results.rounds} rounds of {results.seconds:g} s", FIGURES, figure_rows(results, model))
         )
         if rows := list(comparison_rows(results, model)):
-            console.print(_rich(f"{model}: this checkout and the baseline, in turns", COMPARISONS, iter(rows)))
+            console.print(_rich(f"{model}: this checkout and the baseline", COMPARISONS, iter(rows)))
     rows = [[cell.replace("**", "") for cell in row] for row in target_rows(results)]
     if rows:
         console.print(_rich("targets", TARGETS, iter(rows)))

@@ -1,4 +1,4 @@
-"""Wane's targets and other ratios, computed from the figures of one run."""
+"""Wane's targets and further ratios, computed from the figures of one run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def p99(measured: Measured) -> float:
 
 
 def targets(rounds: Rounds) -> list[Target]:
-    """Returns the targets with measured figures, in the table's order."""
+    """Returns the targets whose figures were measured, in the table's order."""
     fastest = best_peer(rounds, LSTM, "window-64", rate, largest=True)
     quickest = best_peer(rounds, LSTM, "window-1", p50, largest=False)
     stateful = peer_names("sessions")
@@ -77,7 +77,7 @@ def _ratio(
     model: str = LSTM,
     name: str = WANE,
 ) -> Target | None:
-    """Returns the ratio of a load of Wane's server `name` to that of another contender, or of Wane itself."""
+    """Returns the ratio of the load `ours` on Wane's server `name` to the load `theirs` on the contender `other`."""
     above = rounds.of(model, name, ours)
     below = rounds.of(model, other, theirs) if other else []
     against = OWN if other == WANE else contenders()[other].title if other else ""
@@ -86,7 +86,7 @@ def _ratio(
 
 
 def _stateful(rounds: Rounds, model: str, name: str, load: str, figure: Getter) -> Target | None:
-    """Session steps of Wane's over those of a peer with its own state."""
+    """Returns the ratio of Wane's session steps to those of a peer that keeps sessions."""
     if figure is rate:
         wanted = 1.5 if (model, name) == (LSTM, "mosec-sessions") else None
         return _ratio(rounds, STEPS, load, figure, name, load, wanted, model=model)
@@ -95,7 +95,7 @@ def _stateful(rounds: Rounds, model: str, name: str, load: str, figure: Getter) 
 
 
 def _scan(rounds: Rounds, model: str, kind: str, ways: tuple[str, ...], wanted: float) -> Target | None:
-    """Returns the ratio of the parallel scan to the fastest of the other `ways` to run the sequence."""
+    """Returns the ratio of the parallel scan's rate to that of the fastest sequential method in `ways`."""
     ordered = {way: [rate(found) for found in rounds.of(model, SCAN, f"{kind}-{way}")] for way in ways}
     above = [rate(found) for found in rounds.of(model, SCAN, f"{kind}-parallel")]
     if not all(ordered.values()):
@@ -106,7 +106,7 @@ def _scan(rounds: Rounds, model: str, kind: str, ways: tuple[str, ...], wanted: 
 
 
 def _engine(rounds: Rounds, model: str, way: str) -> Target | None:
-    """Returns the ratio of Wane without HTTP to the bare loop."""
+    """Returns the ratio of the rate of Wane without HTTP to that of the bare loop."""
     above, below = ([rate(found) for found in rounds.of(model, BARE, load)] for load in (f"{way}-64", "step-64"))
     what = f"{way} without HTTP, batch 64, a future per item, `{model}`"
     return _target(what, "bare onnxruntime loop", 0.6, False, above, below)
@@ -115,11 +115,11 @@ def _engine(rounds: Rounds, model: str, way: str) -> Target | None:
 def _target(
     what: str, against: str, wanted: float | None, most: bool, above: list[float], below: list[float]
 ) -> Target | None:
-    """Returns the ratio of two figures; None if either was not measured."""
+    """Returns the ratio of the medians of two figures. Returns None if either was not measured."""
     if not above or not below:
         return None
     value = Spread.of(above).median / Spread.of(below).median
-    both = min(len(above), len(below))  # a round of one of them may have failed
+    both = min(len(above), len(below))  # one of the two may have fewer rounds, because a round failed
     return _told(what, against, wanted, most, "x", value, ratios(above[:both], below[:both]))
 
 

@@ -1,4 +1,6 @@
-"""One visit: starts servers on a bundle, checks their answers, runs each load on them in turn, and stops them."""
+"""One visit: starts one contender, or two that are compared, on a bundle; checks the answers; runs the loads; stops the
+servers.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ WARM_S = 1.0
 
 
 def visit(contenders: Sequence[Contender], bundle: Path, round_: int, seconds: float, logs: Path) -> list[Visit]:
-    """Runs the contenders' common loads for `seconds` each, after a warm-up of one second.
+    """Runs the loads of the first contender on all contenders, for `seconds` each, after a warm-up of one second.
 
-    The contenders' order changes from load to load and from round to round. Servers write their logs into the
-    folder `logs`. Raises ServerFailed, WrongAnswer, LoadFailed, BadAnswer, httpx.HTTPError.
+    The contenders' order changes from load to load and from round to round. Servers write their logs into the folder
+    `logs`. Raises ServerFailed, WrongAnswer, LoadFailed, BadAnswer, httpx.HTTPError.
     """
     manifest = read_manifest(bundle)
     expected = WindowModel(bundle).ranked
@@ -58,7 +60,7 @@ def visit(contenders: Sequence[Contender], bundle: Path, round_: int, seconds: f
 def _staged(
     contender: Contender, bundle: Path, manifest: Manifest, round_: int, logs: Path, stack: contextlib.ExitStack
 ) -> Stage:
-    """Starts a contender and its services; `stack` stops them."""
+    """Starts a contender and its services. The exit of `stack` stops them."""
     server = None
     if contender.command:
         addresses: dict[str, str] = {name: stack.enter_context(service(name)) for name in contender.services}

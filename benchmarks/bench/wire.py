@@ -1,4 +1,4 @@
-"""Requests and answers of the servers: the same windows and the same five predictions in four formats."""
+"""Requests and answers in the servers' four formats. All formats carry the same windows and five predictions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Ranked = list[tuple[int, float]]
 
 
 class WrongAnswer(Exception):
-    """A server's answer differs from the model's; the message has both."""
+    """A server's answer differs from the model's. The message contains both."""
 
 
 def window_body(wire: Wire, tokens: Sequence[int]) -> str:
@@ -21,7 +21,7 @@ def window_body(wire: Wire, tokens: Sequence[int]) -> str:
     match wire:
         case "tokens":
             document: dict[str, Any] = {"tokens": listed}
-        case "windows":  # a batched endpoint takes and answers lists
+        case "windows":  # the request and the answer of a batched endpoint are lists
             document = {"windows": [listed]}
         case "oip":  # the Open Inference Protocol's tensors
             tensor = {"name": "tokens", "shape": [1, len(listed)], "datatype": "INT64", "data": listed}
@@ -32,7 +32,7 @@ def window_body(wire: Wire, tokens: Sequence[int]) -> str:
 
 
 def window_answer(wire: Wire, answer: bytes) -> Ranked:
-    """Returns token ids and probabilities, most probable first. Raises WrongAnswer if there are none."""
+    """Returns an answer's token ids and probabilities, the most probable first. Raises WrongAnswer if it has none."""
     try:
         document = json.loads(answer)
         match wire:
@@ -49,7 +49,7 @@ def window_answer(wire: Wire, answer: bytes) -> Ranked:
 
 
 def check_ranked(given: Ranked, expected: Ranked, tolerance: float = 1e-4) -> None:
-    """Raises WrongAnswer unless the tokens are the same, in the same order, with probabilities within `tolerance`."""
+    """Raises WrongAnswer if the tokens or their order differ, or a probability differs by more than `tolerance`."""
     same = [token for token, _ in given] == [token for token, _ in expected]
     if not same or any(abs(ours - theirs) > tolerance for (_, ours), (_, theirs) in zip(given, expected, strict=True)):
-        raise WrongAnswer(f"answered {given}, but the model says {expected}")
+        raise WrongAnswer(f"the answer is {given}, but the model's is {expected}")

@@ -1,4 +1,4 @@
-"""Closed loop over HTTP with wrk: each connection sends its next request after the answer to the last one."""
+"""Closed loop over HTTP with wrk: each connection sends its next request after the answer to its last one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Requests = Iterable[tuple[str, str]]
 
 
 class LoadFailed(Exception):
-    """Requests of a load failed; the message has their number."""
+    """wrk is not installed, or requests of a load failed. The message contains the number of failed requests."""
 
 
 def require_wrk() -> None:
@@ -27,7 +27,8 @@ def require_wrk() -> None:
 
 
 def drive(url: str, requests: Requests, connections: int, seconds: float) -> Timed:
-    """Sends `requests`, paths and bodies, repeatedly in order. Raises LoadFailed unless every answer is a 2xx."""
+    """Sends `requests` (pairs of path and body) in order, and again from the first. Raises LoadFailed if an answer is
+    not a 2xx."""
     with tempfile.NamedTemporaryFile("w", suffix=".requests") as file:
         file.writelines(f"{path}\t{body}\n" for path, body in requests)
         file.flush()

@@ -1,7 +1,7 @@
-"""The model of a peer with its own sessions: a bundle's `step` graph, and the sessions' states in memory.
+"""The model of the peers with sessions: a bundle's `step` graph, and the sessions' states in memory.
 
-It has no replay of repeated requests, no error bounds and no limit on sessions. It needs only numpy and onnxruntime,
-so that it runs in each peer's own virtual environment.
+It has no replay of repeated requests, no error bounds and no limit on sessions. It needs only numpy and onnxruntime, so
+that it runs in each peer's own virtual environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEXT = "next."
 
 
 class StepModel:
-    """Steps many sessions in one run of the graph. An unknown session starts with a state of zeros."""
+    """Steps many sessions in one run of the graph. The first step of a session starts from a state of zeros."""
 
     def __init__(self, bundle: Path) -> None:
         self._graph = open_graph(bundle / "step.onnx")
@@ -31,11 +31,12 @@ class StepModel:
 
     @classmethod
     def served(cls) -> StepModel:
-        """Opens the bundle that BENCH_BUNDLE names."""
+        """Opens the bundle in the environment variable BENCH_BUNDLE."""
         return cls(Path(os.environ["BENCH_BUNDLE"]))
 
     def step(self, sessions: Sequence[str], tokens: Sequence[int]) -> list[list[Prediction]]:
-        """Feeds one token to each session. No session may be in a batch twice."""
+        """Feeds one token to each session. Returns each session's predictions. A session must not occur twice in a
+        batch."""
         rows = [self._states.get(session, self._start) for session in sessions]
         feeds = {name: np.stack(column) for name, column in zip(self._names, zip(*rows, strict=True), strict=True)}
         feeds["tokens"] = np.array(tokens, np.int64)

@@ -1,4 +1,4 @@
-"""The model of every peer without sessions: a bundle's `window` graph on onnxruntime.
+"""The model of the peers without sessions: a bundle's `window` graph on onnxruntime.
 
 It needs only numpy and onnxruntime, so that it runs in each peer's own virtual environment.
 """
@@ -20,7 +20,8 @@ Prediction = dict[str, int | float]
 
 
 def open_graph(path: Path) -> onnxruntime.InferenceSession:
-    """Opens a graph with Wane's thread settings: one per run, without spinning, because processes share the cores."""
+    """Opens a graph with Wane's thread settings: one thread per run, without spinning, because processes share the
+    cores."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
@@ -46,11 +47,11 @@ class WindowModel:
 
     @classmethod
     def served(cls) -> WindowModel:
-        """Opens the bundle that BENCH_BUNDLE names."""
+        """Opens the bundle in the environment variable BENCH_BUNDLE."""
         return cls(Path(os.environ["BENCH_BUNDLE"]))
 
     def top(self, windows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Returns token ids and probabilities (B, TOP_K) of each window's next token, most probable first."""
+        """Returns token ids and probabilities (B, TOP_K) of each window's next token, the most probable first."""
         lengths = np.array([len(window) for window in windows], np.int64)
         if lengths.min() == lengths.max():
             tokens = np.asarray(windows, np.int64)
@@ -63,11 +64,11 @@ class WindowModel:
         return ids[:, :TOP_K], np.exp(found[:, :TOP_K] - total[:, None])
 
     def predict(self, windows: Sequence[Sequence[int]]) -> list[list[Prediction]]:
-        """Returns `top` as JSON values, window by window."""
+        """Returns the result of `top` as JSON values, window by window."""
         return named_predictions(*self.top(windows))
 
     def ranked(self, windows: Sequence[Sequence[int]]) -> list[list[tuple[int, float]]]:
-        """Returns `top` as pairs, for comparisons."""
+        """Returns the result of `top` as pairs of token id and probability."""
         ids, probabilities = self.top(windows)
         rows = zip(ids.tolist(), probabilities.tolist(), strict=True)
         return [list(zip(row_ids, row, strict=True)) for row_ids, row in rows]

@@ -1,17 +1,19 @@
-"""A soak test: minutes of churned sessions at 80 % of the server's capacity, with all requests counted on both sides.
+"""Runs a soak test: minutes of session churn at 80 % of the server's capacity. Server and clients both count all
+requests.
 
     python -m benchmarks.soak [--minutes M] [--load SHARE] [--hostile] [--json FILE] [--figure FILE]
 
-A real server, and clients on real connections: sessions are created, stepped, read, rewound, deleted and left to
-expire; some clients hang up on a step and send it again. There are several times more sessions than states, so that
-states are constantly evicted and rebuilt. First the soak measures the rate that the server and its clients reach
-together, on the same cores, with every connection busy. Then it continues at a share of that rate in an open loop.
+Clients of a real server create, step, read, rewind and delete sessions, or leave them to expire. Some clients hang up
+after sending a step and send it again. There are several times more sessions than the state pool has slots, so that
+states are constantly evicted and rebuilt. First, the soak measures the rate of actions in a closed loop on every
+connection, with server and clients on the same cores. Then it runs at a share of that rate in an open loop.
 
-With `--hostile` the server requires keys, and hostile clients attack it at the same time (`attacks.py`). Their answers
-are checked separately, and no request may end in a status of 500 or more.
+With `--hostile`, the server requires keys, and hostile clients attack it at the same time (`attacks.py`). Their answers
+are checked separately. No request may end in a status of 500 or more.
 
-Passes (exit code 0) if every answer and every position was as expected; if the server's counts of requests, by route
-and status, equal the clients'; if the server's integrity checks found nothing; and if its resident memory did not grow.
+Passes (exit code 0) if all of these are true: every answer and every position was as expected; the server's counts of
+requests by route and status equal the clients' counts; the server's integrity checks found no fault; its resident
+memory did not grow.
 """
 
 from __future__ import annotations
@@ -47,20 +49,20 @@ STATES = 250
 LIVELY, OTHERS = 400, 1700
 SESSION_TTL_S = 30
 MEASURED_S = 20.0
-SETTLING = 0.2  # share of the soak in which memory may still grow
-GROWTH = 0.01  # tolerated growth of resident memory from then to the end
+SETTLING = 0.2  # share of the soak's time in which memory may still grow
+GROWTH = 0.01  # tolerated relative growth of resident memory after settling
 SAMPLED_S = 1.0
-SLICE_S = 10.0  # of the figure
+SLICE_S = 10.0  # length of a slice of the figure
 SEED = 0
 IDLE_S = 5.0  # idle time after the load, in which the server runs its integrity checks
 COMPARED = 40
-PROBABILITY = 1e-3  # largest difference of two exact answers
-NEARLY = 0.05  # largest difference of an answer from a rebuilt state, unless its own bound is smaller
+PROBABILITY = 1e-3  # tolerated difference between the probabilities of two exact answers
+NEARLY = 0.05  # tolerated difference of an answer from a rebuilt state, unless its error bound is smaller
 
 
 @dataclass
 class Samples:
-    """Samples of the server over time. rebuilt and requests count from its start."""
+    """Samples of the server over time. rebuilt, requests: counts since the server's start."""
 
     seconds: list[float] = field(default_factory=list)
     resident_mib: list[float] = field(default_factory=list)
@@ -68,7 +70,7 @@ class Samples:
     requests: list[float] = field(default_factory=list)
 
     def over_time(self) -> dict[str, list[float]]:
-        """Returns slices of SLICE_S: the slice's middle, the memory, and the other figures per second."""
+        """Returns the figures in slices of SLICE_S: the middle of each slice, the memory, and the rates per second."""
         edges = np.append(np.arange(0, self.seconds[-1], SLICE_S), self.seconds[-1])
         at_s = (edges[1:] + edges[:-1]) / 2
         found = {"at_s": at_s, "resident_mib": np.interp(at_s, self.seconds, self.resident_mib)}
@@ -77,14 +79,14 @@ class Samples:
         return {name: values.round(1).tolist() for name, values in found.items()}
 
     def memory(self) -> dict[str, float]:
-        """Returns the medians of the first and the last quarter after settling, in MiB."""
+        """Returns the median memory of the first and of the last quarter after settling, in MiB."""
         settled = np.array(self.resident_mib)[int(SETTLING * len(self.resident_mib)) :]
         quarter = len(settled) // 4
         return {"settled": float(np.median(settled[:quarter])), "end": float(np.median(settled[-quarter:]))}
 
 
 async def sample(server: Server, samples: Samples) -> None:
-    """Samples once a second until cancelled."""
+    """Samples the server once a second until cancelled."""
     begun_s = time.monotonic()
     while True:
         counts = await asyncio.to_thread(server.counts)
@@ -96,7 +98,7 @@ async def sample(server: Server, samples: Samples) -> None:
 
 
 def sum_of(counts: dict[str, float], name: str) -> float:
-    """Returns the sum over all labels. Raises KeyError for an unknown metric."""
+    """Returns the metric's sum over all labels. Raises KeyError for an unknown metric."""
     found = [value for key, value in counts.items() if key.split(":")[0] == name]
     if not found:
         raise KeyError(name)
@@ -112,7 +114,7 @@ async def soak(
     hostiles: Hostiles | None = None,
     measured_s: float = MEASURED_S,
 ) -> dict[str, Any]:
-    """Runs the whole soak. key: the visitors' key; hostiles: the hostile clients, if any."""
+    """Runs the whole soak. key: the visitors' API key. hostiles: the hostile clients, if any."""
     visitors = Visitors(ledger)
     connections = [Connection(server.port, key) for _ in range(CONNECTIONS)]
     await visitors.populate(connections[0], LIVELY, OTHERS)
@@ -145,9 +147,11 @@ async def soak(
 
 
 async def compare(connection: Connection, ledger: Ledger) -> int:
-    """Compares the predictions of some sessions with those for their complete tokens.
+    """Compares the predictions of some sessions with predictions from all of the sessions' tokens. Returns the number
+    of sessions.
 
-    They must be equal, or within the error bound if the session's state was rebuilt from its last tokens.
+    Both must be equal. If a session's state was rebuilt from its last tokens, the difference must be within the error
+    bound.
     """
     now_s = time.monotonic()
     there = [kept for kept in ledger.lively if kept.tokens and now_s - kept.touched_s < ledger.ttl_s / 2]
@@ -163,15 +167,17 @@ async def compare(connection: Connection, ledger: Ledger) -> int:
         (first, second), (apart, exact) = probabilities, bounds
         most = PROBABILITY + min(apart, NEARLY)
         if exact or any(abs(first[token] - second[token]) > most for token in first.keys() & second.keys()):
-            ledger.wrong.append(f"{kept.name} answers {first} within {apart}, and its tokens {second}")
+            ledger.wrong.append(
+                f"{kept.name} was answered {first} with error bound {apart}; its tokens were answered {second}"
+            )
     return len(chosen)
 
 
 def differences(ledger: Ledger, before: dict[str, float], after: dict[str, float], others: bool = False) -> list[str]:
-    """Returns the differences between the counts of the two sides.
+    """Returns the differences between the server's counts and the clients' counts.
 
-    A request whose client hung up may have any status. With `others` on the same routes the server may have counted
-    more.
+    A request whose client hung up may have any status. If there are `others` (hostile clients), the server's counts may
+    be higher.
     """
     found = []
     for method, route in sorted(set(ROUTES.values())):
@@ -183,17 +189,19 @@ def differences(ledger: Ledger, before: dict[str, float], after: dict[str, float
         }
         asked = ledger.asked[f"{method} {route}"]
         if sum(served.values()) < asked or (sum(served.values()) > asked and not others):
-            found.append(f"{method} {route}: {sum(served.values())} requests counted there, {asked} here")
+            found.append(
+                f"{method} {route}: {sum(served.values())} requests counted by the server, {asked} by the clients"
+            )
         left = asked - sum(n for name, n in ledger.answered.items() if name.rpartition(" ")[0] == f"{method} {route}")
         for status, count in served.items():
             here = ledger.answered[f"{method} {route} {status}"]
             if count < here or (count > here + left and not others):
-                found.append(f"{method} {route} {status}: {count} counted there, {here} here")
+                found.append(f"{method} {route} {status}: {count} counted by the server, {here} by the clients")
     return found
 
 
 def failures(before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """Returns the requests of all clients that ended in a status of 500 or more."""
+    """Returns the server's counts of requests that ended in a status of 500 or more."""
     return [
         f"{name}: {value - before.get(name, 0):.0f}"
         for name, value in after.items()
@@ -204,7 +212,7 @@ def failures(before: dict[str, float], after: dict[str, float]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--load", type=float, help="share of the measured capacity; default 0.8, with --hostile 0.5")
+    parser.add_argument("--load", type=float, help="share of the measured capacity (default 0.8; 0.5 with --hostile)")
     parser.add_argument("--hostile", action="store_true", help="require keys, and add hostile clients")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
@@ -221,7 +229,7 @@ def main() -> int:
 
 
 def run(minutes: float, share: float, log: Path, *, hostile: bool, measured_s: float = MEASURED_S) -> dict[str, Any]:
-    """Runs a server with its visitors and hostile clients; returns the result."""
+    """Runs a server with visitors and, if `hostile`, hostile clients. Returns the result."""
     manifest = Bundle.open(SHIPPED).manifest
     floats = manifest.architecture.hidden + sum(int(np.prod(tensor.shape)) for tensor in manifest.state)
     settings: dict[str, object] = {
@@ -264,7 +272,7 @@ def verdict(
     after: dict[str, float],
     integrity: dict[str, int],
 ) -> dict[str, Any]:
-    """Returns the counts, and whether the soak passed."""
+    """Returns the counts, the errors, and whether the soak passed."""
     memory = result["resident_mib"]
     counted = {
         name: round(sum_of(after, f"wane_{name}_total") - sum_of(before, f"wane_{name}_total"))

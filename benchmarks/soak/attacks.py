@@ -1,7 +1,7 @@
-"""The attacks of hostile clients, and the correct answers to each.
+"""The attacks of hostile clients, and the accepted answers to each.
 
-An attack yields the actual and the correct answers in the order of its requests: statuses, `closed`, or `no answer`.
-Any other answer is wrong.
+An attack yields the actual and the accepted answers in the order of its requests. An answer is a status, `closed`, or
+`no answer`. Any other answer is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks.soak.raw import CLOSED, SILENT, authorization, connected, frame, head, request, upgrade
 
-HELD_S = 4.0  # how long silent and slow connections are held
+HELD_S = 4.0  # duration of silent and slow connections
 DRIPS = 8
 UNREAD = 300  # steps sent to a WebSocket that is never read
 GENERATED = 2000
@@ -25,7 +25,7 @@ BUSY = "429"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The attacked server: port, key and largest body; `victims` returns other clients' sessions."""
+    """The attacked server. `key` is the hostile client's key. `victims` returns the ids of other clients' sessions."""
 
     port: int
     key: str | None
@@ -35,7 +35,7 @@ class Target:
 
 
 class Told(NamedTuple):
-    """An answer and the correct ones."""
+    """An answer and the accepted answers."""
 
     answer: str
     right: tuple[str, ...]
@@ -52,7 +52,7 @@ async def ask(target: Target, data: bytes, *right: str) -> Told:
 
 
 async def wrong_keys(target: Target) -> AsyncIterator[Told]:
-    """Uses no key, an unknown key, parts of a valid key, and another scheme."""
+    """Sends requests without a key, with wrong keys, and with another authentication scheme."""
     assert target.key is not None
     for headers in (
         {},
@@ -78,14 +78,14 @@ async def strangers(target: Target) -> AsyncIterator[Told]:
 
 
 async def above_its_station(target: Target) -> AsyncIterator[Told]:
-    """Tries operations that need another key: loading, unloading, metrics."""
+    """Tries operations that need an admin key: loading, unloading, metrics."""
     for path in ("gated-stable/unload", "..%2f..%2fetc/load", "gated-stable/load"):
         yield await ask(target, request("POST", f"/v2/repository/models/{path}", target.key, {}), "403")
     yield await ask(target, request("GET", "/metrics", target.key), "403")
 
 
 async def oversized(target: Target) -> AsyncIterator[Told]:
-    """Sends bodies beyond the limit, announced and not announced."""
+    """Sends a body over the byte limit, first with a content-length, then in chunks."""
     more = target.max_body_bytes + 1
     headers = {"content-type": "application/json", **authorization(target.key)}
     async with connected(target.port) as raw:
@@ -96,11 +96,12 @@ async def oversized(target: Target) -> AsyncIterator[Told]:
         piece = b"10000\r\n" + b" " * 65536 + b"\r\n"
         for _ in range(more // 65536 + 1):
             await raw.send(piece)
-        yield Told(await raw.status(), ("413", CLOSED))  # the server hangs up while more is sent
+        yield Told(await raw.status(), ("413", CLOSED))  # the server may close the connection before it has received
+        # everything
 
 
 async def drips(target: Target) -> AsyncIterator[Told]:
-    """Sends a body and a head byte by byte, and leaves before the end."""
+    """Sends a body, then a head, byte by byte, and closes the connection before the end."""
     headers = {"content-type": "application/json", "content-length": "1000", **authorization(target.key)}
     for data in (head("POST", "/v1/score", headers), b"GET /v1/models HTTP/1.1\r\nx-slow: "):
         async with connected(target.port) as raw:
@@ -112,7 +113,7 @@ async def drips(target: Target) -> AsyncIterator[Told]:
 
 
 async def half_open(target: Target) -> AsyncIterator[Told]:
-    """Opens connections, sends nothing, and resets them."""
+    """Opens a connection, sends nothing, and resets it."""
     async with connected(target.port) as raw:
         await asyncio.sleep(HELD_S)
         yield Told(await raw.status(within_s=0.1), (CLOSED, SILENT))
@@ -124,7 +125,8 @@ async def garbage(target: Target) -> AsyncIterator[Told]:
     for data, right in (
         (random.randbytes(200) + b"\r\n\r\n", "400"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + random.randbytes(80), "400"),
-        (b"GET /v1/models\r\n\r\n", "200" if target.key is None else "401"),  # HTTP 0.9, which llhttp reads
+        (b"GET /v1/models\r\n\r\n", "200" if target.key is None else "401"),  # HTTP 0.9, which the parser (llhttp)
+        # accepts
         (b"GET /v1/models HTTP/1.1\r\nhost localhost\r\n\r\n", "400"),
         (b"POST /v1/score HTTP/1.1\r\nhost: a\r\ncontent-length: -5\r\n\r\n", "400"),
         (
@@ -138,7 +140,7 @@ async def garbage(target: Target) -> AsyncIterator[Told]:
 
 
 async def paths(target: Target) -> AsyncIterator[Told]:
-    """Uses names that would lead out of the folder of models, or nowhere."""
+    """Sends names of models and sessions that contain path traversals, control bytes or too many characters."""
     for name in (
         "..%2f..%2f..%2fetc%2fpasswd",
         "%2e%2e/%2e%2e/pyproject.toml",
@@ -163,7 +165,7 @@ async def paths(target: Target) -> AsyncIterator[Told]:
 
 
 async def malformed(target: Target) -> AsyncIterator[Told]:
-    """Sends bodies that are not JSON, or invalid JSON."""
+    """Sends bodies that are not JSON, or whose values are invalid."""
     for body, right in (
         (b'{"tokens": [1, 2', "400"),
         (b"[" * 100_000, "400"),
@@ -185,7 +187,7 @@ async def malformed(target: Target) -> AsyncIterator[Told]:
 
 
 class Bomb(NamedTuple):
-    """A request, the status of its refusal, and the text that the refusal must contain."""
+    """A request that must be refused. right: the status. of: a text that the answer must contain."""
 
     path: str
     body: dict[str, object]
@@ -194,7 +196,7 @@ class Bomb(NamedTuple):
 
 
 def bombs_of(vocabulary: int) -> Iterator[Bomb]:
-    """Yields requests for much work in few bytes, for a model with `vocabulary` tokens."""
+    """Yields small requests for an excessive amount of work, for a model with `vocabulary` tokens."""
     some: dict[str, object] = {"tokens": [5, 6, 7]}
     yield Bomb("/v1/predict", {"inputs": [[5, 6, 7]] * 3000}, "422", "inputs holds 3000")
     yield Bomb("/v1/predict", {"tokens": [5] * 70_000}, "413", "70000")
@@ -209,13 +211,13 @@ def bombs_of(vocabulary: int) -> Iterator[Bomb]:
 
 
 async def bombs(target: Target) -> AsyncIterator[Told]:
-    """Sends all requests of `bombs_of`."""
+    """Sends every request of `bombs_of`."""
     for bomb in bombs_of(target.vocabulary):
         yield await ask(target, request("POST", bomb.path, target.key, bomb.body), bomb.right)
 
 
 async def leavers(target: Target) -> AsyncIterator[Told]:
-    """Hangs up during a stream of tokens, and during one long answer."""
+    """Hangs up during a stream of tokens, and while a long sequence is scored."""
     body = {"tokens": [5, 6], "max_tokens": GENERATED, "stream": True, "temperature": 1.0}
     async with connected(target.port) as raw:
         await raw.send(request("POST", "/v1/generate", target.key, body))
@@ -240,7 +242,7 @@ async def never_reads(target: Target) -> AsyncIterator[Told]:
         name = f"never-reads-{random.randrange(8)}"
         await ask(
             target, request("POST", "/v1/sessions", target.key, {"session": name})
-        )  # or it is there, or none may be
+        )  # it may exist, or the quota may be used up
         await raw.send(upgrade(f"/v1/sessions/{name}/stream", target.key))
         yield Told(await raw.status(), ("101",))
         step = frame(json.dumps({"tokens": [random.randrange(2, target.vocabulary)], "top_k": 100}))
@@ -260,7 +262,7 @@ async def babbling(target: Target) -> AsyncIterator[Told]:
         name = f"babbling-{random.randrange(8)}"
         await ask(
             target, request("POST", "/v1/sessions", target.key, {"session": name})
-        )  # or it is there, or none may be
+        )  # it may exist, or the quota may be used up
         await raw.send(upgrade(f"/v1/sessions/{name}/stream", target.key))
         yield Told(await raw.status(), ("101",))
         for text in ("{", '{"tokens": "x"}', '{"rewind": -5}', "x" * 3000, '{"tokens": []}'):

@@ -10,23 +10,23 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer: its status, and its body parsed as JSON, None if it has none."""
+    """An answer: the status, and the body parsed as JSON. The body is None if it is empty."""
 
     status: int
     body: Any
 
 
 class Connection:
-    """A connection that opens on first use, and again after it was closed."""
+    """A connection. It opens on first use, and again on the first use after a close."""
 
     def __init__(self, port: int, key: str | None = None) -> None:
-        """key: sent with every request; None for a server without keys."""
+        """key: the API key, sent with every request; None for a server without keys."""
         self._port = port
         self._authorization = "" if key is None else f"authorization: Bearer {key}\r\n"
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, method: str, path: str, body: dict[str, object] | None = None) -> Reply:
-        """Sends a request and waits for its answer."""
+        """Sends a request and returns its answer."""
         reader, _ = await self._send(method, path, body)
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         status = int(head[9:12])

@@ -1,4 +1,4 @@
-"""Hostile clients: some at a time, each running one attack after another until stopped."""
+"""Hostile clients. AT_ONCE of them run concurrently; each runs one attack after another until stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ CUT_OFF_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The visitors' admin key, the hostile clients' key with a quota of `QUOTA` sessions, and the key file."""
+    """The API keys. `visitor` is an admin key. `hostile` has a quota of QUOTA sessions. `file` is the key file of the
+    server."""
 
     visitor: str
     hostile: str
@@ -31,7 +32,7 @@ class Keys:
 
 @contextmanager
 def keys() -> Iterator[Keys]:
-    """Creates new keys in a temporary file."""
+    """Creates new keys and a temporary key file."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "keys"
         visitor, admin = make_key("visitor", ["scope=admin"])
@@ -42,14 +43,14 @@ def keys() -> Iterator[Keys]:
 
 @dataclass
 class Hostiles:
-    """The hostile clients. `told`: the counts of answers by attack; `wrong`: the wrong answers."""
+    """The hostile clients. told: counts of answers by attack. wrong: messages about wrong answers."""
 
     target: Target
     told: dict[str, Counter[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
     async def attack(self, attack: Attack) -> None:
-        """Runs an attack once."""
+        """Runs an attack once and records its answers."""
         told = self.told.setdefault(attack.__name__, Counter())
         try:
             async with asyncio.timeout(CUT_OFF_S):
@@ -73,7 +74,7 @@ class Hostiles:
 
     @asynccontextmanager
     async def beside(self) -> AsyncIterator[None]:
-        """Runs all clients during the block."""
+        """Runs the hostile clients while the `async with` block runs."""
         tasks = [asyncio.create_task(self.one()) for _ in range(AT_ONCE)]
         try:
             yield

@@ -1,4 +1,4 @@
-"""The figure of a soak, from its result."""
+"""Plots the result of a soak."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from matplotlib import pyplot as plt
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Plots resident memory, and requests and rebuilt states per second, over the minutes."""
+    """Plots resident memory, requests per second and rebuilt states per second over time."""
     samples = result["over_time"]
     minutes = np.array(samples["at_s"]) / 60
     figure, (above, below) = plt.subplots(2, 1, figsize=(7.2, 5.2), sharex=True, layout="constrained")
     above.plot(minutes, samples["resident_mib"], color="C0")
     above.set(ylabel="resident memory, MiB", ylim=(0, 1.15 * max(samples["resident_mib"])))
-    beside = ", hostile clients beside" if "hostile" in result else ""
-    share = f"{100 * result['load']:.0f} % of what can be reached"
+    beside = ", with hostile clients" if "hostile" in result else ""
+    share = f"{100 * result['load']:.0f} % of the capacity"
     above.set_title(f"{result['rate']:,.0f} actions/s, {share}, on churned sessions{beside}", fontsize=10)
     for name, label in (("requests_per_s", "requests"), ("rebuilt_per_s", "states rebuilt from tails")):
         below.plot(minutes, samples[name], label=label)

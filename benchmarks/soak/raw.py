@@ -1,4 +1,4 @@
-"""Connections for arbitrary bytes, valid or not, that read the status of the answer, if any."""
+"""Connections that send arbitrary bytes and read the status of the answer, if there is one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ CLOSED = "closed"
 SILENT = "no answer"
 ANSWERED_WITHIN_S = 30.0
 BUFFER_BYTES = 4096
-RESET = struct.pack("ii", 1, 0)  # SO_LINGER: drops unsent data and sends RST
+RESET = struct.pack("ii", 1, 0)  # value of SO_LINGER: close drops unsent data and sends RST
 
 
 class Raw:
-    """One connection."""
+    """One open connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     async def send(self, data: bytes) -> None:
-        """Sends data; ignores the error if the server has hung up."""
+        """Sends data. Ignores the error if the server has closed the connection."""
         with contextlib.suppress(OSError):
             self._writer.write(data)
             await self._writer.drain()
@@ -42,7 +42,7 @@ class Raw:
         return line[9:12].decode("latin-1") if line.startswith(b"HTTP/1.1 ") else CLOSED
 
     async def read(self, count: int, within_s: float = ANSWERED_WITHIN_S) -> bytes:
-        """Reads at most `count` bytes; returns none after a timeout."""
+        """Reads at most `count` bytes. Returns empty bytes after a timeout."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(within_s):
                 return await self._reader.read(count)
@@ -56,7 +56,7 @@ class Raw:
 
 @contextlib.asynccontextmanager
 async def connected(port: int) -> AsyncIterator[Raw]:
-    """Opens a connection with the smallest receive buffer."""
+    """Opens a connection with a small receive buffer."""
     plain = socket.socket()
     try:
         plain.setblocking(False)
@@ -73,32 +73,32 @@ async def connected(port: int) -> AsyncIterator[Raw]:
 
 
 def head(method: str, path: str, headers: Mapping[str, str]) -> bytes:
-    """Returns a well-formed request head with any content."""
+    """Returns a request head with valid line structure. Path and headers may be invalid."""
     lines = [f"{method} {path} HTTP/1.1", "host: localhost", *(f"{name}: {value}" for name, value in headers.items())]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
 def request(method: str, path: str, key: str | None, body: object = None) -> bytes:
-    """Returns a complete request; a body that is not bytes is encoded as JSON."""
+    """Returns a complete request. A body of type bytes is sent as it is, any other is encoded as JSON."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json", "content-length": str(len(data))}
     return head(method, path, headers | authorization(key)) + data
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """Returns the header for a key."""
+    """Returns the authorization header for a key; no header if it is None."""
     return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
 def upgrade(path: str, key: str | None) -> bytes:
-    """Returns a request for a WebSocket."""
+    """Returns a WebSocket upgrade request."""
     token = b64encode(b"0123456789abcdef").decode()
     headers = {"upgrade": "websocket", "connection": "Upgrade", "sec-websocket-version": "13"}
     return head("GET", path, headers | {"sec-websocket-key": token} | authorization(key))
 
 
 def frame(text: str, announced: int | None = None) -> bytes:
-    """Returns a WebSocket message, which may announce a wrong length. The mask is zeros."""
+    """Returns a WebSocket text frame. announced: the length in its header, if not the true one. The mask is zeros."""
     data = text.encode()
     length = len(data) if announced is None else announced
     if length < 126:

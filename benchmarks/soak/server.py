@@ -1,4 +1,4 @@
-"""The server under load: a separate `wane serve` process, its metrics and its memory."""
+"""The server under test: a separate `wane serve` process, its metrics and its memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class Server:
-    """`wane serve` with these settings, as a context: waits until it is ready, and stops it at the end."""
+    """Context manager that runs `wane serve` with the given settings. Entry waits until the server is ready. Exit stops
+    it."""
 
     def __init__(self, settings: dict[str, object], log: Path, key: str | None = None) -> None:
-        """key: for the metrics of a server that requires keys."""
+        """key: an admin key, with which the metrics are read; None for a server without keys."""
         options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         self.command = [sys.executable, "-m", "wane", "serve", "--port=0", *options]
         self._log = log
@@ -47,7 +48,7 @@ class Server:
         self._process.stderr.close()
 
     def _read(self, ready: threading.Event) -> None:
-        """Copies the server's log without its many request lines."""
+        """Copies the server's log to the log file without the access log, and reads the port from it."""
         assert self._process.stderr is not None
         with self._log.open("w") as log:
             for line in self._process.stderr:
@@ -61,12 +62,12 @@ class Server:
         ready.set()
 
     def resident_bytes(self) -> int:
-        """Returns its resident memory."""
+        """Returns the server's resident memory, in bytes."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
 
     def counts(self) -> dict[str, float]:
-        """Returns its Prometheus metrics by name and labels: `wane_x:method=GET:status=200`."""
+        """Returns the server's Prometheus metrics, with keys such as `wane_x:method=GET:status=200`."""
         text = self._get("/metrics").text
         found = {}
         for name, labels, value in METRIC.findall(text):

@@ -1,7 +1,7 @@
-"""The clients: they create, step, read, rewind, leave, delete and forget sessions, and check every answer.
+"""The clients of the soak: they create, step, read, rewind, delete and abandon sessions, and check every answer.
 
-A ledger keeps the acknowledged tokens of every session. Every answer must agree with it: a wrong position means that a
-step was lost or appended twice.
+A ledger records the acknowledged tokens of every session. The position in every answer is compared with the ledger. A
+wrong position means that a step was lost or appended twice.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from benchmarks.soak.connection import Connection, Reply
 
-LIVELY = 0.2  # share of the created sessions that get LIVELY_CALLS of the calls
+LIVELY = 0.2  # share of the created sessions that are lively: these receive LIVELY_CALLS of the calls
 LIVELY_CALLS = 0.8
-LIVELY_ENDS = 0.6 / 2.8  # share of lively ones among the deleted: as many as are created; some others expire
+LIVELY_ENDS = 0.6 / 2.8  # share of lively sessions among the deleted ones, so that as many are deleted as created
 
 ACTIONS = {"step": 89.0, "start": 3.0, "end": 2.8, "look": 1.7, "predict": 1.5, "rewind": 1.0, "leave": 1.0}
 STEPS = "/v1/sessions/{session}/tokens"
@@ -34,7 +34,7 @@ EXPECTED = {"step": 200, "start": 201, "end": 204, "look": 200, "predict": 200, 
 
 @dataclass(slots=True)
 class Kept:
-    """The ledger's record of a session."""
+    """The ledger's record of one session."""
 
     name: str
     lively: bool
@@ -44,21 +44,22 @@ class Kept:
 
 @dataclass
 class Ledger:
-    """The sessions without a request in flight, and the counts of answers."""
+    """The sessions that have no request in flight, and the counts of requests and answers."""
 
     vocabulary: int
     ttl_s: float
     lively: list[Kept] = field(default_factory=list)
     others: list[Kept] = field(default_factory=list)
-    asked: Counter[str] = field(default_factory=Counter)  # requests, by route
-    answered: Counter[str] = field(default_factory=Counter)  # answers, by route and status
+    asked: Counter[str] = field(default_factory=Counter)  # requests by route
+    answered: Counter[str] = field(default_factory=Counter)  # answers by route and status
     states: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
 
     def take(self, share: float) -> Kept | None:
-        """Takes a session for exclusive use, a lively one with probability `share`; None if none is free."""
+        """Removes a random session for exclusive use and returns it; None if there is none. It is lively with
+        probability `share`."""
         pool = self.lively if random.random() < share else self.others
         if not pool:
             return None
@@ -67,11 +68,11 @@ class Ledger:
         return pool.pop()
 
     def give(self, kept: Kept) -> None:
-        """Returns a session to the ledger."""
+        """Puts a session back after its exclusive use."""
         (self.lively if kept.lively else self.others).append(kept)
 
     def count(self, action: str, reply: Reply | None) -> None:
-        """Counts a request that was answered or abandoned."""
+        """Counts a request and its answer. reply: None if the client hung up."""
         method, route = ROUTES[action]
         self.asked[f"{method} {route}"] += 1
         if reply is None:
@@ -81,14 +82,14 @@ class Ledger:
 
 
 class Visitors:
-    """Runs actions on given connections."""
+    """Runs the visitors' actions and checks the answers."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self._started = 0
 
     async def act(self, connection: Connection, action: str) -> None:
-        """Runs one action with all of its requests."""
+        """Runs one action on a session that it takes from the ledger."""
         ledger = self.ledger
         kept = None if action == "start" else ledger.take(LIVELY_ENDS if action == "end" else LIVELY_CALLS)
         if kept is None:
@@ -100,7 +101,8 @@ class Visitors:
             token = self._token()
             await connection.leave("POST", STEPS.format(session=kept.name), self._step(kept, token))
             ledger.count("leave", None)
-            await self._ask(connection, "step", kept, token)  # sent again: it must be appended exactly once
+            await self._ask(connection, "step", kept, token)  # the same step again: its token must be appended exactly
+            # once
         else:
             await self._ask(connection, action, kept, self._token())
 
@@ -122,7 +124,7 @@ class Visitors:
         ledger.count(action, reply)
         if action == "step":
             ledger.latencies_s.append(now_s - started_s)
-        idle_s = now_s - kept.touched_s  # an upper bound: the server may have handled the last request late
+        idle_s = now_s - kept.touched_s  # an upper bound, because the server may have handled the last request later
         if reply.status == EXPECTED[action]:
             self._check(action, kept, token, reply)
             if action != "look":
@@ -147,11 +149,11 @@ class Visitors:
             kept.tokens.pop()
         if reply.body is not None and reply.body["position"] != len(kept.tokens):
             self.ledger.wrong.append(
-                f"{action} of {kept.name}: at {reply.body['position']}, and not at {len(kept.tokens)}"
+                f"{action} of {kept.name}: position {reply.body['position']}, expected {len(kept.tokens)}"
             )
 
     async def populate(self, connection: Connection, lively: int, others: int) -> None:
-        """Creates `lively` and `others` sessions."""
+        """Creates `lively` lively sessions and `others` other sessions."""
         for index in range(lively + others):
             await self._ask(connection, "start", self._new(index < lively), 0)
 
@@ -167,7 +169,7 @@ class Visitors:
 
 
 async def closed(connections: list[Connection], visitors: Visitors, seconds: float) -> float:
-    """Runs actions in a closed loop on every connection; returns actions per second."""
+    """Runs actions in a closed loop on every connection. Returns the number of actions per second."""
     ends_s = time.monotonic() + seconds
     done = 0
 
@@ -182,9 +184,9 @@ async def closed(connections: list[Connection], visitors: Visitors, seconds: flo
 
 
 async def opened(connections: list[Connection], visitors: Visitors, rate: float, seconds: float) -> int:
-    """Runs actions at random times, `rate` per second, whether or not earlier ones have ended; returns their number.
+    """Runs actions in an open loop at random times, `rate` per second. Returns the number of actions.
 
-    An action without a free connection waits. No action starts after `seconds`.
+    If no connection is free, an action waits for one. No action starts after `seconds`.
     """
     free: asyncio.Queue[Connection] = asyncio.Queue()
     for connection in connections:
@@ -215,5 +217,5 @@ async def opened(connections: list[Connection], visitors: Visitors, rate: float,
 
 
 def some_action() -> str:
-    """Returns a random action by the actions' frequencies."""
+    """Returns a random action, drawn with the weights in ACTIONS."""
     return random.choices(list(ACTIONS), list(ACTIONS.values()))[0]

@@ -1,4 +1,4 @@
-"""FastAPI with its own state: the handler runs the model on the event loop, one step at a time."""
+"""FastAPI with sessions: the handler runs the model on the event loop, one step at a time."""
 
 from __future__ import annotations
 

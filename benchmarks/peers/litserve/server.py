@@ -1,4 +1,4 @@
-"""LitServe: FastAPI before worker processes, batched in the worker."""
+"""LitServe: FastAPI passes requests to worker processes, which batch them."""
 
 import os
 
@@ -11,7 +11,7 @@ WORKERS = int(os.environ["BENCH_WORKERS"])
 
 
 class Window(litserve.LitAPI):
-    """A model in LitServe. `batch` joins up to `max_batch_size` decoded requests, and `predict` runs on the result."""
+    """The model in LitServe. `batch` joins up to `max_batch_size` decoded requests. `predict` receives the batch."""
 
     def setup(self, device: str) -> None:  # noqa: ARG002 LitServe names it
         self.model = WindowModel.served()

@@ -1,4 +1,4 @@
-"""mosec: a Rust front end before Python workers, which also batches."""
+"""mosec: a Rust server that batches requests and passes them to Python workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKERS = int(os.environ["BENCH_WORKERS"])
 
 
 class Window(Worker):
-    """One process with the model; `forward` gets a batch."""
+    """A worker process with the model. `forward` receives a batch."""
 
     def __init__(self) -> None:
         self.model = WindowModel.served()

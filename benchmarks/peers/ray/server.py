@@ -1,4 +1,4 @@
-"""Ray Serve: a proxy before replicas, batched in the replica."""
+"""Ray Serve: a proxy passes requests to replicas, which batch them."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_a_different_order_or_probability_is_a_wrong_answer() -> None:
     expected = [(1, 0.5), (2, 0.25)]
     check_ranked([(1, 0.50001), (2, 0.25)], expected)
     for given in ([(2, 0.5), (1, 0.25)], [(1, 0.51), (2, 0.25)], [(1, 0.5)]):
-        with pytest.raises(WrongAnswer, match="the model says"):
+        with pytest.raises(WrongAnswer, match="the model's is"):
             check_ranked(given, expected)
 
 
