@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict  # before Python 3.12 pydantic accepts only this one
@@ -113,7 +115,7 @@ class PredictRequest:
     that auto may answer with. With a session, auto means the session's own mode, and an answer whose bound exceeds the
     tolerance is rejected. A field that the mode does not use is rejected too. `truncated`: the tokens end a longer
     sequence, and no start token is fed. `prove`: search for a proof of the first token if its margin proves nothing.
-    `cache`: mix the network with the model's cache, if it has one.
+    `cache`: mix the network with the model's cache, if it has one. `logits`: the answer has `logits`.
     """
 
     tokens: tuple[int, ...] = ()
@@ -126,6 +128,7 @@ class PredictRequest:
     truncated: bool = False
     prove: bool = False
     cache: bool = True
+    logits: bool = False
 
     def __post_init__(self) -> None:
         if self.session is None:
@@ -173,8 +176,8 @@ class History:
 
 @dataclass(slots=True)
 class StepRequest:
-    """Append `tokens` to a session and predict the next one. `mode` defaults to the session's own. `prove` and `cache`:
-    see `PredictRequest`."""
+    """Append `tokens` to a session and predict the next one. `mode` defaults to the session's own. `prove`, `cache` and
+    `logits`: see `PredictRequest`."""
 
     session: str
     tokens: tuple[int, ...]
@@ -185,6 +188,7 @@ class StepRequest:
     deadline: float | None = None
     prove: bool = False
     cache: bool = True
+    logits: bool = False
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)
@@ -450,7 +454,8 @@ class Answer:
     `mode` is the one that was used, `window` the k of a windowed answer. `top1_proved`: the first prediction is proved
     to be the never-interrupted model's. `position` is present for sessions only, and `replayed` for steps only.
     `durable` is present if replicas share the store: whether the store has the session's tokens. `cache_tokens` is
-    present if the answer is a mixture with a cache: the number of tokens that the cache holds.
+    present if the answer is a mixture with a cache: the number of tokens that the cache holds. `logits`, float32 (V), is
+    present if the request asked for it; JSON answers never have it. Those of a mixture are its log-probabilities.
     """
 
     mode: Mode
@@ -468,6 +473,7 @@ class Answer:
     replayed: bool | None = None
     durable: bool | None = None
     cache_tokens: int | None = None
+    logits: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
 
 
 Identity = tuple[str, str, str]

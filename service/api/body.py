@@ -12,7 +12,7 @@ messages use Python's terms.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin
@@ -249,6 +249,7 @@ def _complaint(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 B = TypeVar("B", bound=Body)
+R = TypeVar("R")
 
 LARGE_BYTES = 1 << 15
 """Longer bodies are decoded on the decoder's thread. A shorter one takes a few milliseconds at most."""
@@ -278,6 +279,11 @@ class Decoder:
             return self.decode_now(raw, model)
         with until(deadline):
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_large, raw, model)
+
+    async def run(self, function: Callable[..., R], *given: object, deadline: float | None = None) -> R:
+        """Calls a function that reads a part of a body, on the decoder's thread. Raises its errors, DeadlineExceeded."""
+        with until(deadline):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *given)
 
     def _decode_large(self, raw: bytes | str, model: type[B]) -> B:
         data = raw if isinstance(raw, bytes) else raw.encode()

@@ -7,7 +7,8 @@ The native protocol uses a problem document (RFC 9457, application/problem+json)
      "request_id": "...", "position": 12}
 
 Every failure of every native route has this shape: our own, an unknown path or method, and unexpected errors.
-Under /v2, failures have the Open Inference Protocol's shape, whose clients read the text `error`.
+Under /v2, failures have the Open Inference Protocol's shape, whose clients read the text `error`. The protocol has no
+status 422: what is 422 elsewhere is 400 there.
 
     {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
 """
@@ -43,7 +44,7 @@ class ProblemDocument(TypedDict):
 
 INTERNAL = "internal"
 BEARER, BASIC = 'Bearer realm="wane"', 'Basic realm="wane: a key as the password"'
-INFERENCE_PROTOCOL = "/v2/"
+INFERENCE_PROTOCOL = "/v2"
 NOWHERE = "there is nothing at this path; /docs lists the paths"
 UNEXPECTED = "the server failed to handle the request; its log has the error under this request id"
 
@@ -105,8 +106,10 @@ def envelope(scope: Scope, error: Exception) -> Response:
     failure = described(scope, error)
     here.fields["error"] = failure.code
     document, kind = failure.body(here.request_id), "application/problem+json"
-    if scope["path"].startswith(INFERENCE_PROTOCOL):
+    status = failure.status
+    if is_inference_protocol(scope["path"]):
         kind = "application/json"
+        status = HTTPStatus.BAD_REQUEST if status == HTTPStatus.UNPROCESSABLE_ENTITY else status
         document = {
             "error": failure.detail,
             "code": failure.code,
@@ -114,7 +117,12 @@ def envelope(scope: Scope, error: Exception) -> Response:
             "request_id": here.request_id,
             **failure.extra,
         }
-    return Response(json.dumps(document), failure.status, failure.headers, kind)
+    return Response(json.dumps(document), status, failure.headers, kind)
+
+
+def is_inference_protocol(path: str) -> bool:
+    """Whether a path belongs to the Open Inference Protocol."""
+    return path == INFERENCE_PROTOCOL or path.startswith(f"{INFERENCE_PROTOCOL}/")
 
 
 def described(scope: Scope, error: Exception) -> Failure:

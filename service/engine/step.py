@@ -87,6 +87,7 @@ class SessionSteps:
                 request.tolerance,
                 prove=request.prove,
                 cache=request.cache,
+                logits=request.logits,
             )
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
@@ -116,6 +117,7 @@ class SessionSteps:
                         ticket,
                         prove=request.prove,
                         cache=request.cache,
+                        logits=request.logits,
                         replayed=True,
                     )
                 answer = await self._append(record, request, mode, ticket)
@@ -222,6 +224,7 @@ class SessionSteps:
             session=record.session,
             replayed=False,
             durable=committed.durable,
+            logits=request.logits,
         )
 
     async def _answer_again(
@@ -236,6 +239,7 @@ class SessionSteps:
         *,
         prove: bool,
         cache: bool,
+        logits: bool,
         replayed: bool | None = None,
     ) -> Answer:
         """Answers from a session without appending, in the cheapest way if `free`. A state that was rebuilt stays
@@ -294,6 +298,7 @@ class SessionSteps:
             session=record.session,
             replayed=replayed,
             durable=record.durable,
+            logits=logits,
         )
 
     def _rebuilding(
