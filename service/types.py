@@ -454,8 +454,8 @@ class Answer:
     `mode` is the one that was used, `window` the k of a windowed answer. `top1_proved`: the first prediction is proved
     to be the never-interrupted model's. `position` is present for sessions only, and `replayed` for steps only.
     `durable` is present if replicas share the store: whether the store has the session's tokens. `cache_tokens` is
-    present if the answer is a mixture with a cache: the number of tokens that the cache holds. `logits`, float32 (V), is
-    present if the request asked for it; JSON answers never have it. Those of a mixture are its log-probabilities.
+    present if the answer is a mixture with a cache: the number of tokens that the cache holds. `logits`: float32 (V),
+    present if the request asked for them, and never in JSON. Those of a mixture are its log-probabilities.
     """
 
     mode: Mode

@@ -281,7 +281,8 @@ class Decoder:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_large, raw, model)
 
     async def run(self, function: Callable[..., R], *given: object, deadline: float | None = None) -> R:
-        """Calls a function that reads a part of a body, on the decoder's thread. Raises its errors, DeadlineExceeded."""
+        """Calls a function that reads a part of a body, on the decoder's thread. Raises DeadlineExceeded, and its
+        errors."""
         with until(deadline):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function, *given)
 

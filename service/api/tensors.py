@@ -32,7 +32,7 @@ SHARED_MEMORY = "shared_memory_"
 CLASSIFICATION = "classification"
 DIGITS = re.compile("[0-9]{1,15}")
 LENGTH_BYTES = 4  # of a BYTES value's length
-DTYPES = {"INT64": np.dtype("<i8"), "FP32": np.dtype("<f4"), "BOOL": np.dtype("?")}
+DTYPES: Mapping[str, np.dtype[Any]] = {"INT64": np.dtype("<i8"), "FP32": np.dtype("<f4"), "BOOL": np.dtype("?")}
 WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's numbers for the two formats
 
 Datatype = Literal["INT64", "FP32", "BOOL", "BYTES"]
@@ -56,8 +56,8 @@ class Tensor(NamedTuple):
 
 
 def inflated(raw: bytes, encoding: str, most: int) -> bytes:
-    """Returns the body behind its `Content-Encoding`. Raises UnsupportedMedia; InvalidRequest if it is damaged; TooLarge
-    over `most` bytes."""
+    """Returns the body without its `Content-Encoding`. Raises UnsupportedMedia; InvalidRequest for a damaged body;
+    TooLarge over `most` bytes."""
     wbits = WBITS.get(encoding.strip().lower())
     if wbits is None:
         raise UnsupportedMedia(f"content-encoding {truncate_repr(encoding)} is not read; gzip and deflate are")
@@ -176,7 +176,8 @@ def _of_binary(
             f"{count * dtype.itemsize} bytes",
             name,
         )
-    return np.frombuffer(binary, dtype).reshape(shape)
+    numbers: NDArray[np.int64] = np.frombuffer(binary, dtype).reshape(shape)
+    return numbers
 
 
 def _texts(name: str, count: int, binary: memoryview) -> list[str]:

@@ -6,7 +6,6 @@ outputs need, and nothing else. With a `sequence_id` it is a step of the session
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,25 +18,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from wane.service.api import encode, signature, tensors
-from wane.service.api.body import LARGE_BYTES, Decoder, headers, json_body, read
-from wane.service.api.deps import (
-    charge,
-    deadline,
-    header,
-    model_engine,
-    note_model,
-    owner,
-    session_engine,
-    session_key,
-    settings,
-)
+from wane.service.api.body import headers, json_body
+from wane.service.api.deps import charge, model_engine, settings
 from wane.service.api.disconnect import until_hangup
-from wane.service.api.exchange import WHOLE_BODY, context, note_answer, registry
+from wane.service.api.exchange import note_answer, registry
+from wane.service.api.infer_call import InferCall, decoded_call, rows_of
 from wane.service.api.inference_statistics import InferenceCounter
 from wane.service.api.routes.repository import FAILURE
 from wane.service.api.schemas.common import anchored
 from wane.service.api.schemas.inference import (
-    LARGEST_ID,
     InferBody,
     InferenceDocument,
     InferParameters,
@@ -49,48 +38,29 @@ from wane.service.api.schemas.inference import (
     StatisticsDocument,
 )
 from wane.service.api.schemas.models import ModelReadyDocument
+from wane.service.api.sequences import (
+    delete_sequence,
+    no_sequence,
+    sequence_engine,
+    sequence_id,
+    sequence_key,
+    start_sequence,
+)
 from wane.service.api.signature import (
-    DEFAULT_OUTPUTS,
     ERROR_BOUND,
-    EVENTS,
-    INPUTS,
-    LENGTHS,
     LOGITS,
-    OUTPUTS,
     POSITION,
-    PREDICTED,
-    SOURCES,
-    TEXT,
     TOKEN_LOGPROBS,
     TOP1_PROVED,
     TOP_IDS,
     TOP_LOGPROBS,
 )
-from wane.service.api.tensors import ENCODING, HEADER_LENGTH, OutputFormat, Tensor
+from wane.service.api.tensors import ENCODING, HEADER_LENGTH
 from wane.service.engine.engine import Engine
-from wane.service.errors import (
-    InvalidRequest,
-    SessionExists,
-    TooLarge,
-    Unavailable,
-    UnknownModel,
-    UnknownSession,
-    truncate_repr,
-)
-from wane.service.types import (
-    Answer,
-    Latency,
-    Mode,
-    PredictRequest,
-    Score,
-    ScoreRequest,
-    StepRequest,
-)
+from wane.service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, truncate_repr
+from wane.service.types import Answer, Latency, Mode, PredictRequest, Score, ScoreRequest, StepRequest
 
 Version = Annotated[str, Path(examples=["1"], description="the served version")]
-
-SEQUENCE_STARTS = 3
-"""Attempts to start a sequence that another client starts at the same time."""
 
 NO_LATENCY = Latency(0.0, 0.0, 0.0)
 
@@ -256,7 +226,7 @@ async def _infer(request: Request, engine: Engine) -> Response:
     started_s = time.perf_counter()
     counted = _counter(request).of(engine)
     try:
-        asked = await _decoded(request)
+        asked = await decoded_call(request)
         results = await _answered(request, engine, asked)
         encoding_s = time.perf_counter()
         head: dict[str, object] = {"model_name": results.engine.name, "model_version": results.engine.version}
@@ -273,27 +243,6 @@ async def _infer(request: Request, engine: Engine) -> Response:
     return answer
 
 
-@dataclass(frozen=True, slots=True)
-class InferCall:
-    """A decoded request: its JSON, its tensors by name, the requested outputs, and its deadline."""
-
-    body: InferBody
-    given: dict[str, Tensor]
-    wanted: tuple[OutputFormat, ...]
-    names: frozenset[str]
-    deadline: float | None
-
-    @property
-    def is_predicted(self) -> bool:
-        """Whether an output needs a prediction."""
-        return bool(self.names & PREDICTED)
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether the given tokens are scored."""
-        return TOKEN_LOGPROBS in self.names
-
-
 @dataclass(slots=True)
 class InferResults:
     """The engine that answered, the token ids of each row, and its answers and scores, if they were asked for.
@@ -308,7 +257,7 @@ class InferResults:
     @property
     def latency(self) -> Latency:
         """The latency of the engine's work: of the slowest row, because rows run together."""
-        found = [one.latency for one in (*self.answers, *self.scores)]
+        found = [one.latency for one in self.answers] + [one.latency for one in self.scores]
         return max(found, key=lambda latency: latency.total_ms, default=NO_LATENCY)
 
     def arrays(self, asked: InferCall, limits: Any) -> dict[str, NDArray[Any]]:
@@ -342,58 +291,21 @@ class InferResults:
         return found
 
 
-async def _decoded(request: Request) -> InferCall:
-    """Decodes the body and its tensors. Raises InvalidRequest, NotJson, TooLarge, UnsupportedMedia, and see `decode`."""
-    raw: bytes | None = request.scope.get(WHOLE_BODY)
-    if raw is None:
-        raw = await read(request)
-    decoder: Decoder = request.app.state.decoder
-    until, encoding = deadline(request), header(request, ENCODING)
-    if tensors.is_encoded(encoding):
-        most = settings(request).max_body_bytes
-        raw = await decoder.run(tensors.inflated, raw, encoding, most, deadline=until)
-    head, binary = tensors.divided(raw, header(request, HEADER_LENGTH))
-    body = await decoder.decode(head, InferBody, until)
-    if len(raw) <= LARGE_BYTES:
-        given = tensors.read_tensors(body.inputs, binary, INPUTS)
-    else:
-        given = await decoder.run(tensors.read_tensors, body.inputs, binary, INPUTS, deadline=until)
-    parameters = body.parameters
-    wanted: list[OutputFormat] = []
-    is_binary = bool(parameters.binary_data_output)
-    for output in body.outputs or ():
-        if output.name not in OUTPUTS:
-            there = ", ".join(sorted(OUTPUTS))
-            raise InvalidRequest(f"there is no output {truncate_repr(output.name)}; there are {there}", "outputs")
-        if any(one.name == output.name for one in wanted):
-            raise InvalidRequest(f"output {output.name} is asked for twice", output.name)
-        wanted.append(tensors.output_format(output.name, output.parameters, binary=is_binary))
-    if not wanted:
-        wanted = [OutputFormat(name, is_binary) for name in DEFAULT_OUTPUTS]
-    here = context(request.scope)
-    if parameters.timeout is not None and parameters.timeout < 0:
-        raise InvalidRequest(f"timeout is {parameters.timeout}, but must be at least 0 microseconds", "timeout")
-    if parameters.timeout and until is not None:
-        until = min(until, until - here.timeout_s + parameters.timeout / 1e6)
-    if parameters.priority is not None and parameters.priority < 0:
-        raise InvalidRequest(f"priority is {parameters.priority}, but must be at least 0", "priority")
-    return InferCall(body, given, tuple(wanted), frozenset(one.name for one in wanted), until)
-
-
 async def _answered(request: Request, engine: Engine, asked: InferCall) -> InferResults:
     """Runs what the requested outputs need."""
     parameters = asked.body.parameters
-    sequence = _sequence_id(parameters)
+    sequence = sequence_id(parameters)
     if sequence is not None:
         return await _step(request, engine, asked, sequence)
     for name in ("expected_position", "sequence_start", "sequence_end"):
-        if getattr(parameters, name) not in (None, False):
+        if is_given(parameters, name):
             raise InvalidRequest(f"{name} is given without a sequence_id", name)
     if not asked.is_predicted:
         for name in ("mode", "window", "tolerance"):
             if getattr(parameters, name) is not None:
                 raise InvalidRequest(f"{name} is given, but no requested output is a prediction", name)
-    rows = await _rows(engine, asked, settings(request).max_batch_inputs, settings(request).max_scored_tokens)
+    limits = settings(request)
+    rows = await rows_of(engine, asked, limits, limits.max_batch_inputs)
     charge(request, len(rows))
     results = InferResults(engine, rows, time.perf_counter())
     if asked.is_predicted:
@@ -441,110 +353,17 @@ async def _predicted(engine: Engine, wanted: Sequence[PredictRequest]) -> Sequen
     return answers
 
 
-# Inputs
-
-
-async def _rows(engine: Engine, asked: InferCall, most_rows: int, most_tokens: int) -> list[tuple[int, ...]]:
-    """Returns the token ids of each row. Raises InvalidRequest naming the tensor, TooLarge, DeadlineExceeded."""
-    given = asked.given
-    sources = [name for name in SOURCES if name in given]
-    if len(sources) != 1:
-        found = " and ".join(sources) or "none of them"
-        raise InvalidRequest(f"give exactly one of the inputs {', '.join(SOURCES)}; found {found}", "inputs")
-    name = sources[0]
-    shape, values = given[name]
-    if shape[0] > most_rows:
-        raise InvalidRequest(f"{name} is a batch of {shape[0]}, but a batch has at most {most_rows}", name)
-    document = not asked.is_predicted
-    lengths = _lengths(given, name)
-    rows: list[tuple[int, ...]] = []
-    total = 0
-    for index in range(shape[0]):
-        where = f"{name}[{index}]"
-        length = None if lengths is None else lengths[index]
-        if isinstance(values, list):
-            text = _text(engine, name, shape, values, index, length)
-            rows.append(await _encoded(engine, text, where, name, asked.deadline, document=document))
-            if index % encode.MADE_AT_ONCE == encode.MADE_AT_ONCE - 1:
-                await asyncio.sleep(0)
-        else:
-            rows.append(tuple(values[index, :length].tolist()))
-            engine.check_tokens(rows[-1], where, document=document)
-        total += len(rows[-1])
-        if total > most_tokens:
-            raise TooLarge(f"{name} has more than {most_tokens} tokens")
-    return rows
-
-
-def _lengths(given: dict[str, Tensor], name: str) -> list[int] | None:
-    """Returns the length of each row; None if all rows are full."""
-    if LENGTHS not in given:
-        return None
-    if name == TEXT:
-        raise InvalidRequest(f"{LENGTHS} is given with {TEXT}, which has no padding", LENGTHS)
-    (rows, longest), (count,) = given[name].shape, given[LENGTHS].shape
-    if count != rows:
-        raise InvalidRequest(f"{LENGTHS} has {count} values, but {name} has {rows} rows", LENGTHS)
-    found = given[LENGTHS].values
-    assert not isinstance(found, list), "lengths are INT64: this is a bug"
-    lengths: list[int] = found.tolist()
-    for index, length in enumerate(lengths):
-        if not 1 <= length <= longest:
-            raise InvalidRequest(f"{LENGTHS}[{index}] is {length}, but must be from 1 to {longest}", LENGTHS)
-    return lengths
-
-
-def _text(
-    engine: Engine, name: str, shape: tuple[int, ...], values: Sequence[str], index: int, length: int | None
-) -> str:
-    """Returns the text of a row; the names of events are lines of it."""
-    if name == TEXT:
-        return values[index]
-    if engine.vocabulary.kind != "events":
-        raise InvalidRequest(f"{EVENTS} is for models of events, but the vocabulary of {engine.name} is text", EVENTS)
-    start = index * shape[1]
-    names = values[start : start + (shape[1] if length is None else length)]
-    for place, event in enumerate(names):
-        if not event or event != event.strip() or "\n" in event:
-            raise InvalidRequest(
-                f"{EVENTS}[{index}][{place}] is {truncate_repr(event)}, but a name is one line without space around it",
-                EVENTS,
-            )
-    return "\n".join(names)
-
-
-async def _encoded(
-    engine: Engine, text: str, where: str, name: str, until: float | None, *, document: bool
-) -> tuple[int, ...]:
-    try:
-        tokens = await engine.encode(text, until, document=document)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{where}: {error.message}", name) from error
-    if not tokens:
-        raise InvalidRequest(f"{where} is empty: there is no token in the text", name)
-    return tokens
-
-
-# Sequences
-
-
-def _sequence_id(parameters: InferParameters) -> str | None:
-    """Returns the id of the sequence; None if there is none. Raises InvalidRequest."""
-    given = parameters.sequence_id
-    if given is None or given == "" or given == 0:
-        return None
-    if isinstance(given, int) and not 0 < given <= LARGEST_ID:
-        raise InvalidRequest(
-            f"sequence_id is {truncate_repr(given)}, but must be from 0 to {LARGEST_ID}", "sequence_id"
-        )
-    return str(given)
+def is_given(parameters: InferParameters, name: str) -> bool:
+    """Whether a parameter is in the request, and is not false."""
+    value = getattr(parameters, name)
+    return value is not None and value is not False
 
 
 async def _step(request: Request, engine: Engine, asked: InferCall, sequence: str) -> InferResults:
     """Appends to a sequence: starts it before, and deletes it after, if the request says so."""
     parameters = asked.body.parameters
     for name in ("window", "tolerance", "truncated"):
-        if getattr(parameters, name) not in (None, False):
+        if is_given(parameters, name):
             raise InvalidRequest(f"{name} is given with a sequence_id; it is for requests without", name)
     start = bool(parameters.sequence_start)
     if start and parameters.expected_position:
@@ -553,10 +372,10 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
         )
     if asked.is_scored:
         raise InvalidRequest(f"{TOKEN_LOGPROBS} is not available for a sequence", TOKEN_LOGPROBS)
-    key = _key(request, engine, sequence)
+    key = sequence_key(request, engine, sequence)
     if not start:
-        engine = await _sequence_engine(request, engine, key, sequence)
-    rows = await _rows(engine, asked, 1, settings(request).max_scored_tokens)
+        engine = await sequence_engine(request, engine, key, sequence)
+    rows = await rows_of(engine, asked, settings(request), 1)
     wanted = StepRequest(
         key,
         rows[0],
@@ -568,73 +387,14 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
     )
     if start:
         with until_hangup(request):
-            await _start(request, engine, key)
+            await start_sequence(request, engine, key)
     results = InferResults(engine, rows, time.perf_counter())
     try:
         results.answers = [await engine.submit(wanted)]
     except UnknownSession as error:
-        raise _no_sequence(sequence) from error
+        raise no_sequence(sequence) from error
     if parameters.sequence_end:
         with until_hangup(request):
-            await _delete(engine, key, asked.deadline)
+            await delete_sequence(engine, key, asked.deadline)
     note_answer(request.scope, results.answers[0])
     return results
-
-
-def _key(request: Request, engine: Engine, sequence: str) -> str:
-    """Returns the key of the sequence's session. Raises InvalidRequest."""
-    try:
-        return session_key(request, f"{engine.name}:{sequence}")
-    except InvalidRequest as error:
-        raise InvalidRequest(
-            f"sequence_id {truncate_repr(sequence)} with the model's name and a colon must be 1 to 128 letters, digits "
-            "and . _ ~ : -",
-            "sequence_id",
-        ) from error
-
-
-async def _sequence_engine(request: Request, engine: Engine, key: str, sequence: str) -> Engine:
-    """Returns the engine of an existing sequence: that of the model, or of the version that the sequence began with.
-    Raises InvalidRequest if there is no such sequence."""
-    found = registry(request).resident_engine(key)
-    if found is engine:
-        return found
-    try:
-        return await session_engine(request, key, engine.name)
-    except UnknownSession as error:
-        raise _no_sequence(sequence) from error
-
-
-async def _start(request: Request, engine: Engine, key: str) -> None:
-    """Makes the sequence anew. Raises SessionExists if other clients keep starting it too."""
-    until = deadline(request)
-    for attempt in range(SEQUENCE_STARTS):
-        try:
-            older = await session_engine(request, key)
-        except UnknownSession:
-            pass
-        else:
-            await _delete(older, key, until)
-        try:
-            await engine.create_session(key.rpartition("/")[2], None, owner(request), None)
-        except SessionExists:
-            if attempt == SEQUENCE_STARTS - 1:
-                raise
-        else:
-            break
-    note_model(request, engine)
-
-
-async def _delete(engine: Engine, key: str, until: float | None) -> None:
-    try:
-        await engine.delete_session(key, until)
-    except UnknownSession:  # another client, or its time, has ended it
-        pass
-
-
-def _no_sequence(sequence: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"there is no sequence {truncate_repr(sequence)}: it was not started, was ended, or has expired; begin it with "
-        "sequence_start",
-        "sequence_id",
-    )
