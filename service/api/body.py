@@ -466,5 +466,23 @@ def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[s
 def json_body(model: type[Body], *, required: bool = True) -> dict[str, Any]:
     """Returns the OpenAPI description of a route that decodes `model`, with the model's examples."""
     examples = {f"example {number}": {"value": value} for number, value in enumerate(model.examples, 1)}
-    content = {"application/json": {"schema": model.model_json_schema(), "examples": examples}}
+    content = {"application/json": {"schema": _without_references(model.model_json_schema()), "examples": examples}}
     return {"requestBody": {"required": required, "content": content}}
+
+
+def _without_references(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema with its definitions in the places of the references to them."""
+    definitions = schema.pop("$defs", {})
+
+    def resolved(part: Any) -> Any:
+        if isinstance(part, list):
+            return [resolved(one) for one in part]
+        if not isinstance(part, dict):
+            return part
+        found = {name: resolved(one) for name, one in part.items() if name != "$ref"}
+        if "$ref" in part:
+            found = resolved(definitions[part["$ref"].rpartition("/")[2]]) | found
+        return found
+
+    whole: dict[str, Any] = resolved(schema)
+    return whole

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from wane.service.aio.deadline import TOO_LATE
 from wane.service.api import encode, tensors
 from wane.service.api.body import LARGE_BYTES, Decoder, read
 from wane.service.api.deps import deadline, header, settings
@@ -26,7 +27,7 @@ from wane.service.api.signature import (
 )
 from wane.service.api.tensors import ENCODING, HEADER_LENGTH, OutputFormat, Tensor
 from wane.service.engine.engine import Engine
-from wane.service.errors import InvalidRequest, TooLarge, truncate_repr
+from wane.service.errors import DeadlineExceeded, InvalidRequest, TooLarge, truncate_repr
 from wane.service.settings import Settings
 
 
@@ -85,6 +86,8 @@ async def decoded_call(request: Request) -> InferCall:
         raise InvalidRequest(f"timeout is {parameters.timeout}, but must be at least 0 microseconds", "timeout")
     if parameters.timeout and until is not None:
         until = min(until, until - here.timeout_s + parameters.timeout / 1e6)
+        if until <= asyncio.get_running_loop().time():  # the timers of runs are coarser than a microsecond
+            raise DeadlineExceeded(TOO_LATE)
     if parameters.priority is not None and parameters.priority < 0:
         raise InvalidRequest(f"priority is {parameters.priority}, but must be at least 0", "priority")
     return InferCall(body, given, tuple(wanted), frozenset(one.name for one in wanted), until)
