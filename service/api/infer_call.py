@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ class InferCall:
 async def decoded_call(request: Request) -> InferCall:
     """Decodes the body and its tensors. Raises InvalidRequest, NotJson, TooLarge, UnsupportedMedia, BodyTimeout,
     DeadlineExceeded, Abandoned."""
+    started_s = time.perf_counter()
     raw: bytes | None = request.scope.get(WHOLE_BODY)
     if raw is None:
         raw = await read(request)
@@ -86,7 +88,8 @@ async def decoded_call(request: Request) -> InferCall:
         raise InvalidRequest(f"timeout is {parameters.timeout}, but must be at least 0 microseconds", "timeout")
     if parameters.timeout and until is not None:
         until = min(until, until - here.timeout_s + parameters.timeout / 1e6)
-        if until <= asyncio.get_running_loop().time():  # the timers of runs are coarser than a microsecond
+        # The event loop's clock is coarser than a microsecond.
+        if parameters.timeout / 1e6 <= time.perf_counter() - started_s:
             raise DeadlineExceeded(TOO_LATE)
     if parameters.priority is not None and parameters.priority < 0:
         raise InvalidRequest(f"priority is {parameters.priority}, but must be at least 0", "priority")
