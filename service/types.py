@@ -177,7 +177,7 @@ class History:
 @dataclass(slots=True)
 class StepRequest:
     """Append `tokens` to a session and predict the next one. `mode` defaults to the session's own. `prove`, `cache` and
-    `logits`: see `PredictRequest`."""
+    `logits`: see `PredictRequest`. `token_logprobs`: the answer has the log-probability of each of the tokens."""
 
     session: str
     tokens: tuple[int, ...]
@@ -189,6 +189,7 @@ class StepRequest:
     prove: bool = False
     cache: bool = True
     logits: bool = False
+    token_logprobs: bool = False
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)
@@ -455,7 +456,8 @@ class Answer:
     to be the never-interrupted model's. `position` is present for sessions only, and `replayed` for steps only.
     `durable` is present if replicas share the store: whether the store has the session's tokens. `cache_tokens` is
     present if the answer is a mixture with a cache: the number of tokens that the cache holds. `logits`: float32 (V),
-    present if the request asked for them, and never in JSON. Those of a mixture are its log-probabilities.
+    present if the request asked for them, and never in JSON. Those of a mixture are its log-probabilities. So are
+    `token_logprobs`: the log-probability of each of a step's tokens, in recurrent mode.
     """
 
     mode: Mode
@@ -474,6 +476,7 @@ class Answer:
     durable: bool | None = None
     cache_tokens: int | None = None
     logits: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+    token_logprobs: tuple[float, ...] | None = None
 
 
 Identity = tuple[str, str, str]

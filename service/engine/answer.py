@@ -192,12 +192,14 @@ class AnswerBuilder:
         replayed: bool | None = None,
         durable: bool | None = None,
         logits: bool = False,
+        token_logprobs: tuple[float, ...] | None = None,
     ) -> Answer:
         """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the recurrent
         one answers.
 
         `input_ids` returns all available tokens up to the plan's position. `prove`: the parts were searched, which the
         answer's latency includes. `session` is the session at that position, if any. `logits`: the answer has them.
+        `token_logprobs`: of the session's latest tokens, if the request asked for them.
         """
         answered = recurrent or window
         assert answered is not None, "a plan without a run: this is a bug"
@@ -232,6 +234,7 @@ class AnswerBuilder:
             durable=durable,
             cache_tokens=None if answered.result.mixed is None else answered.result.mixed.tokens,
             logits=answered.result.logits.copy() if logits else None,  # they may be a view into the whole batch's
+            token_logprobs=token_logprobs,
         )
 
     def predictions(self, result: RunResult, top_k: int) -> tuple[Prediction, ...]:

@@ -341,6 +341,7 @@ class Engine:
             and not request.prove
             and request.cache
             and not request.logits
+            and not request.token_logprobs
         )
         if len(tokens) == 1 and plain:
             pending = PendingStep()

@@ -435,6 +435,17 @@ def test_several_tokens_and_all_predicted_outputs_of_a_sequence(client: Client, 
     assert result.as_numpy("position").tolist() == [5]
 
 
+def test_token_logprobs_of_a_sequence_go_on_from_its_tokens(client: Client, native: httpx.Client) -> None:
+    sequence = next(ids)
+    infer(client, [[5, 6]], sequence_id=sequence, sequence_start=True)
+    options = {"sequence_id": sequence, "parameters": {"expected_position": 2}}
+    first, again = [infer(client, [[7, 8, 9]], "token_logprobs", "position", **options) for _ in range(2)]
+    score = native.post("/v1/score", json={"tokens": [5, 6, 7, 8, 9]}).json()
+    for result in (first, again):
+        np.testing.assert_allclose(result.as_numpy("token_logprobs")[0], score["logprobs"][2:], atol=1e-5)
+        assert result.as_numpy("position").tolist() == [5]
+
+
 def test_sequence_start_makes_a_sequence_anew(client: Client) -> None:
     sequence = next(ids)
     first = step(client, sequence, 5, sequence_start=True)

@@ -285,8 +285,9 @@ class InferResults:
             found[POSITION] = np.array(positions, np.int64)
         if TOKEN_LOGPROBS in names:
             scored = np.full((len(self.rows), max(map(len, self.rows))), np.nan, np.float32)
-            for index, score in enumerate(self.scores):
-                scored[index, : len(score.logprobs)] = score.logprobs  # None is NaN
+            logprobs_of_rows = [one.logprobs for one in self.scores] or [one.token_logprobs or () for one in answers]
+            for index, row_logprobs in enumerate(logprobs_of_rows):
+                scored[index, : len(row_logprobs)] = row_logprobs  # None is NaN
             found[TOKEN_LOGPROBS] = scored
         return found
 
@@ -370,8 +371,6 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
         raise InvalidRequest(
             f"expected_position is {parameters.expected_position}, but sequence_start begins at 0", "expected_position"
         )
-    if asked.is_scored:
-        raise InvalidRequest(f"{TOKEN_LOGPROBS} is not available for a sequence", TOKEN_LOGPROBS)
     key = sequence_key(request, engine, sequence)
     if not start:
         engine = await sequence_engine(request, engine, key, sequence)
@@ -384,6 +383,7 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
         top_k=_top_k(request, engine, asked),
         deadline=asked.deadline,
         logits=LOGITS in asked.names,
+        token_logprobs=asked.is_scored,
     )
     if start:
         with until_hangup(request):
