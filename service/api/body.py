@@ -106,6 +106,7 @@ def _check_numbers(digits: Mask) -> None:
 # By pydantic's error types. If every branch of a union fails, the message lists what each branch accepts.
 KINDS = {
     "bool_type": "true or false",
+    "dict_type": "an object",
     "enum": "{expected}",
     "finite_number": "a finite number",
     "float_type": "a number",
