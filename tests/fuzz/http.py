@@ -164,9 +164,12 @@ class HttpFuzz:
         self.statuses[status] += 1
         self.routes[case.operation.label, status] += 1
         assert status < 500 or status in ALLOWED, (case.as_curl_command(), status, response.text[:500])
+        kind = (response.headers.get("content-type") or [""])[0]
         if status < 500:
-            case.validate_response(response, checks=CHECKS)
-        if status < 300 and "json" in (response.headers.get("content-type") or [""])[0]:
+            # Events are described as one text, which is not how the package reads them; test_openapi.py checks them.
+            checks = CHECKS[1:] if kind.startswith("text/event-stream") else CHECKS
+            case.validate_response(response, checks=checks)
+        if status < 300 and "json" in kind:
             self._note(response.json())
 
     def _linked(self, count: int, first_seed: int) -> None:

@@ -151,6 +151,7 @@ async def test_errors_of_the_engine_have_the_protocol_s_shape(
         ({"inputs": [TOKENS], "other": 7}, "other: there is no such field"),
         ({"inputs": [{**TOKENS, "other": 7}]}, "inputs[0].other: there is no such field"),
         ({"inputs": [{**TOKENS, "shape": 3}]}, "inputs[0].shape must be a list"),
+        ({"inputs": [{**TOKENS, "parameters": 3}]}, "inputs[0].parameters must be an object"),
         ({"inputs": [{"name": "tokens"}]}, "inputs[0].shape is missing"),
         ([], "the body must be a JSON object"),
     ],
