@@ -4,7 +4,7 @@ API's."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import tritonclient.http as triton
 import tritonclient.http.aio as aio
 from numpy.typing import NDArray
+from tritonclient.http import InferenceServerClient as Client
 from tritonclient.utils import InferenceServerException
 
 from tests.clients.conftest import EVENT_MODEL, TEXT_MODEL
@@ -24,8 +25,7 @@ OUTPUTS = ("top_ids", "top_logprobs", "logits", "token_logprobs", "error_bound",
 BINARY = pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
 EVENTS = [["event 5", "event 6", "event 7"], ["event 8", "event 9", "event 10"]]
 
-Client = triton.InferenceServerClient
-Call = Callable[..., triton.InferResult]
+
 ids = count(1)
 
 

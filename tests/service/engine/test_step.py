@@ -808,6 +808,8 @@ async def test_only_requests_for_logits_get_them(harness: EngineHarness) -> None
     without = await harness.engine.submit(StepRequest(session, (6,)))
     assert without.logits is None and without.token_logprobs is None
     answer = await harness.engine.submit(StepRequest(session, (7,), logits=True))
+    assert answer.logits is not None
     np.testing.assert_allclose(answer.logits, harness.runner.logits([EOS, 5, 6, 7]), rtol=1e-6)
     alone = await harness.engine.submit(PredictRequest((5, 6, 7), logits=True))
+    assert alone.logits is not None
     np.testing.assert_allclose(alone.logits, harness.runner.logits([EOS, 5, 6, 7]), rtol=1e-6)
