@@ -494,6 +494,14 @@ def test_a_request_sent_again_with_its_position_is_a_replay(client: Client) -> N
     assert first.as_numpy("position").tolist() == again.as_numpy("position").tolist() == [2]
 
 
+def test_a_start_sent_again_has_the_same_answer(client: Client) -> None:
+    sequence = next(ids)
+    options = {"sequence_start": True, "parameters": {"expected_position": 0}}
+    first, again = [step(client, sequence, 5, **options) for _ in range(2)]
+    np.testing.assert_array_equal(first.as_numpy("top_logprobs"), again.as_numpy("top_logprobs"))
+    assert again.as_numpy("position").tolist() == [1]
+
+
 def test_a_request_at_another_position_is_409(client: Client) -> None:
     sequence = next(ids)
     step(client, sequence, 5, sequence_start=True)

@@ -124,17 +124,27 @@ class HttpFuzz:
                 for name, known in (("name", MODELS), ("version", ("1",)), ("session", SESSIONS)):
                     if name in (case.path_parameters or {}):
                         case.path_parameters[name] = draw(st.sampled_from(known))
+            if isinstance(case.body, dict) and "model" in case.body and draw(st.booleans()):
+                case.body["model"] = draw(st.sampled_from(MODELS))
             if operation.path.endswith("/infer") and draw(st.booleans()):  # no schema has the rules between tensors
                 case.body, case.media_type = draw(altered(draw(st.sampled_from(INFERENCES)))), "application/json"
             return case
 
         if count:
+            self._make_sessions()
             seed(first_seed)(settings(max_examples=count, **OPTIONS)(given(cases())(check)))()
+
+    def _make_sessions(self) -> None:
+        """Makes the sessions that random requests name."""
+        for index, session in enumerate(SESSIONS):
+            self._client.post("/v1/sessions", json={"session": session, "model": MODELS[index % 2]})
 
     def _check(self, case: Case) -> None:
         self._note_sessions(case)
         response = case.call(headers=AUTHORIZED, timeout=TIMEOUT_S)
         self.judge(case, response)
+        if case.operation.method == "delete" and response.status_code == 204:
+            self._make_sessions()
         if case.operation.path.endswith("/unload") and response.status_code == 200:  # requests need the model
             self._client.post(f"/v2/repository/models/{case.path_parameters['name']}/load").raise_for_status()
 
