@@ -21,10 +21,11 @@ from starlette.types import Receive, Scope, Send
 from wane.service.api.body import Decoder
 from wane.service.api.dispatch import Dispatcher, Endpoint
 from wane.service.api.exchange import RequestPolicy
+from wane.service.api.inference_statistics import InferenceCounter
 from wane.service.api.middleware import RequestMiddleware
 from wane.service.api.openapi import complete
 from wane.service.api.problem import NOWHERE, ProblemDocument, envelope
-from wane.service.api.routes import generate, models, ops, predict, repository, score, sessions, stream
+from wane.service.api.routes import generate, inference, models, ops, predict, repository, score, sessions, stream
 from wane.service.auth.guard import Authenticator
 from wane.service.auth.key_file import KeySource
 from wane.service.errors import NotFound
@@ -49,13 +50,16 @@ ROUTERS = (
     sessions.router,
     stream.router,
     models.router,
+    inference.router,
     repository.router,
     ops.router,
 )
 
 ROUTES = tuple(chain.from_iterable(router.routes for router in ROUTERS))
 
-DISPATCHED: frozenset[Endpoint] = frozenset({sessions.append, sessions.append_many, predict.predict})
+DISPATCHED: frozenset[Endpoint] = frozenset(
+    {sessions.append, sessions.append_many, predict.predict, inference.infer, inference.version_infer}
+)
 
 PROBLEM = {
     "description": "any failure, as a problem document (RFC 9457)",
@@ -151,6 +155,7 @@ def create_app(
     )
     app.state.registry = registry
     app.state.decoder = Decoder(settings)
+    app.state.inference_counter = InferenceCounter()
     app.state.keys = keys
     app.state.metrics = metrics
     app.state.settings = settings

@@ -17,6 +17,7 @@
     ├── LoadFailed                load_failed           422     no
     ├── BodyTimeout               body_timeout          408     yes
     ├── TooLarge                  too_large             413     no
+    ├── UnsupportedMedia          unsupported_media_type  415   no
     ├── Overloaded                overloaded            429     yes  (carries `retry_after_s`)
     │   ├── RateLimited           rate_limited          429     yes
     │   └── QuotaExceeded         quota_exceeded        429     yes
@@ -187,6 +188,13 @@ class BodyTimeout(WaneError):
 class TooLarge(WaneError):
     code = "too_large"
     http_status = 413
+
+
+class UnsupportedMedia(WaneError):
+    """The body has an encoding that the server does not read."""
+
+    code = "unsupported_media_type"
+    http_status = 415
 
 
 class Overloaded(WaneError):

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
@@ -116,7 +118,7 @@ class PredictRequest:
     whose bound exceeds the tolerance is an error. A field that the mode does not use is invalid. If `truncated`, the
     tokens are the end of a longer sequence, and the start token is not fed. If `prove`, search for a proof of the most
     probable token when its margin is too small for a proof. If `cache`, mix the network's distribution with the
-    distribution of the model's cache, if the model has a cache.
+    distribution of the model's cache, if the model has a cache. If `logits`, the answer has `logits`.
     """
 
     tokens: tuple[int, ...] = ()
@@ -129,6 +131,7 @@ class PredictRequest:
     truncated: bool = False
     prove: bool = False
     cache: bool = True
+    logits: bool = False
 
     def __post_init__(self) -> None:
         if self.session is None:
@@ -176,8 +179,8 @@ class History:
 
 @dataclass(slots=True)
 class StepRequest:
-    """Append `tokens` to a session and predict the next token. `mode` defaults to the session's mode. `prove` and
-    `cache`: see `PredictRequest`."""
+    """Append `tokens` to a session and predict the next token. `mode` defaults to the session's mode. `prove`, `cache`
+    and `logits`: see `PredictRequest`. If `token_logprobs`, the answer has the log-probability of each of the tokens."""
 
     session: str
     tokens: tuple[int, ...]
@@ -188,6 +191,8 @@ class StepRequest:
     deadline: float | None = None
     prove: bool = False
     cache: bool = True
+    logits: bool = False
+    token_logprobs: bool = False
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)
@@ -457,6 +462,9 @@ class Answer:
     `replayed` for steps only. `durable` is present if replicas share the session store. It says whether the store has
     the session's tokens. `cache_tokens` is present if the answer is a mixture with the model's cache. It is the number
     of tokens in the cache.
+    `logits`, float32 (V), are present if the request asked for them, and are never in JSON. The logits of a mixture are
+    its log-probabilities. `token_logprobs` are present if the request asked for them: the log-probability of each token
+    of a step, in recurrent mode.
     """
 
     mode: Mode
@@ -474,6 +482,8 @@ class Answer:
     replayed: bool | None = None
     durable: bool | None = None
     cache_tokens: int | None = None
+    logits: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+    token_logprobs: tuple[float, ...] | None = None
 
 
 Identity = tuple[str, str, str]

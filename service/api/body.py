@@ -13,7 +13,7 @@ branches, and pydantic's messages use Python's terms.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin
@@ -110,6 +110,7 @@ def _check_numbers(digits: Mask) -> None:
 # The keys are pydantic's error types. If every branch of a union fails, the message lists what each branch accepts.
 KINDS = {
     "bool_type": "true or false",
+    "dict_type": "an object",
     "enum": "{expected}",
     "finite_number": "a finite number",
     "float_type": "a number",
@@ -257,6 +258,7 @@ def _complaint(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 B = TypeVar("B", bound=Body)
+R = TypeVar("R")
 
 LARGE_BYTES = 1 << 15
 """A body of more bytes than this is decoded on the decoder's thread. Decoding a smaller body takes at most a few
@@ -288,6 +290,12 @@ class Decoder:
             return self.decode_now(raw, model)
         with until(deadline):
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_large, raw, model)
+
+    async def run(self, function: Callable[..., R], *given: object, deadline: float | None = None) -> R:
+        """Calls a function that reads a part of a body, on the decoder's thread. Raises DeadlineExceeded, and its
+        errors."""
+        with until(deadline):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *given)
 
     def _decode_large(self, raw: bytes | str, model: type[B]) -> B:
         data = raw if isinstance(raw, bytes) else raw.encode()
@@ -470,5 +478,23 @@ def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[s
 def json_body(model: type[Body], *, required: bool = True) -> dict[str, Any]:
     """Returns the OpenAPI description of the body of a route that decodes `model`, with the model's examples."""
     examples = {f"example {number}": {"value": value} for number, value in enumerate(model.examples, 1)}
-    content = {"application/json": {"schema": model.model_json_schema(), "examples": examples}}
+    content = {"application/json": {"schema": _without_references(model.model_json_schema()), "examples": examples}}
     return {"requestBody": {"required": required, "content": content}}
+
+
+def _without_references(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema with its definitions in the places of the references to them."""
+    definitions = schema.pop("$defs", {})
+
+    def resolved(part: Any) -> Any:
+        if isinstance(part, list):
+            return [resolved(one) for one in part]
+        if not isinstance(part, dict):
+            return part
+        found = {name: resolved(one) for name, one in part.items() if name != "$ref"}
+        if "$ref" in part:
+            found = resolved(definitions[part["$ref"].rpartition("/")[2]]) | found
+        return found
+
+    whole: dict[str, Any] = resolved(schema)
+    return whole

@@ -7,7 +7,8 @@ The native protocol uses a problem document (RFC 9457, application/problem+json)
      "request_id": "...", "position": 12}
 
 Every failure of a native route has this format, including an unknown path, an unknown method and an unexpected error.
-Under /v2, failures have the format of the Open Inference Protocol. Its clients read the text in `error`.
+Under /v2, failures have the format of the Open Inference Protocol, whose clients read the text in `error`. The protocol
+has no status 422: an error that is 422 elsewhere is 400 there.
 
     {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
 """
@@ -44,7 +45,7 @@ class ProblemDocument(TypedDict):
 
 INTERNAL = "internal"
 BEARER, BASIC = 'Bearer realm="wane"', 'Basic realm="wane: a key as the password"'
-INFERENCE_PROTOCOL = "/v2/"
+INFERENCE_PROTOCOL = "/v2"
 NOWHERE = "not found; /docs lists the paths"
 UNEXPECTED = "the server failed to handle the request; the server's log has the error under this request id"
 
@@ -107,8 +108,10 @@ def envelope(scope: Scope, error: Exception) -> Response:
     failure = described(scope, error)
     here.fields["error"] = failure.code
     document, kind = failure.body(here.request_id), "application/problem+json"
-    if scope["path"].startswith(INFERENCE_PROTOCOL):
+    status = failure.status
+    if is_inference_protocol(scope["path"]):
         kind = "application/json"
+        status = HTTPStatus.BAD_REQUEST if status == HTTPStatus.UNPROCESSABLE_ENTITY else status
         document = {
             "error": failure.detail,
             "code": failure.code,
@@ -116,7 +119,12 @@ def envelope(scope: Scope, error: Exception) -> Response:
             "request_id": here.request_id,
             **failure.extra,
         }
-    return Response(json.dumps(document), failure.status, failure.headers, kind)
+    return Response(json.dumps(document), status, failure.headers, kind)
+
+
+def is_inference_protocol(path: str) -> bool:
+    """Whether a path belongs to the Open Inference Protocol."""
+    return path == INFERENCE_PROTOCOL or path.startswith(f"{INFERENCE_PROTOCOL}/")
 
 
 def described(scope: Scope, error: Exception) -> Failure:

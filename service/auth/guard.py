@@ -20,7 +20,7 @@ from wane.service.auth.keyring import Keyring, Principal
 from wane.service.auth.keys import Permission
 from wane.service.errors import Forbidden, Unauthorized
 
-OPEN = frozenset({"/healthz", "/readyz"})
+OPEN = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
 METRICS = "/metrics"
 REPOSITORY = "/v2/repository/models/"  # the prefix of the paths that load and unload models
 READING = frozenset({"GET", "HEAD"})

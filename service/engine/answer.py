@@ -193,12 +193,16 @@ class AnswerBuilder:
         session: str | None = None,
         replayed: bool | None = None,
         durable: bool | None = None,
+        logits: bool = False,
+        token_logprobs: tuple[float, ...] | None = None,
     ) -> Answer:
         """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the
         predictions come from the recurrent part.
 
         `input_ids` returns all available tokens up to the plan's position. `prove`: `search` ran on the parts, and its
         time is part of the answer's latency. `session` is the id of the session, if the request has one.
+        `logits` adds the logits to the answer. `token_logprobs` are the log-probabilities of the session's latest tokens,
+        if the request asked for them.
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
@@ -232,6 +236,8 @@ class AnswerBuilder:
             replayed=replayed,
             durable=durable,
             cache_tokens=None if answered.result.mixed is None else answered.result.mixed.tokens,
+            logits=answered.result.logits.copy() if logits else None,  # they may be a view into the whole batch's
+            token_logprobs=token_logprobs,
         )
 
     def predictions(self, result: RunResult, top_k: int) -> tuple[Prediction, ...]:

@@ -318,6 +318,11 @@ class Engine:
         self._limits.length(len(tokens), document=document)
         return tuple(tokens)
 
+    def check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
+        """Checks tokens before a request is made of them. `document`: see `encode`. Raises TooLarge if there are too
+        many, InvalidRequest naming the `field` if the vocabulary lacks one."""
+        self._limits.tokens(tokens, field, document=document)
+
     def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
         """Starts a request and returns its pending answer. The request runs even if the answer is not awaited.
 
@@ -335,7 +340,14 @@ class Engine:
 
     def _submit_step(self, request: StepRequest) -> Pending[Answer]:
         tokens, expected = request.tokens, request.expected_position
-        plain = request.idempotency_key is None and request.mode in IN_COLUMNS and not request.prove and request.cache
+        plain = (
+            request.idempotency_key is None
+            and request.mode in IN_COLUMNS
+            and not request.prove
+            and request.cache
+            and not request.logits
+            and not request.token_logprobs
+        )
         if len(tokens) == 1 and plain:
             pending = PendingStep()
             if self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending):

@@ -82,7 +82,14 @@ class Predictor:
             if found is not None and request.tolerance is not None and meets(found.bound, request.tolerance):
                 break
         return await self._answer_builder.answer(
-            plan, partial(self._sequence, request), recurrent, window, request.top_k, ticket, prove=request.prove
+            plan,
+            partial(self._sequence, request),
+            recurrent,
+            window,
+            request.top_k,
+            ticket,
+            prove=request.prove,
+            logits=request.logits,
         )
 
     async def _recurrent(self, request: PredictRequest, plan: AnswerPlan, ticket: Ticket) -> ModeResult:

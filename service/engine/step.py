@@ -19,6 +19,7 @@ from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, bound, meets
 from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
 from wane.service.engine.limits import Limits
+from wane.service.engine.logits import log_softmax
 from wane.service.errors import InvalidRequest
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
@@ -89,6 +90,7 @@ class SessionSteps:
                 request.tolerance,
                 prove=request.prove,
                 cache=request.cache,
+                logits=request.logits,
             )
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
@@ -109,6 +111,9 @@ class SessionSteps:
                     self._replayed.inc()
                     await sessions.touch(request.session)
                     free = routing.is_free(request.mode, record.mode)
+                    token_logprobs: tuple[float, ...] | None = None
+                    if request.token_logprobs:
+                        token_logprobs = await self._replayed_logprobs(record, request, ticket)
                     return await self._answer_again(
                         record,
                         mode,
@@ -118,6 +123,8 @@ class SessionSteps:
                         ticket,
                         prove=request.prove,
                         cache=request.cache,
+                        logits=request.logits,
+                        token_logprobs=token_logprobs,
                         replayed=True,
                     )
                 answer = await self._append(record, request, mode, ticket)
@@ -181,8 +188,12 @@ class SessionSteps:
         window: ModeResult | None = None
         read = ZERO if base is None else base.slot
         write: int | None = None
+        token_logprobs: tuple[float, ...] | None = None
         self._pool.retain(read)
         try:
+            if request.token_logprobs:
+                before_ids = record.tail.ids()
+                token_logprobs = await self._token_logprobs(before_ids, record.position, base, request, ticket)
             if mode is not Mode.WINDOW or keeps:
                 write = self._pool.acquire()
                 self._record_hit(record, found=not rebuilt)
@@ -224,6 +235,8 @@ class SessionSteps:
             session=record.session,
             replayed=False,
             durable=committed.durable,
+            logits=request.logits,
+            token_logprobs=token_logprobs,
         )
 
     async def _answer_again(
@@ -238,6 +251,8 @@ class SessionSteps:
         *,
         prove: bool,
         cache: bool,
+        logits: bool,
+        token_logprobs: tuple[float, ...] | None = None,
         replayed: bool | None = None,
     ) -> Answer:
         """Answers from a session without appending. If `free`, chooses the cheapest number of tokens for a rebuild. A
@@ -298,7 +313,65 @@ class SessionSteps:
             session=record.session,
             replayed=replayed,
             durable=record.durable,
+            logits=logits,
+            token_logprobs=token_logprobs,
         )
+
+    async def _replayed_logprobs(
+        self, record: SessionRecord, request: StepRequest, ticket: Ticket
+    ) -> tuple[float, ...]:
+        """Returns the log-probabilities of the last step's tokens. Raises InvalidRequest if the session does not keep a
+        token before them."""
+        before_ids = record.tail.ids()[: -len(request.tokens)]
+        if not len(before_ids):
+            raise InvalidRequest(
+                f"token_logprobs of a replay need a token before it, but the session keeps only its last "
+                f"{len(record.tail)} tokens",
+                "token_logprobs",
+            )
+        return await self._token_logprobs(before_ids, record.position - len(request.tokens), None, request, ticket)
+
+    async def _token_logprobs(
+        self,
+        before_ids: NDArray[np.int64],
+        position: int,
+        base: CachedState | None,
+        request: StepRequest,
+        ticket: Ticket,
+    ) -> tuple[float, ...]:
+        """Returns the log-probability of each of the step's tokens, run one after the other.
+
+        `before_ids`: the known tokens before the step, which ends at `position` without it. `base`: a state to continue
+        from, whose slot the caller holds.
+        """
+        forward, tokens = self._forward, np.array(request.tokens, np.int64)
+        cache = self._answer_builder.cache if request.cache else None
+        all_ids = np.concatenate([before_ids, tokens])
+        found: list[float] = []
+        with self._pool.lease() as first, self._pool.lease() as second:
+            free = [first, second]
+            if base is not None and base.position == position:
+                read = base.slot
+                result = await forward.again(read, ticket)
+            else:
+                read = free.pop()
+                if base is None:
+                    result = await forward.full(before_ids, ticket, write=read)
+                else:
+                    missed = before_ids[base.position - position :]
+                    result = await forward.append(missed, ticket, read=base.slot, write=read)
+            for index, token in enumerate(request.tokens):
+                known = all_ids[: len(before_ids) + index]
+                history = known[1:] if len(known) > position + index else known  # without the start token
+                logits = result.mix(cache, history, position + index).logits
+                found.append(log_softmax(logits).item(token))
+                if index + 1 < len(tokens):
+                    write = free.pop()
+                    result = await forward.append(tokens[index : index + 1], ticket, read=read, write=write)
+                    if base is None or read != base.slot:
+                        free.append(read)
+                    read = write
+        return tuple(found)
 
     def _rebuilding(
         self, position: int, input_ids: NDArray[np.int64], dropped_tokens: int, tolerance: float | None = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict
+from types import SimpleNamespace
 
 from tests.models.rounding import rounding
 from wane.models.manifest import SCHEMA_VERSION, Manifest
@@ -109,6 +110,7 @@ class FakeEngine:
     identity = name, version, device
     retired = False
     manifest = MANIFEST
+    vocabulary = SimpleNamespace(size=256, kind="bpe")
 
     def __init__(self) -> None:
         self.cost_model = {"step": [{"tokens": 1.0, "compute_ms": 0.25}]}
@@ -135,6 +137,9 @@ class FakeEngine:
 
     async def encode(self, text: str, deadline: float | None = None, *, document: bool = False) -> tuple[int, ...]:
         return tuple(text.strip().encode())
+
+    def check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
+        """Accepts any tokens."""
 
     def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
         answer = self.step(request) if isinstance(request, StepRequest) else self._predict(request)

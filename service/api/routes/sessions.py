@@ -69,6 +69,21 @@ STEP_HEADERS = headers(
     }
 )
 
+LINKS = {
+    name: {
+        "operationRef": f"#/paths/~1v1~1sessions~1{{session}}{path}/{method}",
+        "parameters": {"session": "$response.body#/session"},
+        "description": f"{name}s the session",
+    }
+    for name, path, method in (
+        ("read", "", "get"),
+        ("step", "~1tokens", "post"),
+        ("rewind", "~1rewind", "post"),
+        ("delete", "", "delete"),
+    )
+}
+"""The routes of a created session, for the OpenAPI description."""
+
 TOP_K = ONE_TOKEN.top_k  # the `top_k` of a step that gives none
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
@@ -83,7 +98,9 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
         200: {
             "model": SessionView,
             "description": "The session already exists with the same options and without steps",
-        }
+            "links": LINKS,
+        },
+        201: {"links": LINKS},
     },
 )
 async def create(request: Request) -> Response:

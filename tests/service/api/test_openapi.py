@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from wane.service import types
 from wane.service.api import schemas
 from wane.service.api.encode import json_bytes
+from wane.service.api.problem import is_inference_protocol
 from wane.service.api.schemas.common import Body
 from wane.service.api.schemas.compare import CompareBody
 from wane.service.api.schemas.generate import GenerateBody
@@ -117,7 +118,9 @@ def events(text: str) -> list[tuple[str, Any]]:
 def test_every_route_with_a_body_has_an_example(openapi: dict[str, Any]) -> None:
     with_example = {path for _, path, body, _ in examples(openapi) if body is not None}
     assert with_example == {
-        path.replace("{session}", "demo") for path, operations in openapi["paths"].items() if "post" in operations
+        path.replace("{session}", "demo").replace("{version}", "1")
+        for path, operations in openapi["paths"].items()
+        if "post" in operations
     }
 
 
@@ -150,7 +153,7 @@ def test_every_failure_is_described_as_a_problem(app: FastAPI) -> None:
     for path, operations in app.openapi()["paths"].items():
         for operation in operations.values():
             responses = operation["responses"]
-            kind = "application/json" if path.startswith("/v2/") else "application/problem+json"
+            kind = "application/json" if is_inference_protocol(path) else "application/problem+json"
             assert list(responses["default"]["content"]) == [kind], path
             assert "422" not in responses  # the framework's own error schema, which the server never sends
 

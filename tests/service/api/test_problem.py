@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from tests.service.fake_engine import FakeRegistry
 from tests.service.problems import assert_problem
-from wane.service.api.problem import Failure, describe
+from wane.service.api.problem import Failure, describe, is_inference_protocol
 from wane.service.errors import (
     REPR_MAX_CHARACTERS,
     Abandoned,
@@ -117,7 +117,7 @@ def test_these_tests_cover_every_route(app: FastAPI) -> None:
         (method.upper(), path)
         for path, methods in app.openapi()["paths"].items()
         for method in methods
-        if path not in INFALLIBLE and not path.startswith("/v2/")  # test_repository.py tests the routes of /v2
+        if path not in INFALLIBLE and not is_inference_protocol(path)  # see test_repository.py and test_inference.py
     }
     assert described == tested
 
@@ -148,7 +148,7 @@ async def test_an_invalid_timeout_is_a_problem(client: httpx.AsyncClient, route:
     assert "'soon'" in document["detail"]
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/predict/", "/v2", "/favicon.ico", "/v1/sessions/s/t/u"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/predict/", "/v3", "/favicon.ico", "/v1/sessions/s/t/u"])
 async def test_an_unknown_path_is_a_problem(client: httpx.AsyncClient, path: str) -> None:
     assert_problem(await client.get(path), 404, "not_found")
 

@@ -247,3 +247,17 @@ async def test_a_comparison(harness: EngineHarness) -> None:
         of_window = expected(harness, tokens[-line.window :], tokens)
         assert_is(line.predictions, of_window)
         assert line.agreement.total_variation == pytest.approx(np.abs(whole - of_window).sum() / 2, abs=CLOSE)
+
+
+async def test_token_logprobs_of_steps(harness: EngineHarness) -> None:
+    engine, tokens = harness.engine, words(40, seed=2)
+    await engine.create_session("one")
+    score = await engine.score(ScoreRequest(tokens))
+    for start, end in ((0, 1), (1, 20), (20, 40)):
+        request = StepRequest("one", tokens[start:end], None, start, token_logprobs=True, logits=True)
+        for _ in range(2):  # the second is a replay
+            answer = await engine.submit(request)
+            assert answer.token_logprobs == pytest.approx(score.logprobs[start:end], abs=1e-4)
+            assert answer.logits is not None
+            distribution = expected(harness, [EOS, *tokens[:end]], tokens[:end])
+            np.testing.assert_allclose(np.exp(answer.logits.astype(np.float64)), distribution, atol=CLOSE)

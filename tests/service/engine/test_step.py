@@ -786,3 +786,44 @@ async def test_the_agreement_of_a_rebuilt_session_has_the_windows_bound(
     assert answer.agreement is not None
     assert answer.error_bound == certificate.error_bound_at(140)
     assert answer.agreement.error_bound == certificate.error_bound_at(130)
+
+
+@pytest.mark.parametrize("parked", [False, True], ids=["resident", "parked"])
+async def test_token_logprobs_of_steps_are_those_of_the_score(make_harness: MakeHarness, parked: bool) -> None:
+    harness = make_harness(session_history_tokens=64)
+    session = (await harness.engine.create_session()).session
+    tokens: list[int] = []
+    for step in [(5,), (6, 7, 8), (9, 10)]:
+        position = len(tokens)
+        tokens += step
+        request = StepRequest(session, step, expected_position=position, token_logprobs=True)
+        if parked:
+            harness.engine.state_cache.drop(session)
+        answer = await harness.engine.submit(request)
+        again = await harness.engine.submit(request)
+        score = await harness.engine.score(ScoreRequest(tuple(tokens)))
+        for one in (answer, again):
+            assert one.token_logprobs == pytest.approx(score.logprobs[position:], abs=1e-5)
+            assert one.position == len(tokens)
+        assert (answer.replayed, again.replayed) == (False, True)
+
+
+async def test_token_logprobs_of_a_replay_need_a_token_before_it(make_harness: MakeHarness) -> None:
+    harness = make_harness(session_history_tokens=4, max_window=4, window=4)
+    session = await start(harness, 5)
+    request = StepRequest(session, tuple(range(6, 12)), expected_position=1, token_logprobs=True)
+    assert len((await harness.engine.submit(request)).token_logprobs or ()) == 6
+    with pytest.raises(InvalidRequest, match="token_logprobs of a replay"):
+        await harness.engine.submit(request)
+
+
+async def test_only_requests_for_logits_get_them(harness: EngineHarness) -> None:
+    session = await start(harness, 5)
+    without = await harness.engine.submit(StepRequest(session, (6,)))
+    assert without.logits is None and without.token_logprobs is None
+    answer = await harness.engine.submit(StepRequest(session, (7,), logits=True))
+    assert answer.logits is not None
+    np.testing.assert_allclose(answer.logits, harness.runner.logits([EOS, 5, 6, 7]), rtol=1e-6)
+    alone = await harness.engine.submit(PredictRequest((5, 6, 7), logits=True))
+    assert alone.logits is not None
+    np.testing.assert_allclose(alone.logits, harness.runner.logits([EOS, 5, 6, 7]), rtol=1e-6)

@@ -57,7 +57,7 @@ async def test_a_load_and_an_unload_answer_with_the_model_s_state(client: httpx.
 @pytest.mark.parametrize("path", ROUTES)
 async def test_failures_have_the_protocol_s_shape(client: httpx.AsyncClient, registry: FakeRegistry, path: str) -> None:
     assert "line 1" in assert_error(await client.post(path, content=b"{,"), 400, "not_json")
-    assert "there is no such field" in assert_error(await client.post(path, json={"redy": 1}), 422, "invalid_request")
+    assert "there is no such field" in assert_error(await client.post(path, json={"redy": 1}), 400, "invalid_request")
     assert_error(await client.post(path, content=b" " * 65537), 413, "too_large")
     refused = await client.get(path)
     assert_error(refused, 405, "method_not_allowed")
@@ -70,7 +70,7 @@ async def test_failures_have_the_protocol_s_shape(client: httpx.AsyncClient, reg
 
 async def test_a_failed_load_has_the_reason(client: httpx.AsyncClient, registry: FakeRegistry) -> None:
     registry.failure = LoadFailed("fake", "its weights are none")
-    error = assert_error(await client.post(ROUTES[1]), 422, "load_failed")
+    error = assert_error(await client.post(ROUTES[1]), 400, "load_failed")
     assert error == "model 'fake' was not loaded: its weights are none"
 
 
@@ -95,7 +95,7 @@ async def test_the_probe_of_a_model_answers_whether_it_is_ready(
 
 async def test_a_load_takes_no_parameters(client: httpx.AsyncClient) -> None:
     response = await client.post(ROUTES[1], json={"parameters": {"config": "{}"}})
-    assert "parameters" in assert_error(response, 422, "invalid_request")
+    assert "parameters" in assert_error(response, 400, "invalid_request")
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_a_corrupt_bundle_is_refused_without_effect(
     client, _, folder = served
     before = client.get("/readyz").json()["models"]
     (put(folder, "4") / "step.onnx").write_bytes(b"no graph")
-    error = assert_error(client.post(f"/v2/repository/models/{MODEL}/load"), 422, "load_failed")
+    error = assert_error(client.post(f"/v2/repository/models/{MODEL}/load"), 400, "load_failed")
     assert "step.onnx" in error and str(folder) not in error
     assert client.get("/readyz").json()["models"] == before
     assert client.post("/v1/predict", json={"tokens": [5]}).status_code == 200

@@ -1,0 +1,204 @@
+"""Compares routes of other protocols with the native route for the same work.
+
+    python -m benchmarks.protocols [--rounds N] [--seconds S] [--only NAME ...] [--json FILE] [--page FILE]
+
+One server with one model. In each round the two routes of a pair take turns, in an order that changes with the round,
+with the same number of connections. Each connection sends its next request after the answer to the last one. Both
+routes answer the same sequence with the same number of tokens. All processes share the machine.
+
+`PAIRS` lists the pairs. For another pair, such as completions beside `/v1/generate`, add a line there; `units` counts
+what an answer is worth, such as its tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.bench.connections import READ_AT_ONCE, BadAnswer, HttpAnswers, connect
+from benchmarks.page import markdown, put
+from benchmarks.summary import Spread, cpu, provenance, ratios, write_json
+from tests.service.live_server import live_server
+
+MODEL = "gated-stable"
+BUNDLE = Path(__file__).parents[1] / "models" / "bundles" / MODEL
+PAGE, FIGURES, NAME = Path("docs/benchmarks.md"), Path("docs/figures/protocols.json"), "protocols"
+CONNECTIONS = (1, 32)
+TOKENS = 64
+LISTED = 16
+SEQUENCES = 64  # different sequences, so that no answer is a copy of the one before
+TIMEOUT_S = 30.0
+COLUMNS = ("what", "connections", "native, a second", "protocol, a second", "protocol / native", "target")
+
+
+@dataclass(frozen=True)
+class Route:
+    """A route of a server. `requests`: the bytes of different requests for the same work; `wanted` is in every
+    answer's body."""
+
+    path: str
+    requests: Sequence[bytes]
+    wanted: bytes
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A protocol's route beside the native one. `units` returns what the body of an answer counts, which is a number of
+    `unit`; `target` is the least wanted ratio of the two rates."""
+
+    unit: str
+    native: Route
+    protocol: Route
+    target: float
+    units: Callable[[bytes], float] = lambda _: 1.0
+
+
+def post(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
+    """Returns a POST over a keep-alive connection."""
+    fields = {"host": "localhost", "content-type": "application/json", "content-length": len(body), **(headers or {})}
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    return "\r\n".join((*lines, "", "")).encode() + body
+
+
+def sequences() -> list[list[int]]:
+    """Returns the sequences that all routes answer."""
+    found: list[list[int]] = np.random.default_rng(0).integers(2, 2000, size=(SEQUENCES, TOKENS)).tolist()
+    return found
+
+
+def predict() -> Route:
+    """The native prediction."""
+    path = "/v1/predict"
+    bodies = [json.dumps({"tokens": tokens, "top_k": LISTED}, separators=(",", ":")) for tokens in sequences()]
+    return Route(path, [post(path, body.encode()) for body in bodies], b'"predictions"')
+
+
+def infer() -> Route:
+    """The Open Inference Protocol's prediction, with binary tensors in and out, as tritonclient sends it."""
+    path = f"/v2/models/{MODEL}/infer"
+    tensor = {
+        "name": "tokens",
+        "shape": [1, TOKENS],
+        "datatype": "INT64",
+        "parameters": {"binary_data_size": 8 * TOKENS},
+    }
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}, separators=(",", ":")).encode()
+    headers = {"content-type": "application/octet-stream", "inference-header-content-length": str(len(head))}
+    bodies = [head + np.array(tokens, "<i8").tobytes() for tokens in sequences()]
+    return Route(path, [post(path, body, headers) for body in bodies], b'"top_logprobs"')
+
+
+PAIRS: Mapping[str, Pair] = {
+    "`infer` with binary tensors beside `/v1/predict`": Pair("requests", predict(), infer(), target=0.9),
+}
+
+
+def rate(port: int, route: Route, connections: int, seconds: float, units: Callable[[bytes], float]) -> float:
+    """Returns the units a second of a route. Raises BadAnswer."""
+    opened = [connect(port) for _ in range(connections)]
+    total, number = 0.0, 0
+    with selectors.DefaultSelector() as selector:
+        try:
+            for one in opened:
+                selector.register(one, selectors.EVENT_READ, HttpAnswers())
+                one.sendall(route.requests[number % len(route.requests)])
+                number += 1
+            begun = time.perf_counter()
+            waiting = connections
+            while waiting:
+                ready = selector.select(TIMEOUT_S)
+                if not ready:
+                    raise BadAnswer(f"{route.path} did not answer within {TIMEOUT_S:.0f} s")
+                for key, _ in ready:
+                    sender: Any = key.fileobj
+                    body = key.data.receive(sender.recv(READ_AT_ONCE))
+                    if body is None:
+                        continue
+                    if route.wanted not in body:
+                        raise BadAnswer(f"{route.path} answered {body[:300]!r}")
+                    total += units(body)
+                    if time.perf_counter() - begun < seconds:
+                        sender.sendall(route.requests[number % len(route.requests)])
+                        number += 1
+                    else:
+                        waiting -= 1
+            return total / (time.perf_counter() - begun)
+        finally:
+            for one in opened:
+                one.close()
+
+
+def measure(names: Sequence[str], rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Returns the figures of each pair at each number of connections."""
+    rates: dict[tuple[str, int], dict[str, list[float]]] = {
+        (name, connections): {"native": [], "protocol": []} for name in names for connections in CONNECTIONS
+    }
+    with live_server(WANE_BUNDLES=str(BUNDLE)) as server:
+        port = int(server.url.rpartition(":")[2])
+        for turn in range(rounds + 1):
+            for (name, connections), found in rates.items():
+                pair = PAIRS[name]
+                sides = [("native", pair.native), ("protocol", pair.protocol)]
+                for side, route in sides if turn % 2 else reversed(sides):
+                    measured = rate(port, route, connections, seconds if turn else seconds / 4, pair.units)
+                    if turn:  # the first is for warming up
+                        found[side].append(measured)
+    return [
+        {
+            "pair": name,
+            "unit": PAIRS[name].unit,
+            "connections": connections,
+            "native": {"route": PAIRS[name].native.path, "rate": Spread.of(found["native"])},
+            "protocol": {"route": PAIRS[name].protocol.path, "rate": Spread.of(found["protocol"])},
+            "ratio": ratios(found["protocol"], found["native"]),
+            "target": PAIRS[name].target,
+        }
+        for (name, connections), found in rates.items()
+    ]
+
+
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """Returns the table with a description of the measurement."""
+    rows = []
+    for one in document["pairs"]:
+        spreads = [Spread.model_validate(found) for found in (one["native"]["rate"], one["protocol"]["rate"])]
+        ratio = Spread.model_validate(one["ratio"])
+        rates = [f"{spread:,.0f} {one['unit']}" for spread in spreads]
+        rows.append((one["pair"], str(one["connections"]), *rates, f"{ratio:.2f}", f"{one['target']:.2f}"))
+    return [f"{document['how']}:", "", *markdown(COLUMNS, rows)]
+
+
+def main() -> None:
+    """Measures, and writes the requested files."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.protocols", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of each route's turn")
+    parser.add_argument("--only", nargs="+", choices=[*PAIRS], default=[*PAIRS], metavar="NAME")
+    parser.add_argument("--json", type=Path, default=FIGURES)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args()
+    how = (
+        f"{cpu()}, {os.cpu_count()} cores; `python -m benchmarks.protocols`, {options.rounds} rounds of "
+        f"{options.seconds:g} s a route; median (least to most); `{MODEL}`, {TOKENS} tokens a request, {LISTED} listed"
+    )
+    found = measure(options.only, options.rounds, options.seconds)
+    origin = provenance("benchmarks.protocols", "onnxruntime", "numpy", bundles=[MODEL])
+    write_json(options.json, {**origin, "how": how, "pairs": found})
+    document = json.loads(options.json.read_text(encoding="utf-8"))
+    put(options.page, NAME, lines(document))
+    print("\n".join(lines(document)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""An inference request of the Open Inference Protocol: decodes its body, and turns its inputs into rows of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from wane.service.aio.deadline import TOO_LATE
+from wane.service.api import encode, tensors
+from wane.service.api.body import LARGE_BYTES, Decoder, read
+from wane.service.api.deps import deadline, header, settings
+from wane.service.api.exchange import WHOLE_BODY, context
+from wane.service.api.schemas.inference import InferBody
+from wane.service.api.signature import (
+    DEFAULT_OUTPUTS,
+    EVENTS,
+    INPUTS,
+    LENGTHS,
+    OUTPUTS,
+    PREDICTED,
+    SOURCES,
+    TEXT,
+    TOKEN_LOGPROBS,
+)
+from wane.service.api.tensors import ENCODING, HEADER_LENGTH, OutputFormat, Tensor
+from wane.service.engine.engine import Engine
+from wane.service.errors import DeadlineExceeded, InvalidRequest, TooLarge, truncate_repr
+from wane.service.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class InferCall:
+    """A decoded request: its JSON, its tensors by name, the requested outputs, and its deadline."""
+
+    body: InferBody
+    given: dict[str, Tensor]
+    wanted: tuple[OutputFormat, ...]
+    names: frozenset[str]
+    deadline: float | None
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether an output needs a prediction."""
+        return bool(self.names & PREDICTED)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the given tokens are scored."""
+        return TOKEN_LOGPROBS in self.names
+
+
+async def decoded_call(request: Request) -> InferCall:
+    """Decodes the body and its tensors. Raises InvalidRequest, NotJson, TooLarge, UnsupportedMedia, BodyTimeout,
+    DeadlineExceeded, Abandoned."""
+    started_s = time.perf_counter()
+    raw: bytes | None = request.scope.get(WHOLE_BODY)
+    if raw is None:
+        raw = await read(request)
+    decoder: Decoder = request.app.state.decoder
+    until, encoding = deadline(request), header(request, ENCODING)
+    if tensors.is_encoded(encoding):
+        most = settings(request).max_body_bytes
+        raw = await decoder.run(tensors.inflated, raw, encoding, most, deadline=until)
+    head, binary = tensors.divided(raw, header(request, HEADER_LENGTH))
+    body = await decoder.decode(head, InferBody, until)
+    if len(raw) <= LARGE_BYTES:
+        given = tensors.read_tensors(body.inputs, binary, INPUTS)
+    else:
+        given = await decoder.run(tensors.read_tensors, body.inputs, binary, INPUTS, deadline=until)
+    parameters = body.parameters
+    wanted: list[OutputFormat] = []
+    is_binary = bool(parameters.binary_data_output)
+    for output in body.outputs or ():
+        if output.name not in OUTPUTS:
+            there = ", ".join(sorted(OUTPUTS))
+            raise InvalidRequest(f"there is no output {truncate_repr(output.name)}; there are {there}", "outputs")
+        if any(one.name == output.name for one in wanted):
+            raise InvalidRequest(f"output {output.name} is asked for twice", output.name)
+        wanted.append(tensors.output_format(output.name, output.parameters, binary=is_binary))
+    if not wanted:
+        wanted = [OutputFormat(name, is_binary) for name in DEFAULT_OUTPUTS]
+    here = context(request.scope)
+    if parameters.timeout is not None and parameters.timeout < 0:
+        raise InvalidRequest(f"timeout is {parameters.timeout}, but must be at least 0 microseconds", "timeout")
+    if parameters.timeout and until is not None:
+        until = min(until, until - here.timeout_s + parameters.timeout / 1e6)
+        # The event loop's clock is coarser than a microsecond.
+        if parameters.timeout / 1e6 <= time.perf_counter() - started_s:
+            raise DeadlineExceeded(TOO_LATE)
+    if parameters.priority is not None and parameters.priority < 0:
+        raise InvalidRequest(f"priority is {parameters.priority}, but must be at least 0", "priority")
+    return InferCall(body, given, tuple(wanted), frozenset(one.name for one in wanted), until)
+
+
+# Inputs
+
+
+async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows: int) -> list[tuple[int, ...]]:
+    """Returns the token ids of each row. Raises InvalidRequest naming the tensor, TooLarge, DeadlineExceeded."""
+    given = asked.given
+    sources = [name for name in SOURCES if name in given]
+    if len(sources) != 1:
+        found = " and ".join(sources) or "none of them"
+        raise InvalidRequest(f"give exactly one of the inputs {', '.join(SOURCES)}; found {found}", "inputs")
+    name = sources[0]
+    shape, values = given[name]
+    if shape[0] > most_rows:
+        raise InvalidRequest(f"{name} is a batch of {shape[0]}, but a batch has at most {most_rows}", name)
+    document = not asked.is_predicted
+    lengths = _lengths(given, name)
+    rows: list[tuple[int, ...]] = []
+    total = 0
+    for index in range(shape[0]):
+        where = f"{name}[{index}]"
+        length = None if lengths is None else lengths[index]
+        if isinstance(values, list):
+            text = _text(engine, name, shape, values, index, length)
+            rows.append(await _encoded(engine, text, where, name, asked.deadline, document=document))
+            if index % encode.MADE_AT_ONCE == encode.MADE_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        else:
+            rows.append(tuple(values[index, :length].tolist()))
+            engine.check_tokens(rows[-1], where, document=document)
+        total += len(rows[-1])
+        if total > limits.max_scored_tokens:
+            raise TooLarge(f"{name} has more than {limits.max_scored_tokens} tokens")
+    return rows
+
+
+def _lengths(given: dict[str, Tensor], name: str) -> list[int] | None:
+    """Returns the length of each row; None if all rows are full."""
+    if LENGTHS not in given:
+        return None
+    if name == TEXT:
+        raise InvalidRequest(f"{LENGTHS} is given with {TEXT}, which has no padding", LENGTHS)
+    (rows, longest), (count,) = given[name].shape, given[LENGTHS].shape
+    if count != rows:
+        raise InvalidRequest(f"{LENGTHS} has {count} values, but {name} has {rows} rows", LENGTHS)
+    found = given[LENGTHS].values
+    assert not isinstance(found, list), "lengths are INT64: this is a bug"
+    lengths: list[int] = found.tolist()
+    for index, length in enumerate(lengths):
+        if not 1 <= length <= longest:
+            raise InvalidRequest(f"{LENGTHS}[{index}] is {length}, but must be from 1 to {longest}", LENGTHS)
+    return lengths
+
+
+def _text(
+    engine: Engine, name: str, shape: tuple[int, ...], values: Sequence[str], index: int, length: int | None
+) -> str:
+    """Returns the text of a row; the names of events are lines of it."""
+    if name == TEXT:
+        return values[index]
+    if engine.vocabulary.kind != "events":
+        raise InvalidRequest(f"{EVENTS} is for models of events, but the vocabulary of {engine.name} is text", EVENTS)
+    start = index * shape[1]
+    names = values[start : start + (shape[1] if length is None else length)]
+    for place, event in enumerate(names):
+        if not event or event != event.strip() or "\n" in event:
+            raise InvalidRequest(
+                f"{EVENTS}[{index}][{place}] is {truncate_repr(event)}, but a name is one line without space around it",
+                EVENTS,
+            )
+    return "\n".join(names)
+
+
+async def _encoded(
+    engine: Engine, text: str, where: str, name: str, until: float | None, *, document: bool
+) -> tuple[int, ...]:
+    try:
+        tokens = await engine.encode(text, until, document=document)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{where}: {error.message}", name) from error
+    if not tokens:
+        raise InvalidRequest(f"{where} is empty: there is no token in the text", name)
+    return tokens

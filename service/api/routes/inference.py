@@ -1,0 +1,400 @@
+"""The Open Inference Protocol: health, metadata, statistics and inference. `repository.py` has its model repository.
+
+An inference is a prediction after each sequence of a batch, a score of the given tokens, or both: what the requested
+outputs need, and nothing else. With a `sequence_id` it is a step of the session `MODEL:ID`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Path
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from wane.service.api import encode, signature, tensors
+from wane.service.api.body import headers, json_body
+from wane.service.api.deps import charge, model_engine, settings
+from wane.service.api.disconnect import until_hangup
+from wane.service.api.exchange import note_answer, registry
+from wane.service.api.infer_call import InferCall, decoded_call, rows_of
+from wane.service.api.inference_statistics import InferenceCounter
+from wane.service.api.routes.repository import FAILURE
+from wane.service.api.schemas.common import anchored
+from wane.service.api.schemas.inference import (
+    InferBody,
+    InferenceDocument,
+    InferParameters,
+    ModelConfigDocument,
+    ModelMetadataDocument,
+    ServerDocument,
+    ServerLiveDocument,
+    ServerReadyDocument,
+    StatisticsDocument,
+)
+from wane.service.api.schemas.models import ModelReadyDocument
+from wane.service.api.sequences import (
+    delete_sequence,
+    no_sequence,
+    sequence_engine,
+    sequence_id,
+    sequence_key,
+    start_sequence,
+)
+from wane.service.api.signature import (
+    ERROR_BOUND,
+    LOGITS,
+    POSITION,
+    TOKEN_LOGPROBS,
+    TOP1_PROVED,
+    TOP_IDS,
+    TOP_LOGPROBS,
+)
+from wane.service.api.tensors import ENCODING, HEADER_LENGTH
+from wane.service.engine.engine import Engine
+from wane.service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, truncate_repr
+from wane.service.types import Answer, Latency, Mode, PredictRequest, Score, ScoreRequest, StepRequest
+
+Version = Annotated[str, Path(examples=["1"], description="the served version")]
+
+NO_LATENCY = Latency(0.0, 0.0, 0.0)
+
+INFER_BODY = json_body(InferBody)
+INFER_BODY["requestBody"]["content"]["application/octet-stream"] = {
+    "schema": {"type": "string", "format": "binary"},
+}
+INFER: dict[str, Any] = INFER_BODY | headers(
+    {
+        HEADER_LENGTH: ("bytes of the JSON before the binary tensors", {"pattern": anchored("0*[1-9][0-9]{0,14}")}),
+        ENCODING: ("of the body", {"enum": ["gzip", "deflate", "identity"]}),
+    }
+)
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "the outputs, as JSON or with binary tensors after the JSON",
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+router = APIRouter(prefix="/v2", tags=["inference"], responses=FAILURE)
+
+
+# Health
+
+
+@router.head("/health/live", include_in_schema=False)
+@router.get("/health/live", response_model=ServerLiveDocument)
+async def live() -> Response:
+    """Whether the process is alive."""
+    return encode.reply({"live": True})
+
+
+@router.head("/health/ready", include_in_schema=False)
+@router.get("/health/ready", response_model=ServerReadyDocument)
+async def server_ready(request: Request) -> Response:
+    """Whether every model has loaded or failed, and the session store is reachable: like /readyz."""
+    models = registry(request)
+    if not models.ready:
+        raise Unavailable(f"the server is {models.status}")
+    if models.store is None or not models.store.ready:
+        raise Unavailable("the session store is unavailable")
+    return encode.reply({"ready": True})
+
+
+# Metadata
+
+
+@router.head("", include_in_schema=False)
+@router.get("", response_model=ServerDocument)
+async def server(request: Request) -> Response:
+    """Returns the server's name, its version, and the protocol's extensions that it has."""
+    document: ServerDocument = {
+        "name": "wane",
+        "version": request.app.version,
+        "extensions": [*signature.EXTENSIONS],
+    }
+    return encode.reply(document)
+
+
+@router.head("/models/stats", include_in_schema=False)
+@router.get("/models/stats", response_model=StatisticsDocument)
+async def all_statistics(request: Request) -> Response:
+    """Returns the statistics of every model."""
+    return _statistics(request, registry(request).list())
+
+
+@router.head("/models/{name}/stats", include_in_schema=False)
+@router.get("/models/{name}/stats", response_model=StatisticsDocument)
+async def statistics(request: Request, name: str) -> Response:
+    """Returns the statistics of a model's inference requests since it was loaded."""
+    return _statistics(request, [await _served(request, name)])
+
+
+@router.head("/models/{name}/versions/{version}/stats", include_in_schema=False)
+@router.get("/models/{name}/versions/{version}/stats", response_model=StatisticsDocument)
+async def version_statistics(request: Request, name: str, version: Version) -> Response:
+    """Like `/v2/models/{name}/stats`, if this version is served."""
+    return _statistics(request, [await _served(request, name, version)])
+
+
+def _statistics(request: Request, engines: Sequence[Engine]) -> Response:
+    counter = _counter(request)
+    return encode.reply({"model_stats": [counter.of(engine).document(engine) for engine in engines]})
+
+
+@router.head("/models/{name}/config", include_in_schema=False)
+@router.get("/models/{name}/config", response_model=ModelConfigDocument)
+async def config(request: Request, name: str) -> Response:
+    """Returns a model's configuration, in Triton's shape."""
+    return encode.reply(signature.configuration(await _served(request, name), settings(request)))
+
+
+@router.head("/models/{name}/versions/{version}/config", include_in_schema=False)
+@router.get("/models/{name}/versions/{version}/config", response_model=ModelConfigDocument)
+async def version_config(request: Request, name: str, version: Version) -> Response:
+    """Like `/v2/models/{name}/config`, if this version is served."""
+    return encode.reply(signature.configuration(await _served(request, name, version), settings(request)))
+
+
+@router.head("/models/{name}/versions/{version}/ready", include_in_schema=False)
+@router.get("/models/{name}/versions/{version}/ready", response_model=ModelReadyDocument)
+async def version_ready(request: Request, name: str, version: Version) -> Response:
+    """Whether this version of a model is ready: like `/v2/models/{name}/ready`."""
+    models = registry(request)
+    engine = _of_version(models.get(name), version)
+    if engine not in models.served:
+        raise Unavailable("the server is stopping")
+    return encode.reply({"name": engine.name, "ready": True})
+
+
+@router.head("/models/{name}", include_in_schema=False)
+@router.get("/models/{name}", response_model=ModelMetadataDocument)
+async def metadata(request: Request, name: str) -> Response:
+    """Returns a model's inputs and outputs."""
+    return encode.reply(signature.metadata(await _served(request, name), settings(request)))
+
+
+@router.head("/models/{name}/versions/{version}", include_in_schema=False)
+@router.get("/models/{name}/versions/{version}", response_model=ModelMetadataDocument)
+async def version_metadata(request: Request, name: str, version: Version) -> Response:
+    """Like `/v2/models/{name}`, if this version is served."""
+    return encode.reply(signature.metadata(await _served(request, name, version), settings(request)))
+
+
+async def _served(request: Request, name: str, version: str | None = None) -> Engine:
+    """Returns the engine of a model. Raises UnknownModel if another version is served; see also `model_engine`."""
+    return _of_version(await model_engine(request, name), version)
+
+
+def _of_version(engine: Engine, version: str | None) -> Engine:
+    if version not in (None, engine.version):
+        raise UnknownModel(
+            f"model {engine.name} has version {engine.version}, and not {truncate_repr(version)}, which is not served"
+        )
+    return engine
+
+
+def _counter(request: Request) -> InferenceCounter:
+    found: InferenceCounter = request.app.state.inference_counter
+    return found
+
+
+# Inference
+
+
+@router.post("/models/{name}/infer", response_model=InferenceDocument, openapi_extra=INFER, responses=ANSWERS)
+async def infer(request: Request, name: str) -> Response:
+    """Predicts the next token after each sequence, or scores the given tokens, by the requested outputs. With a
+    `sequence_id` it appends the tokens to a sequence."""
+    return await _infer(request, await _served(request, name))
+
+
+@router.post(
+    "/models/{name}/versions/{version}/infer", response_model=InferenceDocument, openapi_extra=INFER, responses=ANSWERS
+)
+async def version_infer(request: Request, name: str, version: Version) -> Response:
+    """Like `/v2/models/{name}/infer`, if this version is served."""
+    return await _infer(request, await _served(request, name, version))
+
+
+async def _infer(request: Request, engine: Engine) -> Response:
+    started_s = time.perf_counter()
+    counted = _counter(request).of(engine)
+    try:
+        asked = await decoded_call(request)
+        results = await _answered(request, engine, asked)
+        encoding_s = time.perf_counter()
+        head: dict[str, object] = {"model_name": results.engine.name, "model_version": results.engine.version}
+        if asked.body.id is not None:
+            head["id"] = asked.body.id
+        answer = await tensors.reply(head, asked.wanted, results.arrays(asked, settings(request)))
+    except BaseException:
+        counted.fail.add(time.perf_counter() - started_s)
+        raise
+    ended_s = time.perf_counter()
+    counted.succeeded(
+        len(results.rows), results.latency, results.ready_s - started_s, ended_s - encoding_s, ended_s - started_s
+    )
+    return answer
+
+
+@dataclass(slots=True)
+class InferResults:
+    """The engine that answered, the token ids of each row, and its answers and scores, if they were asked for.
+    `ready_s`: when the engine's work began."""
+
+    engine: Engine
+    rows: Sequence[tuple[int, ...]]
+    ready_s: float
+    answers: Sequence[Answer] = ()
+    scores: Sequence[Score] = ()
+
+    @property
+    def latency(self) -> Latency:
+        """The latency of the engine's work: of the slowest row, because rows run together."""
+        found = [one.latency for one in self.answers] + [one.latency for one in self.scores]
+        return max(found, key=lambda latency: latency.total_ms, default=NO_LATENCY)
+
+    def arrays(self, asked: InferCall, limits: Any) -> dict[str, NDArray[Any]]:
+        """Returns the requested outputs."""
+        answers, names = self.answers, asked.names
+        found: dict[str, NDArray[Any]] = {}
+        k = signature.listed(self.engine, limits)
+        if TOP_IDS in names:
+            ids = [[one.token_id for one in answer.predictions[:k]] for answer in answers]
+            found[TOP_IDS] = np.array(ids, np.int64)
+        if TOP_LOGPROBS in names:
+            logprobs = [[one.logprob for one in answer.predictions[:k]] for answer in answers]
+            found[TOP_LOGPROBS] = np.array(logprobs, np.float32)
+        if LOGITS in names:
+            found[LOGITS] = np.stack([answer.logits for answer in answers if answer.logits is not None])
+        if ERROR_BOUND in names:
+            found[ERROR_BOUND] = np.array([answer.error_bound for answer in answers], np.float32)  # None is NaN
+        if TOP1_PROVED in names:
+            found[TOP1_PROVED] = np.array([answer.top1_proved for answer in answers], np.bool_)
+        if POSITION in names:
+            positions = [
+                len(row) if not answers or answers[index].position is None else answers[index].position
+                for index, row in enumerate(self.rows)
+            ]
+            found[POSITION] = np.array(positions, np.int64)
+        if TOKEN_LOGPROBS in names:
+            scored = np.full((len(self.rows), max(map(len, self.rows))), np.nan, np.float32)
+            logprobs_of_rows = [one.logprobs for one in self.scores] or [one.token_logprobs or () for one in answers]
+            for index, row_logprobs in enumerate(logprobs_of_rows):
+                scored[index, : len(row_logprobs)] = row_logprobs  # None is NaN
+            found[TOKEN_LOGPROBS] = scored
+        return found
+
+
+async def _answered(request: Request, engine: Engine, asked: InferCall) -> InferResults:
+    """Runs what the requested outputs need."""
+    parameters = asked.body.parameters
+    sequence = sequence_id(parameters)
+    if sequence is not None:
+        return await _step(request, engine, asked, sequence)
+    for name in ("expected_position", "sequence_start", "sequence_end"):
+        if is_given(parameters, name):
+            raise InvalidRequest(f"{name} is given without a sequence_id", name)
+    if not asked.is_predicted:
+        for name in ("mode", "window", "tolerance"):
+            if getattr(parameters, name) is not None:
+                raise InvalidRequest(f"{name} is given, but no requested output is a prediction", name)
+    limits = settings(request)
+    rows = await rows_of(engine, asked, limits, limits.max_batch_inputs)
+    charge(request, len(rows))
+    results = InferResults(engine, rows, time.perf_counter())
+    if asked.is_predicted:
+        wanted = [_prediction(request, engine, asked, tokens) for tokens in rows]
+        results.answers = await _predicted(engine, wanted)
+        note_answer(request.scope, results.answers[0])
+    if asked.is_scored:
+        with until_hangup(request):
+            truncated = bool(parameters.truncated)
+            results.scores = [
+                await engine.score(ScoreRequest(tokens, deadline=asked.deadline, truncated=truncated))
+                for tokens in rows
+            ]
+    return results
+
+
+def _prediction(request: Request, engine: Engine, asked: InferCall, tokens: tuple[int, ...]) -> PredictRequest:
+    parameters = asked.body.parameters
+    return PredictRequest(
+        tokens=tokens,
+        mode=Mode.AUTO if parameters.mode is None else parameters.mode,
+        window=parameters.window,
+        tolerance=parameters.tolerance,
+        top_k=_top_k(request, engine, asked),
+        deadline=asked.deadline,
+        truncated=bool(parameters.truncated),
+        logits=LOGITS in asked.names,
+    )
+
+
+def _top_k(request: Request, engine: Engine, asked: InferCall) -> int:
+    """Returns the number of tokens to list: 1 if none is asked for."""
+    return signature.listed(engine, settings(request)) if asked.names & {TOP_IDS, TOP_LOGPROBS} else 1
+
+
+async def _predicted(engine: Engine, wanted: Sequence[PredictRequest]) -> Sequence[Answer]:
+    """Returns the answers. Raises the first error among them."""
+    if len(wanted) == 1:
+        return [await engine.submit(wanted[0])]
+    answers: list[Answer] = []
+    for outcome in await engine.predict_many(wanted):
+        if isinstance(outcome, Exception):
+            raise outcome
+        answers.append(outcome)
+    return answers
+
+
+def is_given(parameters: InferParameters, name: str) -> bool:
+    """Whether a parameter is in the request, and is not false."""
+    value = getattr(parameters, name)
+    return value is not None and value is not False
+
+
+async def _step(request: Request, engine: Engine, asked: InferCall, sequence: str) -> InferResults:
+    """Appends to a sequence: starts it before, and deletes it after, if the request says so."""
+    parameters = asked.body.parameters
+    for name in ("window", "tolerance", "truncated"):
+        if is_given(parameters, name):
+            raise InvalidRequest(f"{name} is given with a sequence_id; it is for requests without", name)
+    start = bool(parameters.sequence_start)
+    if start and parameters.expected_position:
+        raise InvalidRequest(
+            f"expected_position is {parameters.expected_position}, but sequence_start begins at 0", "expected_position"
+        )
+    key = sequence_key(request, engine, sequence)
+    if not start:
+        engine = await sequence_engine(request, engine, key, sequence)
+    rows = await rows_of(engine, asked, settings(request), 1)
+    wanted = StepRequest(
+        key,
+        rows[0],
+        parameters.mode,
+        parameters.expected_position,
+        top_k=_top_k(request, engine, asked),
+        deadline=asked.deadline,
+        logits=LOGITS in asked.names,
+        token_logprobs=asked.is_scored,
+    )
+    if start:
+        with until_hangup(request):
+            await start_sequence(request, engine, key)
+    results = InferResults(engine, rows, time.perf_counter())
+    try:
+        results.answers = [await engine.submit(wanted)]
+    except UnknownSession as error:
+        raise no_sequence(sequence) from error
+    if parameters.sequence_end:
+        with until_hangup(request):
+            await delete_sequence(engine, key, asked.deadline)
+    note_answer(request.scope, results.answers[0])
+    return results

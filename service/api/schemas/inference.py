@@ -1,0 +1,263 @@
+"""The Open Inference Protocol's inference: requests, answers, metadata, statistics."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import Field, WithJsonSchema
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+
+from wane.service.api.schemas.common import Body, Natural, Tolerance, Window, WireMode, says
+
+LARGEST_ID = 2**64 - 1
+SHAPE = WithJsonSchema({"type": "array", "minItems": 1, "maxItems": 2, "items": {"type": "integer", "minimum": 1}})
+DATA = WithJsonSchema({"type": "array", "minItems": 1})
+Value = bool | float | str | None
+
+
+class InputTensor(Body):
+    """An input. Its values are in `data`, or in the binary part of the body if `parameters` has `binary_data_size`."""
+
+    name: Annotated[str, WithJsonSchema({"type": "string", "enum": ["tokens", "text", "events", "lengths"]})]
+    shape: Annotated[list[Any], SHAPE]
+    datatype: Annotated[str, WithJsonSchema({"type": "string", "enum": ["INT64", "BYTES"]})]
+    parameters: Annotated[
+        dict[str, Any],
+        WithJsonSchema(
+            {
+                "type": "object",
+                "properties": {"binary_data_size": {"type": "integer", "minimum": 0}},
+                "additionalProperties": False,
+            }
+        ),
+    ] = Field(default={})
+    data: Annotated[list[Any], DATA] | None = Field(
+        default=None, description="the values in row-major order, flat or nested like the shape"
+    )
+
+
+class OutputTensor(Body):
+    """A requested output. `parameters.binary_data` overrides the request's `binary_data_output`."""
+
+    name: str
+    parameters: Annotated[
+        dict[str, Any],
+        WithJsonSchema(
+            {"type": "object", "properties": {"binary_data": {"type": "boolean"}}, "additionalProperties": False}
+        ),
+    ] = Field(default={})
+
+
+class InferParameters(Body):
+    """The parameters of an inference. See `PredictBody` for those that both protocols have."""
+
+    mode: WireMode | None = Field(default=None, description="as in /v1/predict; default: auto, or a sequence's own")
+    window: Window | None = None
+    tolerance: Tolerance | None = None
+    truncated: bool | None = Field(default=None, description="true: the tokens end a longer sequence")
+    expected_position: Natural | None = Field(
+        default=None, description="the sequence's position before the request; the same request sent again is a replay"
+    )
+    priority: Natural | None = Field(default=None, description="checked and then ignored: requests wait in one queue")
+    timeout: Natural | None = Field(default=None, description="microseconds until the deadline; 0: none of its own")
+    sequence_id: (
+        Annotated[
+            int | str,
+            WithJsonSchema(
+                {
+                    "anyOf": [
+                        {"type": "integer", "minimum": 0, "maximum": LARGEST_ID},
+                        {"type": "string", "maxLength": 126},
+                    ]
+                }
+            ),
+        ]
+        | None
+    ) = Field(default=None, description="id of the sequence, which is the session `MODEL:ID`; 0 and '': none")
+    sequence_start: bool | None = Field(default=None, description="true: the sequence starts anew")
+    sequence_end: bool | None = Field(default=None, description="true: the sequence is deleted after the answer")
+    binary_data_output: bool | None = Field(default=None, description="true: outputs are binary by default")
+
+
+class InferBody(Body):
+    """Predict the next token after each sequence of a batch, or score the given tokens."""
+
+    examples: ClassVar[tuple[dict[str, object], ...]] = (
+        {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["The history of the"]}]},
+        {
+            "id": "7",
+            "inputs": [{"name": "tokens", "shape": [2, 3], "datatype": "INT64", "data": [[5, 6, 7], [8, 9, 10]]}],
+            "outputs": [{"name": "top_ids"}, {"name": "token_logprobs"}],
+            "parameters": {"mode": "recurrent"},
+        },
+        {
+            "inputs": [{"name": "tokens", "shape": [1, 1], "datatype": "INT64", "data": [5]}],
+            "parameters": {"sequence_id": 7, "sequence_start": True, "sequence_end": True},
+        },
+    )
+
+    id: str | None = Field(default=None, description="is in the answer too")
+    parameters: Annotated[InferParameters, says(default={})] = InferParameters()
+    inputs: list[InputTensor] = Field(description="one of tokens, text and events; and lengths for a ragged batch")
+    outputs: list[OutputTensor] | None = Field(
+        default=None, description="default: top_ids, top_logprobs, error_bound, position"
+    )
+
+
+class BinarySizeDocument(TypedDict):
+    """The size of a tensor in the binary part."""
+
+    binary_data_size: int
+
+
+class OutputTensorDocument(TypedDict):
+    """An output, with `data` in row-major order, or with its size in the binary part of the answer."""
+
+    name: str
+    datatype: Literal["INT64", "FP32", "BOOL"]
+    shape: list[int]
+    parameters: NotRequired[BinarySizeDocument]
+    data: NotRequired[list[Value]]
+
+
+class InferenceDocument(TypedDict):
+    """The requested outputs, in the request's order."""
+
+    model_name: str
+    model_version: str
+    id: NotRequired[str]
+    outputs: list[OutputTensorDocument]
+
+
+class ServerDocument(TypedDict):
+    """The server and the protocol's extensions that it has."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class ServerLiveDocument(TypedDict):
+    """The process is alive."""
+
+    live: bool
+
+
+class ServerReadyDocument(TypedDict):
+    """Every model has loaded or failed, and the session store is reachable."""
+
+    ready: bool
+
+
+class TensorDocument(TypedDict):
+    """A tensor of the signature; -1: any size."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadataDocument(TypedDict):
+    """A model's signature, which is the same for every model but for the sizes of its outputs."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorDocument]
+    outputs: list[TensorDocument]
+
+
+class ConfiguredInputDocument(TypedDict):
+    """An input of the configuration."""
+
+    name: str
+    data_type: str
+    dims: list[int]
+    optional: bool
+
+
+class ConfiguredOutputDocument(TypedDict):
+    """An output of the configuration."""
+
+    name: str
+    data_type: str
+    dims: list[int]
+
+
+class VersionsDocument(TypedDict):
+    """The served versions."""
+
+    versions: list[int]
+
+
+class VersionPolicyDocument(TypedDict):
+    """Only certain versions are served."""
+
+    specific: VersionsDocument
+
+
+class InstanceGroupDocument(TypedDict):
+    """Where the model runs."""
+
+    name: str
+    kind: str
+    count: int
+
+
+class TextDocument(TypedDict):
+    """The value of a parameter."""
+
+    string_value: str
+
+
+class ModelConfigDocument(TypedDict):
+    """Triton's model configuration. `max_batch_size` is 0 because `dims` are whole shapes, with the batch."""
+
+    name: str
+    platform: str
+    backend: str
+    version_policy: VersionPolicyDocument
+    max_batch_size: int
+    input: list[ConfiguredInputDocument]
+    output: list[ConfiguredOutputDocument]
+    instance_group: list[InstanceGroupDocument]
+    parameters: dict[str, TextDocument]
+
+
+class TimedDocument(TypedDict):
+    """How often, and how long in all, in nanoseconds."""
+
+    count: int
+    ns: int
+
+
+class InferStatisticsDocument(TypedDict):
+    """Requests by outcome, and the successful ones' time by phase."""
+
+    success: TimedDocument
+    fail: TimedDocument
+    queue: TimedDocument
+    compute_input: TimedDocument
+    compute_infer: TimedDocument
+    compute_output: TimedDocument
+    cache_hit: TimedDocument
+    cache_miss: TimedDocument
+
+
+class ModelStatisticsDocument(TypedDict):
+    """The requests to `infer` since the model version was loaded. `last_inference`: milliseconds since 1970, or 0;
+    `inference_count`: sequences; `execution_count`: requests."""
+
+    name: str
+    version: str
+    last_inference: int
+    inference_count: int
+    execution_count: int
+    inference_stats: InferStatisticsDocument
+    batch_stats: list[dict[str, int]]
+
+
+class StatisticsDocument(TypedDict):
+    """The statistics of one model or of all."""
+
+    model_stats: list[ModelStatisticsDocument]

@@ -1,0 +1,91 @@
+"""Sequences of the Open Inference Protocol: a sequence of model M with id I is the session `M:I`.
+
+A model's name has no colon, so the two parts of a session's id are known.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from starlette.requests import Request
+
+from wane.service.api.deps import deadline, note_model, owner, session_engine, session_key
+from wane.service.api.exchange import registry
+from wane.service.api.schemas.inference import LARGEST_ID, InferParameters
+from wane.service.engine.engine import Engine
+from wane.service.errors import InvalidRequest, SessionExists, TokenizerChanged, UnknownSession, truncate_repr
+from wane.service.types import id_of
+
+STARTS = 3
+"""Attempts to start a sequence that other clients start at the same time."""
+
+
+def sequence_id(parameters: InferParameters) -> str | None:
+    """Returns the id of the sequence; None if there is none. Raises InvalidRequest."""
+    given = parameters.sequence_id
+    if given is None or given == "" or given == 0:
+        return None
+    if isinstance(given, int) and not 0 < given <= LARGEST_ID:
+        raise InvalidRequest(f"sequence_id is {truncate_repr(given)}, but must be from 0 to 2^64 - 1", "sequence_id")
+    return str(given)
+
+
+def sequence_key(request: Request, engine: Engine, sequence: str) -> str:
+    """Returns the key of the sequence's session. Raises InvalidRequest."""
+    try:
+        return session_key(request, f"{engine.name}:{sequence}")
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"sequence_id {truncate_repr(sequence)} with the model's name and a colon must be 1 to 128 letters, digits "
+            "and . _ ~ : -",
+            "sequence_id",
+        ) from error
+
+
+async def sequence_engine(request: Request, engine: Engine, key: str, sequence: str) -> Engine:
+    """Returns the engine of an existing sequence: that of the model, or of the version that the sequence began with.
+    Raises InvalidRequest if there is no such sequence."""
+    found = registry(request).resident_engine(key)
+    if found is engine:
+        return found
+    try:
+        return await session_engine(request, key, engine.name)
+    except UnknownSession as error:
+        raise no_sequence(sequence) from error
+
+
+async def start_sequence(request: Request, engine: Engine, key: str) -> None:
+    """Makes the sequence anew. Raises SessionExists if other clients keep starting it too."""
+    until = deadline(request)
+    for attempt in range(STARTS):
+        try:
+            older: Engine | None = await session_engine(request, key)
+        except UnknownSession:
+            older = None
+        except TokenizerChanged:  # the sequence began with a version that is served no more
+            older = engine
+        if older is not None:
+            await delete_sequence(older, key, until)
+        try:
+            await engine.create_session(id_of(key), None, owner(request), None)
+        except SessionExists:
+            if attempt == STARTS - 1:
+                raise
+        else:
+            break
+    note_model(request, engine)
+
+
+async def delete_sequence(engine: Engine, key: str, until: float | None) -> None:
+    """Ends the sequence. Does nothing if another client, or its time, has ended it."""
+    with suppress(UnknownSession):
+        await engine.delete_session(key, until)
+
+
+def no_sequence(sequence: str) -> InvalidRequest:
+    """Returns the error for a sequence that does not exist."""
+    return InvalidRequest(
+        f"there is no sequence {truncate_repr(sequence)}: it was not started, was ended, or has expired; begin it with "
+        "sequence_start",
+        "sequence_id",
+    )

@@ -1,0 +1,112 @@
+"""The signature of every model in the Open Inference Protocol, and the documents that describe it.
+
+All models have the same inputs and outputs. Only two sizes differ: that of the vocabulary, V, and the number of listed
+tokens, K, which is 16 unless the vocabulary or the setting `top_k_limit` is smaller.
+
+    inputs    tokens INT64 [-1, -1] | text BYTES [-1] | events BYTES [-1, -1];  lengths INT64 [-1]
+    outputs   top_ids INT64 [-1, K], top_logprobs FP32 [-1, K], logits FP32 [-1, V], token_logprobs FP32 [-1, -1],
+              error_bound FP32 [-1], top1_proved BOOL [-1], position INT64 [-1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from wane.service.api.schemas.inference import ModelConfigDocument, ModelMetadataDocument
+from wane.service.api.tensors import TensorSpec
+from wane.service.engine.engine import Engine
+from wane.service.settings import Settings
+
+PLATFORM = "wane"
+
+EXTENSIONS = (
+    "binary_tensor_data",
+    "sequence",
+    "sequence(string_id)",
+    "model_repository",
+    "model_configuration",
+    "statistics",
+    "parameters",
+)
+
+TOKENS, TEXT, EVENTS, LENGTHS = "tokens", "text", "events", "lengths"
+INPUTS: Mapping[str, TensorSpec] = {
+    TOKENS: TensorSpec("INT64", (-1, -1)),
+    TEXT: TensorSpec("BYTES", (-1,)),
+    EVENTS: TensorSpec("BYTES", (-1, -1)),
+    LENGTHS: TensorSpec("INT64", (-1,)),
+}
+SOURCES = (TOKENS, TEXT, EVENTS)
+"""The inputs of which a request has exactly one."""
+
+TOP_IDS, TOP_LOGPROBS, LOGITS, TOKEN_LOGPROBS = "top_ids", "top_logprobs", "logits", "token_logprobs"
+ERROR_BOUND, TOP1_PROVED, POSITION = "error_bound", "top1_proved", "position"
+DEFAULT_OUTPUTS = (TOP_IDS, TOP_LOGPROBS, ERROR_BOUND, POSITION)
+PREDICTED = frozenset({TOP_IDS, TOP_LOGPROBS, LOGITS, ERROR_BOUND, TOP1_PROVED})
+"""The outputs that need a prediction of the next token."""
+
+MOST_LISTED = 16
+TYPES = {"BYTES": "TYPE_STRING", "INT64": "TYPE_INT64", "FP32": "TYPE_FP32", "BOOL": "TYPE_BOOL"}
+
+
+def listed(engine: Engine, settings: Settings) -> int:
+    """Returns K, the number of tokens in `top_ids`."""
+    return min(MOST_LISTED, engine.vocabulary.size, settings.top_k_limit)
+
+
+def outputs(engine: Engine, settings: Settings) -> dict[str, TensorSpec]:
+    """Returns the outputs of a model."""
+    k = listed(engine, settings)
+    return {
+        TOP_IDS: TensorSpec("INT64", (-1, k)),
+        TOP_LOGPROBS: TensorSpec("FP32", (-1, k)),
+        LOGITS: TensorSpec("FP32", (-1, engine.vocabulary.size)),
+        TOKEN_LOGPROBS: TensorSpec("FP32", (-1, -1)),
+        ERROR_BOUND: TensorSpec("FP32", (-1,)),
+        TOP1_PROVED: TensorSpec("BOOL", (-1,)),
+        POSITION: TensorSpec("INT64", (-1,)),
+    }
+
+
+OUTPUTS = frozenset({TOP_IDS, TOP_LOGPROBS, LOGITS, TOKEN_LOGPROBS, ERROR_BOUND, TOP1_PROVED, POSITION})
+
+
+def metadata(engine: Engine, settings: Settings) -> ModelMetadataDocument:
+    """Returns the model's name, version and signature."""
+    inputs, found = INPUTS.items(), outputs(engine, settings).items()
+    return {
+        "name": engine.name,
+        "versions": [engine.version],
+        "platform": PLATFORM,
+        "inputs": [{"name": name, "datatype": one.datatype, "shape": [*one.shape]} for name, one in inputs],
+        "outputs": [{"name": name, "datatype": one.datatype, "shape": [*one.shape]} for name, one in found],
+    }
+
+
+def configuration(engine: Engine, settings: Settings) -> ModelConfigDocument:
+    """Returns Triton's configuration of the model. It has no `sequence_batching`, which would require a sequence for
+    every request."""
+    inputs, found = INPUTS.items(), outputs(engine, settings).items()
+    manifest = engine.manifest
+    return {
+        "name": engine.name,
+        "platform": PLATFORM,
+        "backend": PLATFORM,
+        "version_policy": {"specific": {"versions": [int(engine.version)]}},
+        "max_batch_size": 0,
+        "input": [
+            {"name": name, "data_type": TYPES[one.datatype], "dims": [*one.shape], "optional": True}
+            for name, one in inputs
+        ],
+        "output": [{"name": name, "data_type": TYPES[one.datatype], "dims": [*one.shape]} for name, one in found],
+        "instance_group": [
+            {"name": engine.name, "kind": "KIND_CPU" if engine.device == "cpu" else "KIND_GPU", "count": 1}
+        ],
+        "parameters": {
+            "family": {"string_value": manifest.architecture.cell},
+            "vocabulary": {"string_value": manifest.vocabulary.kind},
+            "window": {"string_value": str(manifest.window)},
+            "certified": {"string_value": str(manifest.certificate.certified).lower()},
+            "max_batch_inputs": {"string_value": str(settings.max_batch_inputs)},
+        },
+    }

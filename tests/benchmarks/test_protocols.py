@@ -1,0 +1,58 @@
+"""The pairs of routes that are compared do the same work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from benchmarks.bench.connections import READ_AT_ONCE, HttpAnswers, connect
+from benchmarks.protocols import BUNDLE, LISTED, SEQUENCES, Route, infer, lines, predict, rate
+from benchmarks.summary import Spread
+from tests.service.live_server import live_server
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with live_server(WANE_BUNDLES=str(BUNDLE)) as server:
+        yield int(server.url.rpartition(":")[2])
+
+
+def answer(port: int, route: Route, number: int) -> bytes:
+    with connect(port) as connected:
+        answers = HttpAnswers()
+        connected.sendall(route.requests[number])
+        while (body := answers.receive(connected.recv(READ_AT_ONCE))) is None:
+            pass
+    return body
+
+
+def test_both_routes_list_the_same_tokens(port: int) -> None:
+    for number in (0, SEQUENCES - 1):
+        native = json.loads(answer(port, predict(), number))["predictions"]
+        head, _, binary = answer(port, infer(), number).partition(b"}]}")
+        assert json.loads(head + b"}]}")["outputs"][0]["name"] == "top_ids"
+        ids = np.frombuffer(binary[: 8 * LISTED], "<i8").tolist()
+        assert ids == [one["token_id"] for one in native]
+
+
+def test_a_rate_counts_units(port: int) -> None:
+    assert rate(port, infer(), 2, 0.05, lambda _: 10.0) > 0
+
+
+def test_the_table_has_medians_and_spreads() -> None:
+    spread = Spread(median=2000, least=1000, most=3000).model_dump()
+    pair = {
+        "pair": "a beside b",
+        "unit": "requests",
+        "connections": 1,
+        "native": {"rate": spread},
+        "protocol": {"rate": spread},
+        "ratio": {"median": 1, "least": 0.5, "most": 1.5},
+        "target": 0.9,
+    }
+    *_, row = lines({"how": "here", "pairs": [pair]})
+    rate_text = "2,000 (1,000 to 3,000) requests"
+    assert row == f"| a beside b | 1 | {rate_text} | {rate_text} | 1.00 (0.50 to 1.50) | 0.90 |"

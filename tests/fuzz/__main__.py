@@ -1,0 +1,42 @@
+"""Random input for every parser, and random requests to every route of a started server.
+
+    scripts/fuzz [--parsers N] [--requests N] [--seed N] [--only NAME ...]
+
+Ends with the first finding: the error, the case, made small, and the seed. A finding becomes a test when it is mended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from tests.fuzz import http
+from tests.fuzz.parsers import PARSERS, fuzz
+
+HTTP = "http"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="scripts/fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parsers", type=int, default=100_000, help="cases of all parsers together")
+    parser.add_argument("--requests", type=int, default=2000, help="requests over HTTP")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=[*PARSERS, HTTP], default=[*PARSERS, HTTP], metavar="NAME")
+    options = parser.parse_args()
+    for name in options.only:
+        begun = time.monotonic()
+        print(f"{name}: ...", end=" ", flush=True)  # noqa: T201
+        if name == HTTP:
+            found = http.fuzz(options.requests, options.seed)
+            what = f"{found.statuses.total()} answers: " + ", ".join(
+                f"{status} {count}x" for status, count in sorted(found.statuses.items())
+            )
+        else:
+            what = f"{fuzz(name, options.parsers, options.seed)} cases"
+        print(f"{what}; {time.monotonic() - begun:.0f} s")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
