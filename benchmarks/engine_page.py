@@ -91,7 +91,7 @@ def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def in_turns(subjects: Sequence[Mapping[str, Any]], first: str, second: str, *, ratio: str) -> list[str]:
-    """Returns a table of the CPU time per item of two variants that took turns. `ratio`: the name of its last column."""
+    """Returns a table of the CPU time per item of two variants that took turns. `ratio`: its last column's name."""
     rows = []
     for subject in subjects:
         for run in subject["runs"]:

@@ -180,7 +180,7 @@ class History:
 @dataclass(slots=True)
 class StepRequest:
     """Append `tokens` to a session and predict the next token. `mode` defaults to the session's mode. `prove`, `cache`
-    and `logits`: see `PredictRequest`. If `token_logprobs`, the answer has the log-probability of each of the tokens."""
+    and `logits`: see `PredictRequest`. If `token_logprobs`, the answer has the log-probability of each token."""
 
     session: str
     tokens: tuple[int, ...]

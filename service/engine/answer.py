@@ -201,8 +201,8 @@ class AnswerBuilder:
 
         `input_ids` returns all available tokens up to the plan's position. `prove`: `search` ran on the parts, and its
         time is part of the answer's latency. `session` is the id of the session, if the request has one.
-        `logits` adds the logits to the answer. `token_logprobs` are the log-probabilities of the session's latest tokens,
-        if the request asked for them.
+        `logits` adds the logits to the answer. `token_logprobs` are those of the session's latest tokens, if the
+        request asked for them.
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
