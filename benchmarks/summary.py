@@ -15,7 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from wane.models.manifest import Frozen
+from wane.models.bundle_checks import read_manifest
+from wane.models.manifest import Frozen, Manifest
 
 WIDTH = 120
 """Width of a line of JSON."""
@@ -69,11 +70,23 @@ def command(module: str, arguments: Iterable[str]) -> str:
 BUNDLES = Path(__file__).parents[1] / "models" / "bundles"
 
 
+MEASURED_FIELDS = ("architecture", "window", "max_window", "precision", "cache", "weights")
+"""The fields of a manifest that decide what a bundle computes. `weights` stands for the hash of the weights file."""
+
+
 def bundle_hashes(names: Iterable[str] | None = None) -> dict[str, str]:
-    """The first 16 digits of the SHA-256 of each shipped bundle's manifest, which has the hashes of its files.
-    `names`: absent: all that ship."""
+    """Returns the first 16 digits of a SHA-256 over the MEASURED_FIELDS of each shipped bundle.
+
+    A new version of a bundle with the same function has the same hash. `names`: None for all shipped bundles.
+    """
     found = sorted(path.parent.name for path in BUNDLES.glob("*/manifest.json")) if names is None else sorted(names)
-    return {name: hashlib.sha256((BUNDLES / name / "manifest.json").read_bytes()).hexdigest()[:16] for name in found}
+    return {name: _bundle_hash(read_manifest(BUNDLES / name)) for name in found}
+
+
+def _bundle_hash(manifest: Manifest) -> str:
+    fields = manifest.model_dump(mode="json", include=set(MEASURED_FIELDS))
+    fields["weights"] = manifest.files[manifest.weights]
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def provenance(module: str, *packages: str, bundles: Iterable[str] | None = None) -> dict[str, Any]:

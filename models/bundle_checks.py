@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from wane.models.manifest import SCHEMA_VERSION, Certificate, Frozen, Manifest, Role
+from wane.models.manifest import OLDEST_SCHEMA, SCHEMA_VERSION, Certificate, Frozen, Manifest, Role
 from wane.models.vocabulary import Vocabulary
 
 MANIFEST = "manifest.json"
@@ -57,9 +57,10 @@ def read_manifest(path: Path) -> Manifest:
         raise BundleError(
             f"{file}: written by a newer Wane (schema_version {version}, this one reads {SCHEMA_VERSION})"
         )
-    if isinstance(version, int) and not isinstance(version, bool) and 1 <= version < SCHEMA_VERSION:
+    if isinstance(version, int) and not isinstance(version, bool) and 1 <= version < OLDEST_SCHEMA:
         raise BundleError(
-            f"{file}: written by an older Wane (schema_version {version}, this one reads {SCHEMA_VERSION}): "
+            f"{file}: written by an older Wane (schema_version {version}, this one reads {OLDEST_SCHEMA} to "
+            f"{SCHEMA_VERSION}): "
             "export it again"
         )
     try:

@@ -12,7 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from wane.models.cell_registry import CELLS, Cell
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+"""The schema that this Wane writes."""
+
+OLDEST_SCHEMA = 3
+"""The oldest schema that this Wane reads. Schema 4 added `unknown`, `start` and the scan's output `hiddens`."""
 
 LARGEST_WINDOW = 65_536
 """Tokens. A window is one input of a graph and is held in memory."""
@@ -30,6 +34,12 @@ NotNegativeShare = Annotated[float, Field(ge=0, le=1)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 VocabularyKind = Literal["bpe", "words", "events"]
+
+Unknown = Literal["refuse", "skip", "token"]
+"""What the server does with a word or an event that the vocabulary lacks: an error, no step, or a step of `<unk>`."""
+
+Start = Literal["token", "zero"]
+"""How a sequence starts: `<eos>` is fed to the zero state, or the first token is."""
 
 Precision = Literal["float32", "int8"]
 """The number format in which graphs multiply by weights. The weights in the file are always float32."""
@@ -359,12 +369,14 @@ class Provenance(Frozen):
 class Manifest(Frozen):
     """The content of `manifest.json`."""
 
-    schema_version: int = Field(strict=True, ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
+    schema_version: int = Field(strict=True, ge=OLDEST_SCHEMA, le=SCHEMA_VERSION)
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     version: str = Field(pattern=r"^[0-9]{1,9}$")
     description: str = ""
     architecture: Architecture
     vocabulary: VocabularyInfo
+    unknown: Unknown = "refuse"
+    start: Start = "token"
     state: tuple[StateTensor, ...]
     window: int = Field(ge=1, description="default k of window mode")
     max_window: int = Field(ge=1, le=LARGEST_WINDOW, description="the largest k that a request may set")

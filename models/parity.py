@@ -38,6 +38,8 @@ Run = Callable[[Role, Tensors], Tensors]
 """Runs a graph: takes the inputs by name, returns all outputs by name."""
 
 RADIUS = "radius"
+HIDDENS = "hiddens"
+"""An output of `scan` that bundles of schema 3 lack: `hidden` after every token."""
 TOP = ("top_logits", "top_ids", "log_sum_exp")
 """Optional outputs of a graph with logits: all three, or none."""
 
@@ -173,7 +175,9 @@ class _Check:
         """Returns the expected outputs of the sequence graphs if the first `lengths` tokens count."""
         expected = {name: value[np.arange(len(lengths)), lengths - 1] for name, value in every.items()}
         counts = np.arange(self._tokens.shape[1]) < lengths[:, None]
-        return expected | {"logprobs": np.where(counts, every["logprobs"], 0.0)}
+        expected["logprobs"] = np.where(counts, every["logprobs"], 0.0)
+        expected[HIDDENS] = np.where(counts[..., None], every["hidden"], 0.0)
+        return expected
 
     def _in_pieces(self, start: State, every: Expected) -> None:
         """Runs `advance` over the first half, then `scan` over the second half from its state; all positions count."""
@@ -188,7 +192,8 @@ class _Check:
         feeds |= {"tokens": self._tokens[:, half:], "targets": self._targets[:, half:]}
         feeds["lengths"] = np.full(batch, time - half)
         expected = self._at(every, np.full(batch, time))
-        self._compare("scan", "the second half", feeds, expected | {"logprobs": every["logprobs"][:, half:]})
+        second = {"logprobs": every["logprobs"][:, half:], HIDDENS: every["hidden"][:, half:]}
+        self._compare("scan", "the second half", feeds, expected | second)
 
     def _token_by_token(self, start: State, every: Expected) -> Iterator[tuple[Tensors, Expected]]:
         """Runs `step` and the oracle, each on its own state. Yields the outputs and the expected values."""
@@ -229,7 +234,8 @@ class _Check:
         except Exception as error:  # the runtime's errors: wrong names, shapes or types of inputs, a missing operator
             raise ParityError(f"{role}, {case}: the graph cannot run: {error}") from error
         after = () if role == "head" else tuple(f"next.{name}" for name in self._reference.zero_state(0))
-        for name in ANSWERS[role] + after:
+        every = (HIDDENS,) if HIDDENS in outputs else ()
+        for name in ANSWERS[role] + every + after:
             if name not in outputs:
                 raise ParityError(f"{role}, {case}: the graph has no output {name}")
             dtype = getattr(outputs[name], "dtype", "none")  # a sequence or a map has no dtype

@@ -97,6 +97,11 @@ class Vocabulary:
         except Exception as error:  # tokenizers raises bare Exception on a malformed file
             raise ValueError(f"{path.name} is not a tokenizers file: {error}") from error
 
+    @property
+    def has_unknown(self) -> bool:
+        """Whether there is a token for unknown words or events."""
+        return UNK in self._ids
+
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Returns the token ids of `text`. A line break is `<eos>`; for events it only separates two names.
 

@@ -1,4 +1,4 @@
-"""`wane train | evaluate | export | audit`: the offline half of Wane."""
+"""`wane train | evaluate | export | cache | audit`: the offline half of Wane."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import get_args
 from rich.console import Console
 from rich.markup import escape
 
-from wane.models.manifest import LARGEST_WINDOW, Precision
+from wane.models.bundle_checks import MANIFEST
+from wane.models.manifest import LARGEST_CACHE, LARGEST_WINDOW, Precision
 from wane.training.audit.audit import audit
 from wane.training.audit.subject import MAX_WINDOW, TOKENS, TOLERANCE, AuditOptions
 from wane.training.audit.subject import POSITIONS as AUDITED
+from wane.training.bundle import export_bundle_again, fit_bundle_cache
 from wane.training.config import Experiment
 from wane.training.errors import LostError, RunError, TrainingError
 from wane.training.evaluate import POSITIONS
@@ -45,18 +47,34 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     command = commands.add_parser("export")
-    command.add_argument("run", type=Path, help="run folder; evaluated first if it has no evaluation")
+    command.add_argument(
+        "run", type=Path, help="run folder, evaluated first if it has no evaluation; or the folder of a bundle"
+    )
     command.add_argument("--bundles", type=Path, required=True, help="folder of bundles; the bundle is BUNDLES/NAME")
     command.add_argument("--data", type=Path, help="overrides data.path")
     command.add_argument(
-        "--version", type=_version, default="1", help="version number in the manifest (default: %(default)s)"
+        "--version", type=_version, help="version number in the manifest (default: 1, or the one after a bundle's)"
     )
     command.add_argument(
         "--precision",
         choices=get_args(Precision),
-        default="float32",
-        help="number format of the matrix products; int8 writes NAME-int8, uncertified (default: %(default)s)",
+        help="number format of the matrix products; int8 writes NAME-int8, uncertified (default: float32, or a "
+        "bundle's own)",
     )
+    command.add_argument("--replace", action="store_true", help=REPLACE)
+
+    command = commands.add_parser(
+        "cache", description="Fits a cache language model to a bundle and prints the perplexity with and without it."
+    )
+    command.add_argument("bundle", type=Path, help="folder of a bundle")
+    command.add_argument("--data", type=Path, help="file or folder of text or events (default: the training corpus)")
+    command.add_argument(
+        "--length", type=_cache_length, default=512, help="tokens that the cache holds (default: %(default)s)"
+    )
+    command.add_argument(
+        "--bundles", type=Path, help="folder of bundles; writes BUNDLES/NAME with the cache (default: writes nothing)"
+    )
+    command.add_argument("--version", type=_version, help="version number (default: the one after the bundle's)")
     command.add_argument("--replace", action="store_true", help=REPLACE)
     _add_audit(commands)
     return parser
@@ -171,9 +189,29 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
     elif options.command == "audit":
         given = {name: value for name, value in vars(options).items() if name != "command"}
         audit(AuditOptions(command=_audit_as_typed(options), **given), console)
+    elif options.command == "cache":
+        fit_bundle_cache(
+            options.bundle,
+            options.data,
+            options.bundles,
+            options.length,
+            options.version,
+            console,
+            replace=options.replace,
+        )
+    elif (options.run / MANIFEST).exists():
+        if options.data is not None:
+            raise RunError("--data evaluates a run; a bundle is exported as it is")
+        export_bundle_again(options.run, options.bundles, options.version, console, options.precision, options.replace)
     else:
         export_run(
-            options.run, options.bundles, options.data, options.version, console, options.precision, options.replace
+            options.run,
+            options.bundles,
+            options.data,
+            options.version or "1",
+            console,
+            options.precision or "float32",
+            options.replace,
         )
 
 
@@ -222,6 +260,12 @@ def _window(text: str) -> int:
     if (window := _positive(text)) > LARGEST_WINDOW:
         raise argparse.ArgumentTypeError(f"{text} is more than {LARGEST_WINDOW}, the largest window")
     return window
+
+
+def _cache_length(text: str) -> int:
+    if not 2 <= (length := _positive(text)) <= LARGEST_CACHE:
+        raise argparse.ArgumentTypeError(f"{text} is not between 2 and {LARGEST_CACHE}, the largest cache")
+    return length
 
 
 def _share(text: str) -> float:

@@ -245,6 +245,7 @@ def export_run(
             precision=precision,
             replace=replace,
             cache=run.cache,
+            unknown="token" if corpus.vocabulary.has_unknown and corpus.vocabulary.kind != "bpe" else "refuse",
         )
     size = sum(file.stat().st_size for file in target.iterdir())
     contractive = "contractive" if manifest.certificate.contractive else "not contractive by the simple bounds"

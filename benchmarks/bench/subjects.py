@@ -39,13 +39,13 @@ def hashed(files: list[Path], root: Path = ROOT) -> str:
 
 
 def facts(model: str) -> dict[str, str]:
-    """Returns a model's description and the hashes of its weights and its window graph."""
+    """Returns a model's description and the hash of its weights."""
     manifest = json.loads((MODELS[model] / "manifest.json").read_text(encoding="utf-8"))
     made = manifest["architecture"]
     units = made.get("units") or made["hidden"]
     about = f"{made['layers']} x {made['cell']} of {units}, vocabulary {made['vocabulary_size']:,}"
     files = manifest["files"]
-    return {"about": about, "weights": files[manifest["weights"]], "window": files[manifest["graphs"]["window"]]}
+    return {"about": about, "weights": files[manifest["weights"]]}
 
 
 def empty(models: list[str], rounds: int, seconds: float) -> Results:

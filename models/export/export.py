@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import onnx
 from pydantic import ValidationError
 
 from wane.models.bundle import QUANTISED, Bundle, write_bundle
@@ -29,16 +30,20 @@ from wane.models.manifest import (
     Provenance,
     Quality,
     Role,
+    Unknown,
     VocabularyInfo,
     VocabularyKind,
 )
 from wane.models.networks import Network
-from wane.models.parity import Run
+from wane.models.parity import RADIUS, Run
+from wane.models.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_config, with_decoder
 from wane.models.vocabulary import Vocabulary
 from wane.models.weights import Weights, WeightsError, check_weights, encode_weights, head_weight, tensor_extents
 
 WEIGHTS = "weights.safetensors"
-TOKENIZER = "tokenizer.json"
+
+RANDOM_SAMPLE = 512
+"""Random tokens of the parity check of a bundle that is exported again."""
 
 
 def export_bundle(
@@ -60,16 +65,19 @@ def export_bundle(
     precision: Precision = "float32",
     replace: bool = False,
     cache: CacheModel | None = None,
+    unknown: Unknown = "refuse",
 ) -> Manifest:
     """Writes the bundle `directory` after checking that its graphs, the oracle and `torch_network` agree.
 
     `weights` are float32, by the names of `models/weights.py`; `sample_tokens` is real text for the parity check.
     `precision`: the number format of the products; int8 graphs are faster, slightly different and not certified.
-    `cache`: the cache language model that the server mixes with the network.
+    `cache`: the cache language model that the server mixes with the network. `unknown`: what the server does with a
+    word or an event that the vocabulary lacks.
     `replace`: whether to replace a bundle of the same or a higher version. Raises BundleExistsError if such a bundle
     may not be replaced, and ExportError if the arguments do not fit together or if the graphs, the oracle and
     `torch_network` differ. On an error nothing is written.
     """
+    tokenizer_json = with_decoder(vocabulary_kind, tokenizer_json)
     vocabulary = Vocabulary(vocabulary_kind, tokenizer_json)
     try:
         check_weights(architecture, weights)
@@ -80,7 +88,6 @@ def export_bundle(
     exact = precision == "float32"
     request = _request_bound(architecture, weights, sample_tokens, max_window) if exact else None
     graphs = build_graphs(architecture, WEIGHTS, tensor_extents(weights_data), request, precision)
-    graph_names: dict[Role, str] = {role: f"{role}.onnx" for role in graphs}
     certificate = QUANTISED
     if exact:
         layers = build_layers(architecture, weights)
@@ -95,15 +102,14 @@ def export_bundle(
             version=version,
             description=description,
             architecture=architecture,
-            vocabulary=VocabularyInfo(
-                kind=vocabulary_kind, size=vocabulary.size, eos_id=vocabulary.eos_id, sha256=vocabulary.sha256
-            ),
+            vocabulary=_vocabulary_info(vocabulary),
+            unknown=unknown,
             state=architecture.state_tensors(),
             window=window,
             max_window=max_window,
             opset=OPSET,
             precision=precision,
-            graphs=graph_names,
+            graphs=_file_names(graphs),
             weights=WEIGHTS,
             tokenizer=TOKENIZER,
             files={},
@@ -114,13 +120,92 @@ def export_bundle(
         )
     except ValidationError as error:
         raise ExportError(f"the manifest would be invalid: {error}") from error
-    files = {graph_names[role]: data for role, data in graphs.items()}
-    files |= {WEIGHTS: weights_data, TOKENIZER: tokenizer_json.encode()}
+    files = _files(graphs, weights_data, vocabulary, tokenizer_json)
 
     def check(bundle: Bundle) -> None:
         check_bundle(bundle, sample_tokens, torch_network)
 
     return write_bundle(directory, manifest, files, check, replace=replace)
+
+
+def export_again(
+    directory: Path,
+    source: Bundle,
+    *,
+    version: str,
+    precision: Precision | None = None,
+    cache: CacheModel | None = None,
+    quality: Quality | None = None,
+    replace: bool = False,
+) -> Manifest:
+    """Writes the bundle `directory` with the weights of `source`, and with the graphs and files of this Wane.
+
+    The certificate and the provenance stay those of `source`. `precision`: None for that of `source`. `cache` and
+    `quality`: None for those of `source`; an int8 bundle made from float32 has no quality. `replace` and errors: as in
+    `export_bundle`. The name of an int8 bundle is that of `directory`.
+    """
+    before = source.manifest
+    precision = precision or before.precision
+    if precision != before.precision and precision == "float32":
+        raise ExportError(
+            f"{source.path} multiplies in int8, and has no certificate of its float32 weights: export the run"
+        )
+    quantised = precision != before.precision
+    tokenizer_json = with_decoder(before.vocabulary.kind, (source.path / before.tokenizer).read_text(encoding="utf-8"))
+    vocabulary = Vocabulary(before.vocabulary.kind, tokenizer_json)
+    weights_data = encode_weights(source.weights())
+    bounded = precision == "float32" and _has_radius(source)
+    request = source.request_bound() if bounded else None
+    graphs = build_graphs(before.architecture, WEIGHTS, tensor_extents(weights_data), request, precision)
+    manifest = before.model_copy(
+        update={
+            "schema_version": SCHEMA_VERSION,
+            "name": directory.name if quantised else before.name,
+            "version": version,
+            "vocabulary": _vocabulary_info(vocabulary),
+            "opset": OPSET,
+            "precision": precision,
+            "graphs": _file_names(graphs),
+            "weights": WEIGHTS,
+            "tokenizer": TOKENIZER,
+            "certificate": QUANTISED if quantised else before.certificate,
+            "cache": cache or before.cache,
+            "quality": quality or (None if quantised else before.quality),
+        }
+    )
+    sample = np.random.default_rng(0).integers(vocabulary.size, size=RANDOM_SAMPLE)
+
+    def check(bundle: Bundle) -> None:
+        check_bundle(bundle, sample.tolist(), None)
+
+    files = _files(graphs, weights_data, vocabulary, tokenizer_json)
+    return write_bundle(directory, manifest, files, check, replace=replace)
+
+
+def _has_radius(bundle: Bundle) -> bool:
+    graph = onnx.load(bundle.graph_path("window"), load_external_data=False).graph
+    return any(output.name == RADIUS for output in graph.output)
+
+
+def _vocabulary_info(vocabulary: Vocabulary) -> VocabularyInfo:
+    return VocabularyInfo(
+        kind=vocabulary.kind, size=vocabulary.size, eos_id=vocabulary.eos_id, sha256=vocabulary.sha256
+    )
+
+
+def _file_names(graphs: Mapping[Role, bytes]) -> dict[Role, str]:
+    return {role: f"{role}.onnx" for role in graphs}
+
+
+def _files(
+    graphs: Mapping[Role, bytes], weights_data: bytes, vocabulary: Vocabulary, tokenizer_json: str
+) -> dict[str, bytes]:
+    """Returns every file of a bundle except the manifest, by name."""
+    names = _file_names(graphs)
+    files = {names[role]: data for role, data in graphs.items()}
+    files |= {WEIGHTS: weights_data, TOKENIZER: tokenizer_json.encode()}
+    files[TOKENIZER_CONFIG] = tokenizer_config(vocabulary).encode()
+    return files
 
 
 def _request_bound(

@@ -4,11 +4,12 @@
     window   tokens[B,T], lengths[B]                 -> logits[B,V], top, hidden[B,H], state'   (from the zero state)
              and for input-gated models radius[B], stream[B,H], error.<state>[B,units]
     advance  tokens[B,T], lengths[B], state          -> hidden[B,H], state'
-    scan     tokens[B,T], targets[B,T], lengths[B], state -> logprobs[B,T], hidden[B,H], state'
+    scan     tokens[B,T], targets[B,T], lengths[B], state -> logprobs[B,T], hiddens[B,T,H], hidden[B,H], state'
     head     hidden[B,H]                             -> logits[B,V], top
 
 Rows are padded on the right with any token: 1 <= length <= T, and tokens beyond the length have no effect. The next
-state is named `next.` + the name of the state. `radius` bounds, in exact arithmetic, the 2-norm distance of `hidden`
+state is named `next.` + the name of the state. `hiddens` is `hidden` after every token, and zero beyond a row's
+length; bundles of schema 3 lack it. `radius` bounds, in exact arithmetic, the 2-norm distance of `hidden`
 from that of any run that ends in these tokens. `stream`, the input to which the first layer's mixing matrix adds, and
 `error`, the bound of each state unit's distance from the run's, are for the sharper test of
 `models/certificate/top1.py`.
@@ -89,6 +90,7 @@ def build_graph(
     if role == "scan":
         logprobs = _logprobs(graph, network, run.every, targets, lengths)
         graph.output("logprobs", logprobs, ["B", "T"])
+        graph.output("hiddens", _by_row(graph, run.every, tokens, lengths), ["B", "T", hidden_width])
     elif role != "advance":
         _answer(graph, network.head(graph, hidden), vocabulary)
     graph.output("hidden", hidden, ["B", hidden_width])
@@ -138,8 +140,20 @@ def _logprobs(graph: GraphWriter, network: NetworkWriter, hidden: str, targets: 
     (logprobs,) = graph.scan(piece, [], [hidden, flat])
     logprobs = graph.node("Slice", graph.node("Reshape", logprobs, graph.integers(-1)), none, rows)
     logprobs = graph.node("Transpose", graph.node("Reshape", logprobs, graph.node("Shape", by_time)), perm=[1, 0])
+    return graph.node("Where", _counted(graph, targets, lengths), logprobs, graph.number(0.0))
 
-    time = graph.node("Squeeze", graph.node("Shape", targets, start=1))
+
+def _by_row(graph: GraphWriter, hidden: str, tokens: str, lengths: str) -> str:
+    """Returns hidden (T * B, H) as (B, T, H), zero beyond each row's length."""
+    by_time = graph.node("Transpose", tokens, perm=[1, 0])
+    shape = graph.node("Concat", graph.node("Shape", by_time), graph.integers(-1), axis=0)
+    rows = graph.node("Transpose", graph.node("Reshape", hidden, shape), perm=[1, 0, 2])
+    inside = graph.node("Unsqueeze", _counted(graph, tokens, lengths), graph.integers(2))
+    return graph.node("Where", inside, rows, graph.number(0.0))
+
+
+def _counted(graph: GraphWriter, tokens: str, lengths: str) -> str:
+    """Returns whether each token (B, T) is within its row's length."""
+    time = graph.node("Squeeze", graph.node("Shape", tokens, start=1))
     positions = graph.node("Range", graph.integer(0), time, graph.integer(1))
-    inside = graph.node("Less", positions, graph.node("Unsqueeze", lengths, one))
-    return graph.node("Where", inside, logprobs, graph.number(0.0))
+    return graph.node("Less", positions, graph.node("Unsqueeze", lengths, graph.integers(1)))

@@ -1,0 +1,205 @@
+"""The commands `wane export` and `wane cache` on a bundle: they write a new version of it, with the same weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from wane.models.bundle import Bundle, BundleError, check_place
+from wane.models.cache_statistics import cache_statistics
+from wane.models.export import export_again
+from wane.models.manifest import CacheModel, Manifest, Precision
+from wane.models.networks import Network
+from wane.training.cache import cache_start, fit_cache
+from wane.training.config import DataConfig
+from wane.training.data import Corpus, load_corpus, load_whole
+from wane.training.errors import DataError, RunError
+from wane.training.evaluate import (
+    POSITIONS,
+    WINDOWS,
+    Advance,
+    evaluate_split,
+    evaluation_steps,
+    quality,
+    recurrent_losses,
+)
+from wane.training.run import EVALUATED_SPLITS, LONGEST_WINDOW, quality_table, writing
+
+LENGTHS = (64, 512, 1024, 2048)
+"""The lengths of the table that `wane cache` prints."""
+
+LARGEST_STREAM = 1 << 22
+"""Tokens that `wane cache` reads of data that a bundle was not trained on."""
+
+
+LEAST_HALF = 64
+"""Tokens of each half of such data, at least."""
+
+
+def open_bundle(path: Path) -> Bundle:
+    """Reads a bundle. Raises RunError."""
+    try:
+        return Bundle.read(path)
+    except BundleError as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+
+
+def export_bundle_again(
+    path: Path, bundles: Path, version: str | None, console: Console, precision: Precision | None, replace: bool
+) -> Path:
+    """Writes the bundle at `path` with the graphs of this Wane as `bundles/NAME`, or in int8 as `bundles/NAME-int8`.
+
+    `version`: None for the version after that of the bundle. Returns the path of the new bundle. Raises RunError.
+    """
+    source = open_bundle(path)
+    manifest = source.manifest
+    quantised = precision == "int8" and manifest.precision != "int8"
+    target = bundles / (f"{manifest.name}-int8" if quantised else manifest.name)
+    version = version or next_version(manifest)
+    with writing(target):
+        written = export_again(target, source, version=version, precision=precision, replace=replace)
+    console.print(f"{target}: version {written.version}, schema {written.schema_version}, weights unchanged")
+    return target
+
+
+def next_version(manifest: Manifest) -> str:
+    """Returns the version after that of a bundle."""
+    return str(int(manifest.version) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFits:
+    """Caches of several lengths, fitted on the validation split.
+
+    `alone`: the network's mean loss in nats per token, by split. `models`: the fitted cache, by length. `losses`: the
+    mixture's mean loss, by length and split.
+    """
+
+    alone: dict[str, float]
+    models: dict[int, CacheModel]
+    losses: dict[int, dict[str, float]]
+
+
+def fit_bundle_cache(
+    path: Path,
+    data: Path | None,
+    bundles: Path | None,
+    length: int,
+    version: str | None,
+    console: Console,
+    replace: bool = False,
+) -> CacheFits:
+    """Fits a cache (`models/cache_mixture.py`) to a bundle's network and prints the perplexity for several lengths.
+
+    `data`: None for the corpus that the bundle was trained on, if Wane can download it. Data that the bundle was not
+    trained on is cut into two halves: the cache is fitted on the first half. `bundles`: the folder to which the bundle
+    is written with the cache of `length` tokens, after a new evaluation; None for none. `version`: None for the
+    version after that of the bundle. Raises TrainingError.
+    """
+    source = open_bundle(path)
+    manifest = source.manifest
+    version = version or next_version(manifest)
+    target = None if bundles is None else bundles / manifest.name
+    if target is not None:
+        with writing(target):
+            check_place(target, version, None, replace)
+    corpus = _corpus(source, data)
+    network = Network(manifest.architecture)
+    network.load_weights({name: torch.from_numpy(np.array(tensor)) for name, tensor in source.weights().items()})
+    network.eval()
+    windows = [k for k in WINDOWS if k <= max(manifest.max_window, LONGEST_WINDOW)]
+    steps = sum(len(corpus.streams[split]) - 1 for split in EVALUATED_SPLITS)
+    if target is not None:
+        steps += evaluation_steps(corpus, EVALUATED_SPLITS, windows, POSITIONS)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("fitting", total=steps)
+
+        def advance(tokens: int) -> None:
+            bar.advance(task, tokens)
+
+        fits = fit_lengths(network, corpus, sorted({length, *LENGTHS}), advance)
+        evaluated = None
+        if target is not None:
+            bar.update(task, description="evaluating")
+            model = fits.models[length]
+            splits = {
+                split: evaluate_split(network, corpus, split, windows, POSITIONS, advance, model)
+                for split in EVALUATED_SPLITS
+            }
+            evaluated = quality(splits)
+        bar.update(task, completed=steps)
+    console.print(_fits_table(manifest.name, fits))
+    if target is not None and evaluated is not None:
+        console.print(quality_table(manifest.name, evaluated))
+        with writing(target):
+            model = fits.models[length]
+            export_again(target, source, version=version, cache=model, quality=evaluated, replace=replace)
+        console.print(f"{target}: version {version}, cache of {length} tokens, weights unchanged")
+    return fits
+
+
+def fit_lengths(network: Network, corpus: Corpus, lengths: list[int], advance: Advance | None = None) -> CacheFits:
+    """Fits a cache of each length on the split `valid`, and evaluates it on `valid` and `test`."""
+    start = cache_start(corpus.vocabulary)
+    alone = {
+        split: recurrent_losses(network, corpus.streams[split], advance).double().numpy(force=True)
+        for split in EVALUATED_SPLITS
+    }
+    models, losses = {}, {}
+    for length in lengths:
+        statistics = {split: cache_statistics(corpus.streams[split], length, start) for split in EVALUATED_SPLITS}
+        models[length] = fit_cache(statistics["valid"], alone["valid"])
+        losses[length] = {
+            split: -float(statistics[split].log_probabilities(models[length], -alone[split]).mean())
+            for split in EVALUATED_SPLITS
+        }
+    return CacheFits({split: float(found.mean()) for split, found in alone.items()}, models, losses)
+
+
+def _fits_table(name: str, fits: CacheFits) -> Table:
+    """Returns the table of perplexity per token by cache length and split."""
+    table = Table(title=f"{name}: perplexity per token with a cache of N tokens")
+    table.add_column("N")
+    for split in EVALUATED_SPLITS:
+        table.add_column(split, justify="right")
+    for label, losses in [("no cache", fits.alone), *((f"{length:,}", fits.losses[length]) for length in fits.models)]:
+        table.add_row(label, *(f"{math.exp(losses[split]):.3f}" for split in EVALUATED_SPLITS))
+    return table
+
+
+def _corpus(bundle: Bundle, data: Path | None) -> Corpus:
+    """Returns the corpus that the bundle was trained on if `data` is the same, else the two halves of `data`."""
+    manifest = bundle.manifest
+    tokenizer_json = (bundle.path / manifest.tokenizer).read_text(encoding="utf-8")
+    try:
+        config = DataConfig.model_validate(manifest.provenance.config.get("data"))
+    except ValidationError:  # the bundle was not trained here
+        config = None
+    if config is not None:
+        try:
+            corpus = load_corpus(config.model_copy(update={"path": data}), tokenizer_json)
+        except DataError:
+            if data is None:
+                raise
+        else:
+            if corpus.hashes == manifest.provenance.data:
+                return corpus
+    if data is None:
+        raise RunError(f"{bundle.path} does not name a corpus that Wane can download: give --data")
+    whole = load_whole(data, bundle.vocabulary, tokenizer_json, LARGEST_STREAM)
+    (stream,) = whole.streams.values()
+    ends = np.flatnonzero(stream == bundle.vocabulary.eos_id)
+    middle = int(ends[np.searchsorted(ends, len(stream) // 2).clip(max=len(ends) - 1)])
+    halves = {"valid": stream[: middle + 1], "test": stream[middle:]}
+    if min(map(len, halves.values())) < LEAST_HALF:
+        raise RunError(f"{data} has {len(stream)} tokens, too few to fit a cache on half of them")
+    return Corpus(bundle.vocabulary, tokenizer_json, halves, {}, whole.hashes)
