@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
@@ -84,6 +85,8 @@ SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")  # clients and p
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_PENALTY = 2
+MAX_BIAS = 100
 MAX_COMPARED_MODELS = 8
 MAX_COMPARED_WINDOWS = 32
 MAX_REPEAT = 1000
@@ -204,7 +207,8 @@ class ScoreRequest:
 
     `tolerance` is the largest error that method parallel may add; method sequential adds none. `truncated`: the tokens
     end a longer sequence, and no start token is fed, so the first token has no prediction. `cache`: see
-    `PredictRequest`.
+    `PredictRequest`. `top_k`: how many of the most probable tokens are listed in the place of each token; None: no
+    list.
     """
 
     tokens: tuple[int, ...]
@@ -213,23 +217,29 @@ class ScoreRequest:
     deadline: float | None = None
     truncated: bool = False
     cache: bool = True
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)
         if self.tolerance is not None:
             _within("tolerance", self.tolerance, 0, 1)
+        if self.top_k is not None:
+            _at_least("top_k", self.top_k, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Continue `tokens` by up to `max_tokens` more.
+    """Continue `tokens`, or the tokens of `session`, by up to `max_tokens` more. The session does not change.
 
-    `temperature` 0 is greedy. `top_k` and `top_p` of None keep every token. The same `seed` gives the same text. The
-    text ends before the first of the `stop` strings. Mode auto means recurrent; `window` is for mode window.
-    `truncated`: the tokens end a longer sequence, and no start token is fed. `cache`: see `PredictRequest`.
+    `position` is the position at which the session must be. `temperature` 0 is greedy. `top_k` and `top_p` of None keep
+    every token. The same `seed` gives the same text; `sample` is the number of one of several samples of a seed, which
+    differ. The text ends before the first of the `stop` strings. Mode auto means recurrent, or the session's own mode;
+    `window` is for mode window. `truncated`: the tokens end a longer sequence, and no start token is fed. `cache`: see
+    `PredictRequest`. `presence_penalty`, `frequency_penalty` and `logit_bias`: see `engine/logits.py`. `top_logprobs`:
+    how many of the most probable tokens are listed in the place of each token; None: no list.
     """
 
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
     max_tokens: int = 16
     temperature: float = 1.0
     top_k: int | None = None
@@ -241,9 +251,33 @@ class GenerateRequest:
     deadline: float | None = None
     truncated: bool = False
     cache: bool = True
+    session: str | None = None
+    position: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    top_logprobs: int | None = None
+    sample: int = 0
 
     def __post_init__(self) -> None:
-        _some_tokens(self.tokens)
+        if self.session is None:
+            _some_tokens(self.tokens)
+            if self.position is not None:
+                raise InvalidRequest("position is given without a session, whose position it is", "position")
+        elif self.tokens:
+            raise InvalidRequest(
+                "generating from a session appends nothing: give session or tokens, not both", "session"
+            )
+        elif self.truncated:
+            raise InvalidRequest("truncated cannot be combined with session", "truncated")
+        if self.position is not None:
+            _at_least("position", self.position, 0)
+        _within("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _within("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        for token, value in (self.logit_bias or {}).items():
+            _within(f"logit_bias.{token}", value, -MAX_BIAS, MAX_BIAS)
+        if self.top_logprobs is not None:
+            _at_least("top_logprobs", self.top_logprobs, 0)
         _at_least("max_tokens", self.max_tokens, 1)
         if not 0 <= self.temperature < math.inf:
             raise InvalidRequest(
@@ -354,6 +388,11 @@ CacheTokens = Annotated[
     Field(description=CACHE_TOKENS),
     LEFT_OUT,
 ]
+
+PLACES = (
+    "only if the request asks for them: for each token the most probable tokens in its place, most probable first, and "
+    "the token itself at the end if it is not one of them; null for a token that has no prediction"
+)
 
 DURABLE = (
     "only if replicas share the session store: whether the store has acknowledged the session's latest tokens; "
@@ -516,12 +555,14 @@ class ScoreProgress:
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
     """In a stream: the tokens from `position` on, and the log-probability of each. With `truncated`, also the error
-    bound of each; the first token has no prediction, so both of its values are null."""
+    bound of each; the first token has no prediction, so both of its values are null. With `top_k`, also the most
+    probable tokens in each place."""
 
     position: int
     tokens: tuple[int, ...]
     logprobs: tuple[float | None, ...]
     error_bounds: Annotated[tuple[ErrorBound, ...] | None, LEFT_OUT] = None
+    predictions: Annotated[tuple[tuple[Prediction, ...] | None, ...] | None, Field(description=PLACES), LEFT_OUT] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,6 +595,7 @@ class Score(ScoreSummary):
     tokens: tuple[int, ...]
     logprobs: tuple[float | None, ...]
     error_bounds: Annotated[tuple[ErrorBound, ...] | None, LEFT_OUT] = None
+    predictions: Annotated[tuple[tuple[Prediction, ...] | None, ...] | None, Field(description=PLACES), LEFT_OUT] = None
 
 
 class FinishReason(StrEnum):
@@ -573,12 +615,21 @@ class GeneratedToken:
     text: str
     logprob: float
     bytes: Annotated[tuple[int, ...] | None, LEFT_OUT] = None
+    predictions: Annotated[
+        tuple[Prediction, ...] | None,
+        Field(
+            description="only with `top_logprobs`: the most probable tokens in this token's place, most probable first,"
+            " and the token itself at the end if it is not one of them; before bias and penalties"
+        ),
+        LEFT_OUT,
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finish(Served):
     """The end of a stream: the whole answer without the tokens' log-probabilities. `error_bound` is the largest bound
-    of its distributions, each compared with the never-interrupted model's after the same tokens."""
+    of its distributions, each compared with the never-interrupted model's after the same tokens. `session` and its
+    `position` are present if a session was continued."""
 
     text: str
     tokens: tuple[int, ...]
@@ -589,6 +640,8 @@ class Finish(Served):
     error_bound: ErrorBound
     latency: Latency
     cache_tokens: CacheTokens = field(default=None, kw_only=True)
+    session: Annotated[str | None, LEFT_OUT] = field(default=None, kw_only=True)
+    position: Annotated[int | None, LEFT_OUT] = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -596,6 +649,7 @@ class Generated(Finish):
     """The generated text and tokens."""
 
     logprobs: tuple[float, ...]
+    predictions: Annotated[tuple[tuple[Prediction, ...], ...] | None, Field(description=PLACES), LEFT_OUT] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.manifest import Role
-from wane.service.runners.runner import ERROR, LOG_SUM_EXP, NEXT, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner
+from wane.service.runners.runner import (
+    ERROR,
+    HIDDENS,
+    LOG_SUM_EXP,
+    NEXT,
+    RADIUS,
+    STREAM,
+    TOP_IDS,
+    TOP_LOGITS,
+    Array,
+    Runner,
+)
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
 FEW = 5
@@ -89,7 +100,7 @@ MOST_POSITIONS: dict[Role, int] = {"window": 4_096, "advance": 4_096, "scan": 2_
 FINITE = ("logits", HIDDEN, "logprobs")
 """Outputs that must be finite in every answer."""
 
-ANSWERS = (*FINITE, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
+ANSWERS = (*FINITE, HIDDENS, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
 """Outputs that items return; the others are written to the state pool, or read here."""
 
 
@@ -99,6 +110,7 @@ class Work:
 
     tokens, targets: int64 (n); one token for step, which may be a tuple, none for head, n >= 1 otherwise; targets for
     scan only.
+    hidden: float32 (H), for head only: the output layer's input; None: that of the state in slot `read`.
     The state is read from slot `read` (window ignores it and starts from zero) and the next one is written to slot
     `write`; None keeps no state. `binding` work cannot be withdrawn once it is in a batch: its request is completed,
     even if its caller leaves. A `chunk` is one of a sequence's parallel chunks: the code that cut the sequence decides
@@ -112,6 +124,7 @@ class Work:
     write: int | None = None
     binding: bool = False
     chunk: bool = False
+    hidden: NDArray[np.float32] | None = None
 
     @property
     def length(self) -> int:
@@ -244,7 +257,7 @@ def _run(
     reads = [work.read for work in works]
     feeds: dict[str, Array]
     if role == "head":
-        feeds = {HIDDEN: pool.gather_hidden(reads)}
+        feeds = {HIDDEN: _hidden(works, pool)}
     else:
         feeds = _tokens(works)
         if role != "window":
@@ -260,6 +273,14 @@ def _run(
         Row(shared, row, radii[row], traces[row]) if finite else FloatingPointError("the model's output is not finite")
         for row, finite in enumerate(_finite([answers[name] for name in FINITE if name in answers], len(works)))
     ]
+
+
+def _hidden(works: Sequence[Work], pool: StatePool) -> NDArray[np.float32]:
+    """Returns the input of the output layer for each item of a batch of role head: float32 (B, H)."""
+    if all(work.hidden is None for work in works):
+        return pool.gather_hidden([work.read for work in works])
+    rows = [pool.gather_hidden([work.read])[0] if work.hidden is None else work.hidden for work in works]
+    return np.stack(rows)
 
 
 def _finite(arrays: Sequence[Array], count: int) -> list[bool]:

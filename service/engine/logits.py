@@ -56,7 +56,9 @@ def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Predicti
     )
 
 
-def most_probable(logprobs: NDArray[np.float64], count: int, also: int, vocabulary: Vocabulary) -> list[Prediction]:
+def most_probable(
+    logprobs: NDArray[np.float64], count: int, also: int, vocabulary: Vocabulary
+) -> tuple[Prediction, ...]:
     """Returns the `count` most probable tokens, as in `predictions`, and the token `also` at the end if it is not one
     of them. Its log-probability is the same float as in `logprobs`, float64 (V)."""
     count = min(count, len(logprobs))
@@ -69,10 +71,12 @@ def most_probable(logprobs: NDArray[np.float64], count: int, also: int, vocabula
         ids.append(also)
     texts, partials = vocabulary.texts, vocabulary.partials
     found = logprobs[ids]
-    return [
-        _made((token, texts[token], probability, logprob, partials[token]))
-        for token, probability, logprob in zip(ids, np.exp(found).tolist(), found.tolist(), strict=True)
-    ]
+    return tuple(
+        [
+            _made((token, texts[token], probability, logprob, partials[token]))
+            for token, probability, logprob in zip(ids, np.exp(found).tolist(), found.tolist(), strict=True)
+        ]
+    )
 
 
 FORCE, FORBID = 100.0, -100.0

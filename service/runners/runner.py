@@ -12,6 +12,7 @@ from wane.models.manifest import Role
 Array = NDArray[Any]
 NEXT = "next."  # a graph's output `next.layers.0.h` is the new value of its input `layers.0.h`
 RADIUS = "radius"
+HIDDENS = "hiddens"
 TOP_LOGITS, TOP_IDS, LOG_SUM_EXP = "top_logits", "top_ids", "log_sum_exp"
 STREAM = "stream"
 ERROR = "error."  # a graph's output `error.layers.0.s` is the error of the state `layers.0.s`
@@ -31,11 +32,13 @@ class Runner(Protocol):
         step     tokens (B), <state>                 -> logits (B, V), <top>, hidden (B, H), <next>
         window   tokens (B, T), lengths (B)          -> logits (B, V), <top>, hidden (B, H), <next>, <bound>
         advance  tokens (B, T), lengths (B), <state> -> hidden (B, H), <next>
-        scan     like advance, with targets (B, T)   -> logprobs (B, T), hidden (B, H), <next>
+        scan     like advance, with targets (B, T)   -> logprobs (B, T), hiddens (B, T, H), hidden (B, H), <next>
         head     hidden (B, H)                       -> logits (B, V), <top>
 
     `<top>`: `top_logits` (B, K), the largest in falling order, `top_ids` (B, K), the smaller first among equals, and
     `log_sum_exp` (B); graphs of an earlier export do not have it.
+
+    `hiddens` is `hidden` after every token; bundles of version 1 do not have it.
 
     Positions at or over an item's length are padding and change nothing; 1 <= length <= T. Some models have a
     `<bound>`: `radius` (B) bounds, in exact arithmetic, the 2-norm distance of `hidden` from that of any run that ends
