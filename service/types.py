@@ -275,7 +275,11 @@ class GenerateRequest:
         _within("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         _within("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         for token, value in (self.logit_bias or {}).items():
-            _within(f"logit_bias.{token}", value, -MAX_BIAS, MAX_BIAS)
+            if not -MAX_BIAS <= value <= MAX_BIAS:
+                raise InvalidRequest(
+                    f"logit_bias of token {token} is {value}, but must be a number from -{MAX_BIAS} to {MAX_BIAS}",
+                    "logit_bias",
+                )
         if self.top_logprobs is not None:
             _at_least("top_logprobs", self.top_logprobs, 0)
         _at_least("max_tokens", self.max_tokens, 1)

@@ -1,4 +1,4 @@
-"""Turns failures into responses of the protocol of the request's path.
+"""Turns failures into responses of the protocol of the request's router.
 
 The native protocol uses a problem document (RFC 9457, application/problem+json).
 
@@ -7,7 +7,8 @@ The native protocol uses a problem document (RFC 9457, application/problem+json)
      "request_id": "...", "position": 12}
 
 Every failure of every native route has this shape: our own, an unknown path or method, and unexpected errors.
-Under /v2, failures have the Open Inference Protocol's shape, whose clients read the text `error`.
+OpenAI's routes have its own shape (`openai_error.py`). Under /v2, failures have the Open Inference Protocol's shape,
+whose clients read the text `error`.
 
     {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
 """
@@ -16,11 +17,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Scope
 from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
@@ -42,8 +45,8 @@ class ProblemDocument(TypedDict):
 
 
 INTERNAL = "internal"
+PROBLEM_TYPE = "application/problem+json"
 BEARER, BASIC = 'Bearer realm="wane"', 'Basic realm="wane: a key as the password"'
-INFERENCE_PROTOCOL = "/v2/"
 NOWHERE = "there is nothing at this path; /docs lists the paths"
 UNEXPECTED = "the server failed to handle the request; its log has the error under this request id"
 
@@ -99,22 +102,50 @@ def failure_document(scope: Scope, error: Exception) -> dict[str, object]:
     return described(scope, error).body(context(scope).request_id)
 
 
-def envelope(scope: Scope, error: Exception) -> Response:
-    """Returns the response to a failure, in the protocol of the path. Adds the failure's code to the access log."""
-    here = context(scope)
-    failure = described(scope, error)
-    here.fields["error"] = failure.code
-    document, kind = failure.body(here.request_id), "application/problem+json"
-    if scope["path"].startswith(INFERENCE_PROTOCOL):
-        kind = "application/json"
-        document = {
-            "error": failure.detail,
-            "code": failure.code,
-            "retryable": failure.retryable,
-            "request_id": here.request_id,
-            **failure.extra,
-        }
-    return Response(json.dumps(document), failure.status, failure.headers, kind)
+def problem(failure: Failure, request_id: str) -> Response:
+    """Returns a problem document."""
+    return Response(json.dumps(failure.body(request_id)), failure.status, failure.headers, PROBLEM_TYPE)
+
+
+def inference_error(failure: Failure, request_id: str) -> Response:
+    """Returns a failure in the Open Inference Protocol's shape."""
+    document = {
+        "error": failure.detail,
+        "code": failure.code,
+        "retryable": failure.retryable,
+        "request_id": request_id,
+        **failure.extra,
+    }
+    return Response(json.dumps(document), failure.status, failure.headers, "application/json")
+
+
+Shape = Callable[[Failure, str], Response]
+"""Makes the response to a failure of a request with this id."""
+
+
+class Envelopes:
+    """Turns an exception into a response of the protocol of the request's router."""
+
+    def __init__(self, shapes: Sequence[tuple[BaseRoute, Shape]], others: Mapping[str, Shape]) -> None:
+        """`shapes` of the routes' paths, for every method; `others` by the prefix of a path without a route. The shape
+        of the empty prefix is that of all other paths."""
+        self._shapes = [
+            (route.path_regex, shape) for route, shape in shapes if isinstance(route, Route | WebSocketRoute)
+        ]
+        self._others = others
+
+    def __call__(self, scope: Scope, error: Exception) -> Response:
+        """Returns the response to a failure. Adds the failure's code to the access log."""
+        here = context(scope)
+        failure = described(scope, error)
+        here.fields["error"] = failure.code
+        return self._shape(scope["path"].removeprefix(scope.get("root_path", "")))(failure, here.request_id)
+
+    def _shape(self, path: str) -> Shape:
+        for pattern, shape in self._shapes:
+            if pattern.match(path):
+                return shape
+        return next(shape for prefix, shape in self._others.items() if path.startswith(prefix))
 
 
 def described(scope: Scope, error: Exception) -> Failure:

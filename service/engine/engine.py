@@ -317,6 +317,10 @@ class Engine:
         self._limits.length(len(tokens), document=document)
         return tuple(tokens)
 
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises InvalidRequest if the vocabulary lacks one of the tokens, TooLarge if there are too many."""
+        self._limits.tokens(tokens, document=True)
+
     def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
         """Starts a request, which runs without further calls.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -14,20 +15,36 @@ from wane.service.api.schemas.common import (
     Natural,
     Positive,
     SequenceBody,
+    SessionId,
     Stop,
     Truncated,
     Window,
     WireMode,
+    absent,
+    anchored,
     modes,
     says,
 )
-from wane.service.types import GENERATED_MODES, GENERATED_WINDOW_MODES, MAX_STOPS, Mode
+from wane.service.errors import InvalidRequest, truncate_repr
+from wane.service.types import (
+    GENERATED_MODES,
+    GENERATED_WINDOW_MODES,
+    MAX_BIAS,
+    MAX_PENALTY,
+    MAX_STOPS,
+    Mode,
+)
 
+ID_AS_TEXT = "0|[1-9][0-9]{0,9}"
+"""A token id as text."""
 
 Penalty = Annotated[float, says(minimum=-MAX_PENALTY, maximum=MAX_PENALTY)]
 LogitBias = Annotated[
     dict[str, float],
-    says(propertyNames={"pattern": anchored(TOKEN_ID)}, additionalProperties={"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}),
+    says(
+        propertyNames={"pattern": anchored(ID_AS_TEXT)},
+        additionalProperties={"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+    ),
 ]
 
 
@@ -36,8 +53,10 @@ def bias_of(given: dict[str, float] | None) -> dict[int, float] | None:
     if given is None:
         return None
     for name in given:
-        if re.fullmatch(TOKEN_ID, name) is None:
-            raise InvalidRequest(f"logit_bias has the name {truncate_repr(name)}, which is not a token id", "logit_bias")
+        if re.fullmatch(ID_AS_TEXT, name) is None:
+            raise InvalidRequest(
+                f"logit_bias has the name {truncate_repr(name)}, which is not a token id", "logit_bias"
+            )
     return {int(name): value for name, value in given.items()}
 
 
@@ -90,8 +109,8 @@ class GenerateBody(SequenceBody):
     )
     logit_bias: LogitBias | None = Field(
         default=None,
-        description="added to the log-probabilities, by token id as text, -100 to 100: 100 allows only tokens with 100, "
-        "and -100 forbids a token",
+        description="added to the log-probabilities, by token id as text, -100 to 100: 100 allows only tokens "
+        "with 100, and -100 forbids a token",
     )
     top_logprobs: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
         default=None,
