@@ -253,7 +253,7 @@ B = TypeVar("B", bound=Body)
 LARGE_BYTES = 1 << 15
 """Longer bodies are decoded on the decoder's thread. A shorter one takes a few milliseconds at most."""
 
-MOST_FIELDS = 16
+MOST_FIELDS = 24
 """An upper bound of the fields of one object in a body, and of their values other than token ids."""
 
 

@@ -510,17 +510,21 @@ class Engine:
         self._stats.answered("compare", Mode.BOTH)
         return compared
 
+    def check_generation(self, request: GenerateRequest) -> None:
+        """Raises InvalidRequest or TooLarge if the request exceeds a limit."""
+        self._limits.tokens(request.tokens)
+        self._limits.generated(request.max_tokens)
+        self._limits.preferences(request)
+        if request.window is not None:
+            self._limits.of_window(request.window)
+
     async def generate(self, request: GenerateRequest) -> Stream[GeneratedToken | Finish]:
         """Checks the request and runs its prompt, then returns a stream of tokens that ends with a `Finish`.
 
         The caller must close it (`contextlib.aclosing`). Raises InvalidRequest, TooLarge, UnknownSession,
         PositionConflict.
         """
-        self._limits.tokens(request.tokens)
-        self._limits.generated(request.max_tokens)
-        self._limits.preferences(request)
-        if request.window is not None:
-            self._limits.of_window(request.window)
+        self.check_generation(request)
         with ExitStack() as stack:
             stack.enter_context(self.admission.admitted())
             expected_s = self.predictor.generation_seconds(request)

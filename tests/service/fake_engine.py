@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from tests.models.rounding import rounding
+from tests.service.engine_harness import byte_vocabulary
 from wane.models.manifest import SCHEMA_VERSION, Manifest
 from wane.service.aio.deadline import until
 from wane.service.batching.ticket import Ticket
@@ -48,6 +49,7 @@ from wane.service.types import (
     name_within,
 )
 
+VOCABULARY = byte_vocabulary()
 LATENCY = Latency(0.25, 0.5, 1.0)
 PREDICTIONS = (Prediction(7, " the", 0.5, -0.6931), Prediction(200, "\ufffd", 0.25, -1.3863, b"\xc3"))
 AGREEMENT = Agreement(True, True, 1e-4, 1e-8, 1e-3, 1e-2, 2e-2, 1e-2)
@@ -108,6 +110,7 @@ class FakeEngine:
     identity = name, version, device
     retired = False
     manifest = MANIFEST
+    vocabulary = VOCABULARY
 
     def __init__(self) -> None:
         self.cost_model = {"step": [{"tokens": 1.0, "compute_ms": 0.25}]}
@@ -194,6 +197,12 @@ class FakeEngine:
         finally:
             self.closed.set()
         yield self._summary()
+
+    def check_generation(self, request: GenerateRequest) -> None:
+        """Accepts every request."""
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Accepts all tokens."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GeneratedToken | Finish, None]:
         await self._ask(request)

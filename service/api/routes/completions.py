@@ -32,7 +32,7 @@ from wane.service.api.schemas.completions import (
     ChoiceDocument,
     CompletionBody,
     CompletionDocument,
-    ErrorDocument,
+    ErrorFacts,
     UsageDocument,
 )
 from wane.service.api.schemas.generate import bias_of
@@ -53,10 +53,11 @@ IDEMPOTENCY_KEY = "idempotency-key"
 SEEDS = 2**64
 """Seeds of OpenAI's clients may be negative; the engine's are not."""
 
+ENVELOPE = {"type": "object", "required": ["error"], "properties": {"error": TypeAdapter(ErrorFacts).json_schema()}}
 FAILURE: dict[int | str, dict[str, Any]] = {
     "default": {
         "description": "any failure, in OpenAI's envelope",
-        "content": {"application/json": {"schema": TypeAdapter(ErrorDocument).json_schema()}},
+        "content": {"application/json": {"schema": ENVELOPE}},
     }
 }
 KEY_HEADER = headers({IDEMPOTENCY_KEY: (IDEMPOTENCY, {"minLength": 1, "maxLength": MAX_KEY_CHARACTERS})})
@@ -82,7 +83,7 @@ async def complete(request: Request) -> Response:
     return CompletionStream(request, completion)
 
 
-@chat.api_route("/v1/chat/completions", methods=["GET", "POST"])
+@chat.api_route("/v1/chat/completions", methods=["GET", "HEAD", "POST"])
 async def refuse_chat(request: Request) -> Response:  # noqa: ARG001
     """Says where text is completed: the models have no chat format."""
     raise NotFound("these models complete text, and have no chat format: POST /v1/completions completes text")
@@ -261,6 +262,7 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     if body.logprobs is not None and body.logprobs * total > most and body.echo:
         raise TooLarge(f"{total} tokens with {body.logprobs} each list more than {most} tokens")
     wanted = [generation(body, one, sample, until) for one in tokens for sample in range(samples)]
+    engine.check_generation(wanted[0])  # before a session's step, which would remain
     step: Answer | None = None
     if session is not None:
         step = await stepped(request, engine, body, session, tokens[0])
@@ -357,8 +359,8 @@ def generation(
     """Returns the engine's request for one sample of one prompt, or of a session. Raises InvalidRequest."""
     stop = body.stop or []
     return GenerateRequest(
-        tokens=tokens or (() if session is not None else tokens),
-        max_tokens=MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
+        tokens=tokens,
+        max_tokens=MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=body.top_p,
         seed=None if body.seed is None else body.seed % SEEDS,

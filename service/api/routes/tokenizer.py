@@ -57,6 +57,7 @@ async def detokenize(request: Request) -> Response:
     return encode.reply(document)
 
 
+@router.head("/tokenizer_info", include_in_schema=False)
 @router.get("/tokenizer_info", response_model=TokenizerDocument)
 async def tokenizer_info(request: Request) -> Response:
     """Returns the special tokens of the default model's tokenizer, or of the query's `model`. There is no token that

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from wane.service.api.schemas.common import (
@@ -19,6 +19,7 @@ from wane.service.api.schemas.common import (
     Stop,
     Text,
     Tokens,
+    absent,
     says,
 )
 from wane.service.api.schemas.generate import LogitBias, Penalty
@@ -42,6 +43,10 @@ class StreamOptions(Body):
     include_usage: bool | None = Field(default=None, description="true: a last chunk has the usage, and no choices")
 
 
+def given(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"required": [name], "properties": {name: schema}}
+
+
 class CompletionBody(Body):
     """Complete one prompt or many."""
 
@@ -49,6 +54,24 @@ class CompletionBody(Body):
         {"model": "gated-stable", "prompt": HISTORY, "max_tokens": 8, "temperature": 0},
         {"model": "gated-stable", "prompt": [HISTORY, "In 1990"], "n": 2, "max_tokens": 4, "seed": 7, "stop": ["."]},
         {"model": "gated-stable", "prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 1},
+    )
+
+    rules: ClassVar = (
+        {"anyOf": [{"properties": {"max_tokens": {"not": {"const": 0}}}}, given("echo", {"const": True})]},
+        {"anyOf": [absent("stream_options"), given("stream", {"const": True})]},
+        {"anyOf": [absent("expected_position"), given("session", {"type": "string"})]},
+        {
+            "anyOf": [
+                absent("session"),
+                {
+                    "properties": {
+                        "n": {"enum": [None, 1]},
+                        "echo": {"enum": [None, False]},
+                        "prompt": {"anyOf": [{"type": "string"}, {"maxItems": 1}, {"items": {"type": "integer"}}]},
+                    }
+                },
+            ]
+        },
     )
 
     model: Name = Field(description="a name from /v1/models")
@@ -60,7 +83,9 @@ class CompletionBody(Body):
     top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(default=None, description="default: 1")
     n: Positive | None = Field(default=None, description="samples of each prompt; default: 1")
     stream: bool | None = Field(default=None, description="true: answer with server-sent events")
-    stream_options: StreamOptions | None = Field(default=None, description="only with `stream`")
+    stream_options: Annotated[StreamOptions, WithJsonSchema(StreamOptions.model_json_schema())] | None = Field(
+        default=None, description="only with `stream`"
+    )
     logprobs: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
         default=None, description="lists this many of the most probable tokens for each token, and the token itself"
     )

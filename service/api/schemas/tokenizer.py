@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
-from wane.service.api.schemas.common import HISTORY, AtMost, Body, Model, Tokens
+from wane.service.api.schemas.common import HISTORY, AtMost, Body, Model, says
 
 
 class TokenizeBody(Body):
@@ -28,7 +28,12 @@ class DetokenizeBody(Body):
     examples = ({"tokens": [5, 6, 7]},)
 
     model: Model = None
-    tokens: Annotated[Tokens, AtMost("max_scored_tokens", of_tokens=True)]
+    tokens: Annotated[
+        list[int],
+        Field(fail_fast=True, description="token ids"),
+        says(items={"type": "integer", "minimum": 0}),
+        AtMost("max_scored_tokens", of_tokens=True),
+    ]
 
 
 class TokenizeDocument(TypedDict):
