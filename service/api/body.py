@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from types import UnionType
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin
 
 import numpy as np
@@ -151,6 +152,8 @@ def shape(model: type[Body]) -> BodyShape:
 
 
 def _body_type(annotation: Any) -> type[Body] | None:
+    if get_origin(annotation) is UnionType:  # of a body and null
+        annotation = next((one for one in get_args(annotation) if _body_type(one) is not None), annotation)
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     return annotation if isinstance(annotation, type) and issubclass(annotation, Body) else None

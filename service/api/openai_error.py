@@ -8,18 +8,17 @@ What the native protocol answers with 422 is 400 here. A field is named as in Op
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from http import HTTPStatus
 
 from starlette.responses import Response
 
 from wane.service.api.problem import PROBLEM_TYPE, Failure
 from wane.service.api.schemas.completions import ErrorDocument
+from wane.service.errors import InvalidRequest
 
 CODES = {"unauthorized": "invalid_api_key", "unknown_model": "model_not_found"}
 """OpenAI's codes, by ours."""
-
-PARAMETERS = {"input": "prompt", "tokens": "prompt", "top_logprobs": "logprobs", "top_k": "logprobs"}
-"""Names of OpenAI's fields, by the engine's."""
 
 TYPES = {
     401: "authentication_error",
@@ -42,6 +41,19 @@ def problem_with_error(failure: Failure, request_id: str) -> Response:
     return Response(json.dumps(document), failure.status, headers_of(failure), PROBLEM_TYPE)
 
 
+def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """Returns the engine's error with the protocol's name of the field, in its message too. `names`: by the engine's
+    names."""
+    field = error.field or ""
+    top = field.partition("[")[0]
+    if top not in names:
+        return error
+    message = error.message
+    if message.startswith(top):
+        message = names[top] + message.removeprefix(top)
+    return InvalidRequest(message, names[top] + field.removeprefix(top))
+
+
 def status_of(failure: Failure) -> int:
     """Returns the status of a failure."""
     return HTTPStatus.BAD_REQUEST if failure.status == HTTPStatus.UNPROCESSABLE_ENTITY else failure.status
@@ -57,17 +69,10 @@ def document_of(failure: Failure) -> ErrorDocument:
     status = status_of(failure)
     field = failure.extra.get("field")
     param = str(field) if field is not None else "model" if failure.code == "unknown_model" else None
-    message = failure.detail
-    if param is not None:
-        top = param.partition("[")[0]
-        named = PARAMETERS.get(top, top)
-        if named != top and message.startswith(top):
-            message = named + message.removeprefix(top)
-        param = named + param.removeprefix(top)
     other = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     return {
         "error": {
-            "message": message,
+            "message": failure.detail,
             "type": TYPES.get(status, other),
             "param": param,
             "code": CODES.get(failure.code, failure.code),

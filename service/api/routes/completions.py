@@ -24,7 +24,7 @@ from wane.service.api.choices import Choice, Generation, joined, merged, started
 from wane.service.api.deps import charge, deadline, header, model_engine, owner, session_engine, session_key, settings
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.exchange import context, note_answer
-from wane.service.api.openai_error import document_of
+from wane.service.api.openai_error import document_of, renamed
 from wane.service.api.problem import described
 from wane.service.api.schemas.common import IDEMPOTENCY
 from wane.service.api.schemas.completions import (
@@ -50,6 +50,8 @@ from wane.service.types import (
 )
 
 IDEMPOTENCY_KEY = "idempotency-key"
+FIELDS = {"input": "prompt", "tokens": "prompt", "top_logprobs": "logprobs"}
+"""OpenAI's fields, by the engine's names."""
 SEEDS = 2**64
 """Seeds of OpenAI's clients may be negative; the engine's are not."""
 
@@ -77,7 +79,10 @@ async def complete(request: Request) -> Response:
     `data: [DONE]`. A failure in the stream is `data: {"error": ...}`, and ends it."""
     body = await decode(request, CompletionBody)
     with until_hangup(request):
-        completion = await begin(request, body)
+        try:
+            completion = await begin(request, body)
+        except InvalidRequest as error:
+            raise renamed(error, FIELDS) from error
         if not body.stream:
             return encode.reply(await completion.whole(request))
     return CompletionStream(request, completion)
@@ -240,7 +245,7 @@ class CompletionStream(StreamingResponse):
 
 async def begin(request: Request, body: CompletionBody) -> Completion:
     """Checks a request, and starts its generations. Raises what the engine raises."""
-    samples, given = body.n or 1, prompts_of(body.prompt)
+    samples, given = 1 if body.n is None else body.n, prompts_of(body.prompt)
     check(request, body, len(given), samples)
     charge(request, len(given) * samples)
     session: str | None = None

@@ -11,6 +11,7 @@ from wane.service.api import encode
 from wane.service.api.body import decode, json_body
 from wane.service.api.deps import deadline, model_engine, settings
 from wane.service.api.disconnect import until_hangup
+from wane.service.api.openai_error import renamed
 from wane.service.api.routes.completions import FAILURE
 from wane.service.api.schemas.tokenizer import (
     DetokenizeBody,
@@ -19,6 +20,7 @@ from wane.service.api.schemas.tokenizer import (
     TokenizeDocument,
     TokenizerDocument,
 )
+from wane.service.errors import InvalidRequest
 
 router = APIRouter(tags=["tokenizer"], responses=FAILURE)
 
@@ -37,7 +39,10 @@ async def tokenize(request: Request) -> Response:
             if number:
                 tokens.append(engine.vocabulary.eos_id)
             if part:
-                tokens += await engine.encode(part, deadline(request), document=True)
+                try:
+                    tokens += await engine.encode(part, deadline(request), document=True)
+                except InvalidRequest as error:
+                    raise renamed(error, {"input": "prompt"}) from error
     document: TokenizeDocument = {
         "count": len(tokens),
         "max_model_len": settings(request).max_input_tokens,
