@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 import orjson
@@ -152,7 +152,7 @@ def shape(model: type[Body]) -> BodyShape:
 
 
 def _body_type(annotation: Any) -> type[Body] | None:
-    if get_origin(annotation) is UnionType:  # of a body and null
+    if get_origin(annotation) in (Union, UnionType):  # of a body and null
         annotation = next((one for one in get_args(annotation) if _body_type(one) is not None), annotation)
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
