@@ -9,7 +9,7 @@ from http import HTTPStatus
 from itertools import chain
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -23,9 +23,22 @@ from wane.service.api.dispatch import Dispatcher, Endpoint
 from wane.service.api.exchange import RequestPolicy
 from wane.service.api.inference_statistics import InferenceCounter
 from wane.service.api.middleware import RequestMiddleware
+from wane.service.api.openai_error import openai_response, problem_with_error
 from wane.service.api.openapi import complete
-from wane.service.api.problem import NOWHERE, ProblemDocument, envelope
-from wane.service.api.routes import generate, inference, models, ops, predict, repository, score, sessions, stream
+from wane.service.api.problem import NOWHERE, Envelopes, ProblemDocument, Shape, inference_error, problem
+from wane.service.api.routes import (
+    completions,
+    generate,
+    inference,
+    models,
+    ops,
+    predict,
+    repository,
+    score,
+    sessions,
+    stream,
+    tokenizer,
+)
 from wane.service.auth.guard import Authenticator
 from wane.service.auth.key_file import KeySource
 from wane.service.errors import NotFound
@@ -43,17 +56,26 @@ DESCRIPTION = (
     "Every failure is a problem document (RFC 9457)."
 )
 
-ROUTERS = (
-    predict.router,
-    score.router,
-    generate.router,
-    sessions.router,
-    stream.router,
-    models.router,
-    inference.router,
-    repository.router,
-    ops.router,
+ENVELOPES: tuple[tuple[APIRouter, Shape | None], ...] = (
+    (predict.router, problem),
+    (score.router, problem),
+    (generate.router, problem),
+    (sessions.router, problem),
+    (stream.router, problem),
+    (completions.router, openai_response),
+    (completions.chat, problem_with_error),
+    (tokenizer.router, openai_response),
+    (models.router, problem_with_error),
+    (inference.router, inference_error),
+    (repository.router, inference_error),
+    (ops.router, None),
 )
+"""Every router, with the envelope of its failures; None: that of its path."""
+
+BY_PATH: dict[str, Shape] = {"/v1/": problem_with_error, "/v2/": inference_error, "": problem}
+"""The envelope of a path without a router, by its prefix."""
+
+ROUTERS = tuple(router for router, _ in ENVELOPES)
 
 ROUTES = tuple(chain.from_iterable(router.routes for router in ROUTERS))
 
@@ -130,11 +152,12 @@ def create_app(
             await loading
         await registry.close()
 
+    shapes = [(route, shape) for router, shape in ENVELOPES if shape is not None for route in router.routes]
     policy = RequestPolicy(
         max_body_bytes=settings.max_body_bytes,
         request_timeout_ms=settings.request_timeout_ms,
         body_timeout_s=settings.body_timeout_s,
-        envelope=envelope,
+        envelope=Envelopes(shapes, BY_PATH),
         metrics=metrics,
         epochs=registry.epochs,
         tracing=tracing,
@@ -177,7 +200,8 @@ async def answer_problem(request: Request, error: Exception) -> Response:
     """Converts the framework's own errors to problem documents."""
     if isinstance(error, HTTPException) and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         error = HTTPException(error.status_code, headers={"allow": ", ".join(sorted(methods_at(request)))})
-    return envelope(request.scope, error)
+    policy: RequestPolicy = request.app.state.policy
+    return policy.envelope(request.scope, error)
 
 
 def methods_at(request: Request) -> set[str]:

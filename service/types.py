@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
@@ -88,6 +89,8 @@ SESSION_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]{1,128}")
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_PENALTY = 2
+MAX_BIAS = 100
 MAX_COMPARED_MODELS = 8
 MAX_COMPARED_WINDOWS = 32
 MAX_REPEAT = 1000
@@ -211,6 +214,7 @@ class ScoreRequest:
     """Compute the log-probability of each token, given the tokens before it. `tolerance` is the largest error that the
     method parallel may add. The method sequential adds no error. If `truncated`, the tokens are the end of a longer
     sequence. The start token is not fed, so the first token has no prediction. `cache`: see `PredictRequest`.
+    `top_k` is the number of most probable tokens to list at the position of each token; None: no list.
     """
 
     tokens: tuple[int, ...]
@@ -219,22 +223,30 @@ class ScoreRequest:
     deadline: float | None = None
     truncated: bool = False
     cache: bool = True
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)
         if self.tolerance is not None:
             _within("tolerance", self.tolerance, 0, 1)
+        if self.top_k is not None:
+            _at_least("top_k", self.top_k, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Generate up to `max_tokens` tokens that continue `tokens`. A `temperature` of 0 selects always the most probable
-    token. If `top_k` and `top_p` are None, every token can be sampled. The same `seed` gives the same text. The text
-    ends before the first of the `stop` strings. Mode auto means recurrent. `window` is for mode window. If `truncated`,
-    the tokens are the end of a longer sequence, and the start token is not fed. `cache`: see `PredictRequest`.
+    """Generate up to `max_tokens` tokens that continue `tokens`, or the tokens of `session`. The session does not
+    change. `position` is the position at which the session must be.
+
+    A `temperature` of 0 always selects the most probable token. If `top_k` and `top_p` are None, every token can be
+    sampled. The same `seed` gives the same text. `sample` is the index of a sample; samples of one seed differ. The
+    text ends before the first of the `stop` strings. Mode auto means recurrent, or the session's own mode. `window` is
+    for mode window. If `truncated`, the tokens are the end of a longer sequence, and the start token is not fed.
+    `cache`: see `PredictRequest`. `presence_penalty`, `frequency_penalty` and `logit_bias`: see `engine/logits.py`.
+    `top_logprobs` is the number of most probable tokens to list at the position of each token; None: no list.
     """
 
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
     max_tokens: int = 16
     temperature: float = 1.0
     top_k: int | None = None
@@ -246,9 +258,37 @@ class GenerateRequest:
     deadline: float | None = None
     truncated: bool = False
     cache: bool = True
+    session: str | None = None
+    position: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    top_logprobs: int | None = None
+    sample: int = 0
 
     def __post_init__(self) -> None:
-        _some_tokens(self.tokens)
+        if self.session is None:
+            _some_tokens(self.tokens)
+            if self.position is not None:
+                raise InvalidRequest("position is given without a session, whose position it is", "position")
+        elif self.tokens:
+            raise InvalidRequest(
+                "generating from a session appends nothing: give session or tokens, not both", "session"
+            )
+        elif self.truncated:
+            raise InvalidRequest("truncated cannot be combined with session", "truncated")
+        if self.position is not None:
+            _at_least("position", self.position, 0)
+        _within("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _within("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        for token, value in (self.logit_bias or {}).items():
+            if not -MAX_BIAS <= value <= MAX_BIAS:
+                raise InvalidRequest(
+                    f"logit_bias of token {token} is {value}, but must be a number from -{MAX_BIAS} to {MAX_BIAS}",
+                    "logit_bias",
+                )
+        if self.top_logprobs is not None:
+            _at_least("top_logprobs", self.top_logprobs, 0)
         _at_least("max_tokens", self.max_tokens, 1)
         if not 0 <= self.temperature < math.inf:
             raise InvalidRequest(
@@ -363,6 +403,11 @@ CacheTokens = Annotated[
     Field(description=CACHE_TOKENS),
     LEFT_OUT,
 ]
+
+PLACES = (
+    "only if the request asks for them: for each token the most probable tokens in its place, most probable first, and "
+    "the token itself at the end if it is not one of them; null for a token that has no prediction"
+)
 
 DURABLE = (
     "whether the session store has acknowledged the session's latest tokens; if false, these tokens may be lost; "
@@ -533,12 +578,13 @@ class ScoreProgress:
 class ScoredTokens:
     """An event of a stream, with the tokens from `position` on and the log-probability of each token. With `truncated`,
     it also has the error bound of each token. The first token then has no prediction, so its log-probability and its
-    error bound are null."""
+    error bound are null. With `top_k`, it also has the most probable tokens at each position."""
 
     position: int
     tokens: tuple[int, ...]
     logprobs: tuple[float | None, ...]
     error_bounds: Annotated[tuple[ErrorBound, ...] | None, LEFT_OUT] = None
+    predictions: Annotated[tuple[tuple[Prediction, ...] | None, ...] | None, Field(description=PLACES), LEFT_OUT] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,6 +618,7 @@ class Score(ScoreSummary):
     tokens: tuple[int, ...]
     logprobs: tuple[float | None, ...]
     error_bounds: Annotated[tuple[ErrorBound, ...] | None, LEFT_OUT] = None
+    predictions: Annotated[tuple[tuple[Prediction, ...] | None, ...] | None, Field(description=PLACES), LEFT_OUT] = None
 
 
 class FinishReason(StrEnum):
@@ -592,13 +639,22 @@ class GeneratedToken:
     text: str
     logprob: float
     bytes: Annotated[tuple[int, ...] | None, LEFT_OUT] = None
+    predictions: Annotated[
+        tuple[Prediction, ...] | None,
+        Field(
+            description="only with `top_logprobs`: the most probable tokens in this token's place, most probable first,"
+            " and the token itself at the end if it is not one of them; before bias and penalties"
+        ),
+        LEFT_OUT,
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finish(Served):
     """The last event of a stream. It has the whole answer, except the tokens' log-probabilities. `error_bound` is the
     largest error bound of the distributions from which the tokens were sampled. Each bound compares a distribution with
-    the never-interrupted model's distribution after the same tokens."""
+    the never-interrupted model's distribution after the same tokens. `session` and its `position` are present if the
+    generation continued a session."""
 
     text: str
     tokens: tuple[int, ...]
@@ -609,6 +665,8 @@ class Finish(Served):
     error_bound: ErrorBound
     latency: Latency
     cache_tokens: CacheTokens = field(default=None, kw_only=True)
+    session: Annotated[str | None, LEFT_OUT] = field(default=None, kw_only=True)
+    position: Annotated[int | None, LEFT_OUT] = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -616,6 +674,7 @@ class Generated(Finish):
     """The generated text and tokens."""
 
     logprobs: tuple[float, ...]
+    predictions: Annotated[tuple[tuple[Prediction, ...], ...] | None, Field(description=PLACES), LEFT_OUT] = None
 
 
 @dataclass(frozen=True, slots=True)

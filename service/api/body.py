@@ -16,7 +16,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 import orjson
@@ -157,6 +158,8 @@ def shape(model: type[Body]) -> BodyShape:
 
 
 def _body_type(annotation: Any) -> type[Body] | None:
+    if get_origin(annotation) in (Union, UnionType):  # of a body and null
+        annotation = next((one for one in get_args(annotation) if _body_type(one) is not None), annotation)
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     return annotation if isinstance(annotation, type) and issubclass(annotation, Body) else None
@@ -264,7 +267,7 @@ LARGE_BYTES = 1 << 15
 """A body of more bytes than this is decoded on the decoder's thread. Decoding a smaller body takes at most a few
 milliseconds."""
 
-MOST_FIELDS = 16
+MOST_FIELDS = 24
 """An upper bound on the number of fields of one object in a body, and on the number of their values other than token
 ids."""
 

@@ -7,8 +7,9 @@ The native protocol uses a problem document (RFC 9457, application/problem+json)
      "request_id": "...", "position": 12}
 
 Every failure of a native route has this format, including an unknown path, an unknown method and an unexpected error.
-Under /v2, failures have the format of the Open Inference Protocol, whose clients read the text in `error`. The protocol
-has no status 422: an error that is 422 elsewhere is 400 there.
+OpenAI's routes have their own format (`openai_error.py`). Under /v2, failures have the format of the Open Inference
+Protocol, whose clients read the text in `error`. The protocol has no status 422: an error that is 422 elsewhere is 400
+there.
 
     {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
 """
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Scope
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
@@ -44,6 +47,7 @@ class ProblemDocument(TypedDict):
 
 
 INTERNAL = "internal"
+PROBLEM_TYPE = "application/problem+json"
 BEARER, BASIC = 'Bearer realm="wane"', 'Basic realm="wane: a key as the password"'
 INFERENCE_PROTOCOL = "/v2"
 NOWHERE = "not found; /docs lists the paths"
@@ -101,25 +105,51 @@ def failure_document(scope: Scope, error: Exception) -> dict[str, object]:
     return described(scope, error).body(context(scope).request_id)
 
 
-def envelope(scope: Scope, error: Exception) -> Response:
-    """Returns the response to a failure, in the format of the path's protocol. Adds the failure's code to the access
-    log line."""
-    here = context(scope)
-    failure = described(scope, error)
-    here.fields["error"] = failure.code
-    document, kind = failure.body(here.request_id), "application/problem+json"
-    status = failure.status
-    if is_inference_protocol(scope["path"]):
-        kind = "application/json"
-        status = HTTPStatus.BAD_REQUEST if status == HTTPStatus.UNPROCESSABLE_ENTITY else status
-        document = {
-            "error": failure.detail,
-            "code": failure.code,
-            "retryable": failure.retryable,
-            "request_id": here.request_id,
-            **failure.extra,
-        }
-    return Response(json.dumps(document), status, failure.headers, kind)
+def problem(failure: Failure, request_id: str) -> Response:
+    """Returns a problem document."""
+    return Response(json.dumps(failure.body(request_id)), failure.status, failure.headers, PROBLEM_TYPE)
+
+
+def inference_error(failure: Failure, request_id: str) -> Response:
+    """Returns the failure in the format of the Open Inference Protocol."""
+    status = HTTPStatus.BAD_REQUEST if failure.status == HTTPStatus.UNPROCESSABLE_ENTITY else failure.status
+    document = {
+        "error": failure.detail,
+        "code": failure.code,
+        "retryable": failure.retryable,
+        "request_id": request_id,
+        **failure.extra,
+    }
+    return Response(json.dumps(document), status, failure.headers, "application/json")
+
+
+Shape = Callable[[Failure, str], Response]
+"""Makes the response to a failure of a request with this id."""
+
+
+class Envelopes:
+    """Turns an exception into a response of the protocol of the request's router."""
+
+    def __init__(self, shapes: Sequence[tuple[BaseRoute, Shape]], others: Mapping[str, Shape]) -> None:
+        """`shapes` of the routes' paths, for every method; `others` by the prefix of a path without a route. The shape
+        of the empty prefix is that of all other paths."""
+        self._shapes = [
+            (route.path_regex, shape) for route, shape in shapes if isinstance(route, Route | WebSocketRoute)
+        ]
+        self._others = others
+
+    def __call__(self, scope: Scope, error: Exception) -> Response:
+        """Returns the response to a failure. Adds the failure's code to the access log."""
+        here = context(scope)
+        failure = described(scope, error)
+        here.fields["error"] = failure.code
+        return self._shape(scope["path"].removeprefix(scope.get("root_path", "")))(failure, here.request_id)
+
+    def _shape(self, path: str) -> Shape:
+        for pattern, shape in self._shapes:
+            if pattern.match(path):
+                return shape
+        return next(shape for prefix, shape in self._others.items() if path.startswith(prefix))
 
 
 def is_inference_protocol(path: str) -> bool:

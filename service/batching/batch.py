@@ -17,7 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.manifest import Role
-from wane.service.runners.runner import ERROR, LOG_SUM_EXP, NEXT, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner
+from wane.service.runners.runner import (
+    ERROR,
+    HIDDENS,
+    LOG_SUM_EXP,
+    NEXT,
+    RADIUS,
+    STREAM,
+    TOP_IDS,
+    TOP_LOGITS,
+    Array,
+    Runner,
+)
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
 FEW = 5
@@ -92,7 +103,7 @@ MOST_POSITIONS: dict[Role, int] = {"window": 4_096, "advance": 4_096, "scan": 2_
 FINITE = ("logits", HIDDEN, "logprobs")
 """Outputs that must be finite in every answer."""
 
-ANSWERS = (*FINITE, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
+ANSWERS = (*FINITE, HIDDENS, TOP_LOGITS, TOP_IDS, LOG_SUM_EXP)
 """Outputs that a `Row` returns. All other outputs are written to the state pool or become a `Row`'s radius and
 trace."""
 
@@ -102,7 +113,8 @@ class Work:
     """One work item: a row of a batch of `role`.
 
     tokens: int64 (n), with n >= 1. For step n is 1, and a tuple is allowed. For head tokens is None. targets: int64
-    (n), for scan only. The run reads the state from slot `read` and writes the next state to slot `write`. A window
+    (n), for scan only. hidden: float32 (H), for head only: the output layer's input, or None for that of the state in
+    slot `read`. The run reads the state from slot `read` and writes the next state to slot `write`. A window
     ignores `read` and starts from the zero state. If `write` is None, the next state is dropped. Once `binding` work is
     in a batch, its request is completed even if its caller leaves. `chunk` marks one of a sequence's parallel chunks.
     The scheduler does not limit a batch of chunks by its run time, because the code that cut the sequence has chosen
@@ -116,6 +128,7 @@ class Work:
     write: int | None = None
     binding: bool = False
     chunk: bool = False
+    hidden: NDArray[np.float32] | None = None
 
     @property
     def length(self) -> int:
@@ -250,7 +263,7 @@ def _run(
     reads = [work.read for work in works]
     feeds: dict[str, Array]
     if role == "head":
-        feeds = {HIDDEN: pool.gather_hidden(reads)}
+        feeds = {HIDDEN: _hidden(works, pool)}
     else:
         feeds = _tokens(works)
         if role != "window":
@@ -266,6 +279,14 @@ def _run(
         Row(shared, row, radii[row], traces[row]) if finite else FloatingPointError("the model's output is not finite")
         for row, finite in enumerate(_finite([answers[name] for name in FINITE if name in answers], len(works)))
     ]
+
+
+def _hidden(works: Sequence[Work], pool: StatePool) -> NDArray[np.float32]:
+    """Returns the input of the output layer for each item of a batch of role head: float32 (B, H)."""
+    if all(work.hidden is None for work in works):
+        return pool.gather_hidden([work.read for work in works])
+    rows = [pool.gather_hidden([work.read])[0] if work.hidden is None else work.hidden for work in works]
+    return np.stack(rows)
 
 
 def _finite(arrays: Sequence[Array], count: int) -> list[bool]:

@@ -32,7 +32,7 @@ from wane.service.batching.batch import Row, Work
 from wane.service.batching.batcher import Batcher
 from wane.service.batching.ticket import Ticket, WorkItem
 from wane.service.chunked.layout import SEGMENT_TOKENS, ChunkLayout, ThroughputProfile, lay_out
-from wane.service.runners.runner import NEXT, Array
+from wane.service.runners.runner import HIDDENS, NEXT, Array
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
 States = Mapping[str, Array]
@@ -179,11 +179,13 @@ class ChunkPlan:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Progress of a run. `done`: the number of tokens run so far. `logprobs`: float64 (n), the log-probabilities of the
-    next n tokens; None until their whole segment has run."""
+    next n tokens; None until their whole segment has run. `hiddens`: float32 (n, H), the output layer's input after
+    each token, if the tokens ran in order and the graph outputs it."""
 
     done: int
     plan: ChunkPlan
     logprobs: NDArray[np.float64] | None = None
+    hiddens: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +276,8 @@ class ChunkedRunner:
                 work = Work(role, tokens[start:stop], part, read=here, write=write, binding=binding)
                 row = await self._batcher.submit(work, ticket)
                 logprobs = None if row.logprobs is None else row.logprobs[: stop - start].astype(np.float64)
-                yield Piece(stop, plan, logprobs)
+                hiddens = row.output(HIDDENS)
+                yield Piece(stop, plan, logprobs, None if hiddens is None else hiddens[: stop - start])
             else:
                 segment = ChunkBatch(role, layout, tokens[start:stop], part, self._pool.gather([ZERO]))
                 with ExitStack() as held:

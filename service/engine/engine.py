@@ -39,6 +39,7 @@ from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Backlog
 from wane.service.engine.columns import PendingStep, StepColumns, StepReceiver
 from wane.service.engine.forward import PIECE_TOKENS, Forward
+from wane.service.engine.generate import SessionSource
 from wane.service.engine.housekeeping import Housekeeper
 from wane.service.engine.limits import Limits
 from wane.service.engine.pending import Admission, Pending
@@ -49,10 +50,11 @@ from wane.service.engine.stats import ModelReport, Stats
 from wane.service.engine.step import SessionSteps
 from wane.service.engine.stream import Stream
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
+from wane.service.engine.top_places import TopPlaces
 from wane.service.errors import InvalidRequest, Unavailable
 from wane.service.observability.metrics import Metrics
 from wane.service.observability.tracing import CURRENT
-from wane.service.runners.runner import RADIUS, TOP_IDS, Runner
+from wane.service.runners.runner import HIDDENS, RADIUS, TOP_IDS, Runner
 from wane.service.sessions.record import TokenHistory
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions
@@ -73,6 +75,7 @@ from wane.service.types import (
     Mode,
     NewSession,
     Owner,
+    Prediction,
     PredictRequest,
     Score,
     ScoredTokens,
@@ -172,7 +175,8 @@ class Engine:
         self._stats = Stats(metrics, name)
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
         cache = None if manifest.cache is None else CacheMixture(manifest.cache, vocabulary.size)
-        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, cache)
+        places = TopPlaces(self.batcher, self.forward, vocabulary, cache, has_hiddens=HIDDENS in runner.outputs("scan"))
+        self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, cache)
         self.answer_builder = AnswerBuilder(
             manifest, vocabulary, margin, self.forward, self._stats, self._prover, cache
         )
@@ -464,9 +468,11 @@ class Engine:
         """Returns one log-probability for each token of the request. Raises InvalidRequest, TooLarge."""
         logprobs: list[float | None] = []
         error_bounds: list[float | None] = []
+        places: list[tuple[Prediction, ...] | None] = []
         async with aclosing(await self.scoring(request)) as scoring:
             async for item in scoring:
                 if isinstance(item, ScoredTokens):
+                    places.extend(item.predictions or ())
                     logprobs.extend(item.logprobs)
                     error_bounds.extend(item.error_bounds or ())
                 elif isinstance(item, ScoreSummary):
@@ -475,6 +481,7 @@ class Engine:
                         tokens=request.tokens,
                         logprobs=tuple(logprobs),
                         error_bounds=tuple(error_bounds) if request.truncated else None,
+                        predictions=None if request.top_k is None else tuple(places),
                     )
         raise AssertionError("a score ended without a summary: this is a bug")
 
@@ -484,6 +491,7 @@ class Engine:
         The caller must close it (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
         """
         self._limits.tokens(request.tokens, document=True)
+        self._limits.places(request)
         with ExitStack() as stack:
             stack.enter_context(self.admission.admitted())
             share = stack.enter_context(self.backlog.share(self.scorer.seconds(request), request.deadline))
@@ -516,20 +524,31 @@ class Engine:
         self._stats.answered("compare", Mode.BOTH)
         return compared
 
+    def check_generation(self, request: GenerateRequest) -> None:
+        """Raises InvalidRequest or TooLarge if the request exceeds a limit."""
+        self._limits.tokens(request.tokens)
+        self._limits.generated(request.max_tokens)
+        self._limits.preferences(request)
+        if request.window is not None:
+            self._limits.of_window(request.window)
+
     async def generate(self, request: GenerateRequest) -> Stream[GeneratedToken | Finish]:
         """Checks the request and runs its prompt, then returns a stream of tokens that ends with a `Finish`.
 
-        The caller must close it (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
+        The caller must close it (`contextlib.aclosing`). Raises InvalidRequest, TooLarge, UnknownSession,
+        PositionConflict.
         """
-        self._limits.tokens(request.tokens)
-        self._limits.generated(request.max_tokens)
-        if request.window is not None:
-            self._limits.of_window(request.window)
+        self.check_generation(request)
         with ExitStack() as stack:
             stack.enter_context(self.admission.admitted())
             expected_s = self.predictor.generation_seconds(request)
             share = stack.enter_context(self.backlog.share(expected_s, request.deadline))
-            items = self.predictor.generate(request, self.identity, Ticket(request.deadline), share, stack)
+            ticket = Ticket(request.deadline)
+            if request.session is None:
+                items = self.predictor.generate(request, self.identity, ticket, share, stack)
+            else:
+                source = SessionSource(partial(self.steps.begin, request, request.session, ticket, stack))
+                items = self.predictor.continued(request, self.identity, source, ticket, share)
             generation = await Stream.begin(items, share, stack)
         self._stats.answered("generate", Mode.WINDOW if request.mode is Mode.WINDOW else Mode.RECURRENT)
         return generation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,6 +129,10 @@ class Forward:
             return RunResult(row)
         await self.parallel.advance(tokens, ticket, read=read, write=write, binding=binding)
         return await self.again(write, ticket, binding=binding)
+
+    def lease(self) -> AbstractContextManager[int]:
+        """Like `StatePool.lease`."""
+        return self._pool.lease()
 
     async def again(self, slot: int, ticket: Ticket, *, binding: bool = False) -> RunResult:
         """Returns the output for the state in `slot`, without running a token."""

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,8 +21,40 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
-from wane.service.engine.logits import Sampler
-from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateRequest, Identity, Mode, StateSource
+from wane.service.engine.logits import Preferences, Sampler, log_softmax, most_probable
+from wane.service.types import (
+    Finish,
+    FinishReason,
+    GeneratedToken,
+    GenerateRequest,
+    Identity,
+    Mode,
+    StateSource,
+    id_of,
+)
+
+
+class TextPieces:
+    """Turns tokens into pieces of text, which join to `Vocabulary.decode` of all tokens.
+
+    A piece is empty while a UTF-8 character is incomplete.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.separator = {"bpe": "", "words": " ", "events": "\n"}[vocabulary.kind]
+        """The text between two tokens."""
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_first = True
+
+    def push(self, token: int, *, final: bool = False) -> str:
+        """Returns the text that a token adds; `final`: an incomplete character ends as U+FFFD."""
+        vocabulary = self._vocabulary
+        if vocabulary.kind == "bpe":
+            raw = b"\n" if token == vocabulary.eos_id else vocabulary.token_bytes(token)
+            return self._decoder.decode(raw, final)
+        before, self._is_first = "" if self._is_first else self.separator, False
+        return before + vocabulary.decode([token])
 
 
 class TextStream:
@@ -39,7 +72,7 @@ class TextStream:
         self.stopped = False
         self._vocabulary = vocabulary
         self._stop = tuple(stop)
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._pieces = TextPieces(vocabulary)
         self._withheld = ""
         self._text: list[str] = []
 
@@ -56,7 +89,7 @@ class TextStream:
         if self._vocabulary.kind == "events" and token == self._vocabulary.eos_id:
             self.stopped = True
             return self._give(len(self._withheld))
-        self._withheld += self._piece(token, final)
+        self._withheld += self._pieces.push(token, final=final)
         found = [at for stop in self._stop if (at := self._withheld.find(stop)) >= 0]
         if found:
             self.stopped = True
@@ -77,22 +110,32 @@ class TextStream:
                 return length
         return 0
 
-    def _piece(self, token: int, final: bool) -> str:
-        """Returns the text that a token adds. The concatenated pieces are equal to `Vocabulary.decode` of all
-        tokens."""
-        vocabulary = self._vocabulary
-        if vocabulary.kind == "bpe":
-            raw = b"\n" if token == vocabulary.eos_id else vocabulary.token_bytes(token)
-            return self._decoder.decode(raw, final)
-        separator = "\n" if vocabulary.kind == "events" else " "
-        return (separator if len(self.tokens) > 1 else "") + vocabulary.decode([token])
+
+@dataclass(slots=True)
+class Prompt:
+    """The sequence that a generation continues.
+
+    `position` is the number of its tokens. The state of the answer has read the last `known` of them. `history` are the
+    last tokens, without the start token: at least as many as a cache holds. If the beginning of the sequence is
+    unknown, `history` has all known tokens, and `position` is one more than their number.
+    """
+
+    history: Sequence[int]
+    position: int
+    known: int
+    state: StateSource = StateSource.FULL
+    session: str | None = None
 
 
 class Source(Protocol):
-    """Computes the next-token distributions of a generation. `window` is k in mode window; None in mode recurrent."""
+    """Computes the next-token distributions of a generation. `window` is k in mode window; None in mode recurrent.
+    `start` is the prompt. It is known after the prompt has run."""
 
     @property
     def window(self) -> int | None: ...
+
+    @property
+    def start(self) -> Prompt: ...
 
     async def prompt(self) -> RunResult:
         """Runs the prompt."""
@@ -104,14 +147,25 @@ class Source(Protocol):
 
 
 class RecurrentSource:
-    """Runs one step for each token, from the state in a slot."""
+    """Runs one step for each token, and writes the states to a slot. `read`: the slot of the state after the prompt, if
+    it is another one, which stays unchanged."""
 
     window = None
 
-    def __init__(self, forward: Forward, input_ids: NDArray[np.int64], slot: int, ticket: Ticket) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        input_ids: NDArray[np.int64],
+        start: Prompt,
+        slot: int,
+        ticket: Ticket,
+        read: int | None = None,
+    ) -> None:
+        self.start = start
         self._forward = forward
         self._input_ids = input_ids
         self._slot = slot
+        self._read = slot if read is None else read
         self._ticket = ticket
 
     async def prompt(self) -> RunResult:
@@ -119,20 +173,19 @@ class RecurrentSource:
 
     async def feed(self, token: int) -> RunResult:
         tokens = np.array([token], np.int64)
-        return await self._forward.append(tokens, self._ticket, read=self._slot, write=self._slot)
+        read, self._read = self._read, self._slot
+        return await self._forward.append(tokens, self._ticket, read=read, write=self._slot)
 
 
 class WindowSource:
-    """Runs the last k tokens again for each generated token.
+    """Runs the last k tokens again for each generated token. `input_ids` end at the position of `start`."""
 
-    `position` is the position after `input_ids`. For a truncated sequence it is one more than the number of tokens.
-    """
-
-    def __init__(self, forward: Forward, input_ids: NDArray[np.int64], position: int, k: int, ticket: Ticket) -> None:
+    def __init__(self, forward: Forward, input_ids: NDArray[np.int64], start: Prompt, k: int, ticket: Ticket) -> None:
         self.window = k
+        self.start = start
         self._forward = forward
-        self._position = position
-        self._context_ids = tail(input_ids, position, k)
+        self._position = start.position
+        self._context_ids = tail(input_ids, start.position, k)
         self._ticket = ticket
 
     async def prompt(self) -> RunResult:
@@ -142,6 +195,34 @@ class WindowSource:
         self._position += 1
         self._context_ids = tail(np.append(self._context_ids, token), self._position, self.window)
         return await self._forward.window(self._context_ids, self._ticket)
+
+
+class SessionSource:
+    """Continues a session. `begin` runs the session, and returns the source of the next tokens and the first result."""
+
+    def __init__(self, begin: Callable[[], Awaitable[tuple[Source, RunResult]]]) -> None:
+        self._begin = begin
+        self._source: Source | None = None
+
+    @property
+    def window(self) -> int | None:
+        return self._begun.window
+
+    @property
+    def start(self) -> Prompt:
+        return self._begun.start
+
+    async def prompt(self) -> RunResult:
+        self._source, result = await self._begin()
+        return result
+
+    async def feed(self, token: int) -> RunResult:
+        return await self._begun.feed(token)
+
+    @property
+    def _begun(self) -> Source:
+        assert self._source is not None, "a session is continued before it was run: this is a bug"
+        return self._source
 
 
 async def generate(
@@ -156,27 +237,39 @@ async def generate(
 ) -> AsyncGenerator[GeneratedToken | Finish, None]:
     """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`. `cache`: see
     `RunResult.mix`."""
-    sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed)
+    preferences: Preferences | None = None
+    if request.presence_penalty or request.frequency_penalty or request.logit_bias:
+        preferences = Preferences(
+            vocabulary.size, request.logit_bias or {}, request.presence_penalty, request.frequency_penalty
+        )
+    sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed, request.sample, preferences)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
     with until(request.deadline):
         result = await source.prompt()
+    start = source.start
     while True:
-        position = len(request.tokens) + len(stream.tokens)
-        known = position if source.window is None else min(source.window, position)
-        result = result.mix(cache, [*request.tokens, *stream.tokens], position + request.truncated)
-        found = bound(manifest.certificate, known, position + request.truncated, result.radius)
+        position, known = start.position + len(stream.tokens), start.known + len(stream.tokens)
+        if source.window is not None:
+            known = min(source.window, known)
+        if cache is not None:
+            result = result.mix(cache, [*start.history, *stream.tokens], position)
+        found = bound(manifest.certificate, known, position, result.radius)
         found = result.bound(found)
         bounds.append(None if found is None else found.variation)
-        token, logprob = sampler.draw(result.logits)
+        logprobs = log_softmax(result.logits)
+        token = sampler.choose(logprobs)
         is_last = len(stream.tokens) + 1 == request.max_tokens
         partial = vocabulary.partial_bytes(token)
         yield GeneratedToken(
             token_id=token,
             token=vocabulary.token(token),
             text=stream.push(token, final=is_last),
-            logprob=logprob,
+            logprob=float(logprobs[token]),
             bytes=None if partial is None else tuple(partial),
+            predictions=None
+            if request.top_logprobs is None
+            else most_probable(logprobs, request.top_logprobs, token, vocabulary),
         )
         share.progress(len(stream.tokens) / request.max_tokens)
         if is_last or stream.stopped:
@@ -190,8 +283,10 @@ async def generate(
         finish_reason=FinishReason.STOP if stream.stopped else FinishReason.LENGTH,
         mode=Mode.RECURRENT if source.window is None else Mode.WINDOW,
         window=source.window,
-        state=StateSource.FULL if source.window is None else StateSource.WINDOW,
+        state=start.state if source.window is None else StateSource.WINDOW,
         error_bound=largest(bounds),
         latency=ticket.latency(),
         cache_tokens=None if result.mixed is None else result.mixed.tokens,
+        session=None if start.session is None else id_of(start.session),
+        position=None if start.session is None else start.position,
     )

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from wane.models.manifest import Manifest
+from wane.service.engine.logits import FORBID
 from wane.service.errors import InvalidRequest, TooLarge, truncate_repr
 from wane.service.settings import Settings
+from wane.service.types import GenerateRequest, ScoreRequest
 
 
 class Limits:
@@ -52,6 +54,34 @@ class Limits:
         most = self._settings.top_k_limit
         if top_k > most:
             raise InvalidRequest(f"top_k is {top_k}, but must be at most {most}", "top_k")
+
+    def places(self, request: ScoreRequest) -> None:
+        """Raises InvalidRequest or TooLarge if a score lists too many tokens in each place, or in all."""
+        if request.top_k is None:
+            return
+        self.top_k(request.top_k)
+        listed, most = len(request.tokens) * request.top_k, self._settings.max_scored_tokens
+        if listed > most:
+            raise TooLarge(f"{len(request.tokens)} tokens with {request.top_k} each list more than {most} tokens")
+
+    def preferences(self, request: GenerateRequest) -> None:
+        """Raises InvalidRequest if `logit_bias` names a token that there is not, or forbids all, or if `top_logprobs`
+        is over the limit."""
+        if request.top_logprobs is not None and request.top_logprobs > self._settings.top_k_limit:
+            raise InvalidRequest(
+                f"top_logprobs is {request.top_logprobs}, but must be at most {self._settings.top_k_limit}",
+                "top_logprobs",
+            )
+        bias = request.logit_bias or {}
+        for token in bias:
+            if not 0 <= token < self._size:
+                raise InvalidRequest(
+                    f"logit_bias has the id {truncate_repr(token)}, but the vocabulary has {self._size} tokens "
+                    f"(0..{self._size - 1})",
+                    "logit_bias",
+                )
+        if len(bias) == self._size and max(bias.values()) <= FORBID:
+            raise InvalidRequest("logit_bias forbids every token of the vocabulary", "logit_bias")
 
     def windows(self, windows: Sequence[int]) -> None:
         """Calls `of_window` for each window."""

@@ -1,7 +1,9 @@
-"""Computes log-probabilities and the most probable tokens from logits, and samples by temperature, top-k and top-p."""
+"""Computes log-probabilities and the most probable tokens from logits, and samples: by bias and penalties, temperature,
+top-k and top-p."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -56,21 +58,104 @@ def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Predicti
     )
 
 
-class Sampler:
-    """Draws tokens. Equal seeds and logits give equal tokens."""
+def most_probable(
+    logprobs: NDArray[np.float64], count: int, also: int, vocabulary: Vocabulary
+) -> tuple[Prediction, ...]:
+    """Returns the `count` most probable tokens, as in `predictions`, and the token `also` at the end if it is not one
+    of them. Its log-probability is the same float as in `logprobs`, float64 (V)."""
+    count = min(count, len(logprobs))
+    ids: list[int] = []
+    if count:
+        least = np.partition(logprobs, -count)[-count]
+        candidates = np.flatnonzero(logprobs >= least)  # includes all ties for the last place
+        ids = candidates[np.argsort(-logprobs[candidates], kind="stable")][:count].tolist()
+    if also not in ids:
+        ids.append(also)
+    texts, partials = vocabulary.texts, vocabulary.partials
+    found = logprobs[ids]
+    return tuple(
+        [
+            _made((token, texts[token], probability, logprob, partials[token]))
+            for token, probability, logprob in zip(ids, np.exp(found).tolist(), found.tolist(), strict=True)
+        ]
+    )
 
-    def __init__(self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> None:
-        """`temperature` 0 always draws the most probable token. top_k or top_p excludes no tokens if it is None."""
+
+FORCE, FORBID = 100.0, -100.0
+"""The biases by which a token is always, or never, drawn."""
+
+
+class Preferences:
+    """What is added to log-probabilities before a token is drawn: a bias by token, and penalties for the tokens that
+    were drawn before.
+
+    `presence` is subtracted from a token that was drawn, and `frequency` for each time that it was drawn. If any token
+    has the bias FORCE, only tokens with that bias are drawn. Tokens with the bias FORBID are never drawn.
+    """
+
+    def __init__(self, size: int, bias: Mapping[int, float], presence: float, frequency: float) -> None:
+        """`size` of the vocabulary; `bias` by token id. At least one token must remain."""
+        self._presence = presence
+        self._frequency = frequency
+        self._drawn: dict[int, int] = {}
+        self._bias = np.zeros(size)
+        forced = [token for token, value in bias.items() if value >= FORCE]
+        for token, value in bias.items():
+            self._bias[token] = -np.inf if value <= FORBID else value
+        if forced:
+            allowed = np.full(size, -np.inf)
+            allowed[forced] = 0.0
+            self._bias = allowed
+
+    def apply(self, logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the values to draw from: float64 (V), -inf for a token that is never drawn."""
+        preferred: NDArray[np.float64] = logprobs + self._bias
+        for token, times in self._drawn.items():
+            preferred[token] -= self._presence + self._frequency * times
+        return preferred
+
+    def note(self, token: int) -> None:
+        """Counts a token that was drawn."""
+        if self._presence or self._frequency:
+            self._drawn[token] = self._drawn.get(token, 0) + 1
+
+
+class Sampler:
+    """Draws tokens. Equal seeds, samples and logits give equal tokens."""
+
+    def __init__(
+        self,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        seed: int | None,
+        sample: int = 0,
+        preferences: Preferences | None = None,
+    ) -> None:
+        """`temperature` 0 always draws the most probable token. top_k or top_p excludes no tokens if it is None.
+        `sample` is the index of a sample; samples of one seed with different indices differ."""
         self._temperature = temperature
         self._top_k = top_k
         self._top_p = top_p
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng([seed, sample] if sample and seed is not None else seed)
+        self._preferences = preferences
 
     def draw(self, logits: NDArray[np.float32]) -> tuple[int, float]:
-        """Draws a token. Returns the token and its log-probability at temperature 1, without top-k and top-p."""
+        """Draws a token. Returns the token and its log-probability at temperature 1, without bias, penalties, top-k and
+        top-p."""
         logprobs = log_softmax(logits)
-        token = int(logprobs.argmax()) if self._temperature == 0 else self._sample(logprobs)
+        token = self.choose(logprobs)
         return token, float(logprobs[token])
+
+    def choose(self, logprobs: NDArray[np.float64]) -> int:
+        """Draws a token by its log-probability at temperature 1: float64 (V)."""
+        preferences = self._preferences
+        if preferences is not None:
+            logprobs = preferences.apply(logprobs)
+        token = int(logprobs.argmax()) if self._temperature == 0 else self._sample(logprobs)
+        if preferences is not None:
+            preferences.note(token)
+        return token
 
     def _sample(self, logprobs: NDArray[np.float64]) -> int:
         """Applies the temperature, top-k and top-p, and draws a token. Top-p keeps the fewest tokens with a total
@@ -79,6 +164,8 @@ class Sampler:
         with np.errstate(over="ignore"):
             scaled = (logprobs - logprobs.max()) / self._temperature
         order = np.argsort(-scaled, kind="stable")[: self._top_k]
+        if self._preferences is not None:
+            order = order[np.isfinite(scaled[order])]  # without the tokens that are never drawn
         weights = np.exp(scaled[order])
         weights /= weights.sum()
         cumulative = np.cumsum(weights)

@@ -18,7 +18,7 @@ from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import meets
 from wane.service.engine.forward import Forward, sequence, tail
-from wane.service.engine.generate import RecurrentSource, Source, WindowSource, generate
+from wane.service.engine.generate import Prompt, RecurrentSource, Source, WindowSource, generate
 from wane.service.engine.limits import Limits
 from wane.service.state.pool import StatePool
 from wane.service.types import Answer, Finish, GeneratedToken, GenerateRequest, Identity, Mode, PredictRequest
@@ -131,12 +131,18 @@ class Predictor:
         mode.
         """
         input_ids = self._sequence(request)
+        start = Prompt(request.tokens, len(request.tokens) + request.truncated, len(request.tokens))
         source: Source
         if request.mode is Mode.WINDOW:
-            position = len(request.tokens) + request.truncated
-            source = WindowSource(self._forward, input_ids, position, request.window or self._limits.window, ticket)
+            source = WindowSource(self._forward, input_ids, start, request.window or self._limits.window, ticket)
         else:
             slot = held.enter_context(self._pool.lease())
-            source = RecurrentSource(self._forward, input_ids, slot, ticket)
+            source = RecurrentSource(self._forward, input_ids, start, slot, ticket)
+        return self.continued(request, identity, source, ticket, share)
+
+    def continued(
+        self, request: GenerateRequest, identity: Identity, source: Source, ticket: Ticket, share: Share
+    ) -> AsyncGenerator[GeneratedToken | Finish, None]:
+        """Like `generate`, from any source."""
         cache = self._answer_builder.cache if request.cache else None
         return generate(request, identity, self._manifest, self._vocabulary, source, ticket, share, cache)

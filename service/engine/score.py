@@ -41,9 +41,11 @@ from wane.service.chunked.chunked import EXACT, IN_ORDER, ChunkedRunner, ChunkPl
 from wane.service.engine import bounds
 from wane.service.engine.backlog import Share
 from wane.service.engine.forward import sequence
+from wane.service.engine.top_places import TopPlaces
 from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import (
     Identity,
+    Prediction,
     ScoredTokens,
     ScoreMethod,
     ScoreProgress,
@@ -99,9 +101,12 @@ class Scorer:
         pool: StatePool,
         cost_model: CostModel,
         executor: Executor,
+        places: TopPlaces,
         cache: CacheMixture | None = None,
     ) -> None:
-        """`executor` runs computations that would block the event loop. `cache` is the model's cache, if it has one."""
+        """`executor` runs computations that would block the event loop. `places` lists the most probable tokens at the
+        position of each token. `cache` is the model's cache, if it has one."""
+        self._places = places
         self.propagation: Propagation | None = None
         self._certificate = manifest.certificate
         self._state = manifest.state
@@ -142,7 +147,7 @@ class Scorer:
         with until(request.deadline):
             mixed = await self._mixed(request, input_ids)
         demand = None
-        if request.method is ScoreMethod.PARALLEL:
+        if request.method is ScoreMethod.PARALLEL and request.top_k is None:
             with until(request.deadline):
                 demand = await self._demand(request.tolerance)
         unpredicted = (None,) if request.truncated else ()  # without a start token, the first token has no prediction
@@ -170,7 +175,14 @@ class Scorer:
                             worst.append(bounds.largest(found))
                             error_bounds = (*before, *found)
                         end = settled + len(logprobs)
-                        yield ScoredTokens(settled, request.tokens[settled:end], logprobs, error_bounds)
+                        listed: tuple[tuple[Prediction, ...] | None, ...] | None = None
+                        if request.top_k is not None:
+                            with until(request.deadline):
+                                found_there = await self._places.find(
+                                    request, input_ids, predicted - len(found_here), piece.hiddens, found_here, ticket
+                                )
+                            listed = (*before, *found_there)
+                        yield ScoredTokens(settled, request.tokens[settled:end], logprobs, error_bounds, listed)
                         settled = end
                         total += float(found_here.sum())
                     yield ScoreProgress(piece.done + len(unpredicted), len(request.tokens))
@@ -178,7 +190,8 @@ class Scorer:
                 await pieces.aclose()
         share.progress(1)
         if not settled:  # the only token has no prediction, so nothing was run
-            yield ScoredTokens(0, request.tokens, unpredicted, unpredicted)
+            none_listed = None if request.top_k is None else unpredicted
+            yield ScoredTokens(0, request.tokens, unpredicted, unpredicted, none_listed)
             yield ScoreProgress(1, 1)
             settled, worst = 1, [None]
         with until(request.deadline):

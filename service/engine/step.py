@@ -6,6 +6,8 @@ between, the next state is computed in a new slot. A failure before the commit t
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,16 +20,27 @@ from wane.service.engine import routing
 from wane.service.engine.answer import AnswerBuilder, AnswerPlan, ModeResult
 from wane.service.engine.bounds import Bound, bound, meets
 from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
+from wane.service.engine.generate import Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
 from wane.service.engine.logits import log_softmax
-from wane.service.errors import InvalidRequest
+from wane.service.errors import InvalidRequest, PositionConflict
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.sessions.sessions import Sessions, StepKind, conflict
 from wane.service.sessions.stores.store import SessionRecord
 from wane.service.state.cache import CachedState
 from wane.service.state.pool import ZERO, StatePool
-from wane.service.types import Answer, Identity, Mode, PredictRequest, SessionView, StateSource, StepRequest, id_of
+from wane.service.types import (
+    Answer,
+    GenerateRequest,
+    Identity,
+    Mode,
+    PredictRequest,
+    SessionView,
+    StateSource,
+    StepRequest,
+    id_of,
+)
 
 RETRIES = 3  # retries of a step after another writer committed first
 NO_TOKENS = np.empty(0, np.int64)
@@ -133,6 +146,58 @@ class SessionSteps:
             raise conflict(await sessions.read(request.session), request.expected_position)
         finally:
             sessions.locks.leave(request.session)
+
+    async def begin(
+        self, request: GenerateRequest, session: str, ticket: Ticket, held: ExitStack
+    ) -> tuple[Source, RunResult]:
+        """Runs a session for a generation that continues it. Returns the source of the next tokens and the first
+        result. `held` keeps the states. The session stays as it is, except that a rebuilt state becomes resident.
+
+        Raises UnknownSession, PositionConflict, InvalidRequest."""
+        async with self._sessions.locks.held(session):
+            record = await self._sessions.read(session)
+            if request.position not in (None, record.position):
+                raise PositionConflict(
+                    f"the session is at position {record.position}, but the request expects {request.position}",
+                    record.position,
+                )
+            await self._sessions.touch(session)
+            mode = routing.of_session(request.mode, record.mode)
+            if request.window is not None and mode is not Mode.WINDOW:
+                raise InvalidRequest(f"window is given, but the session answers by mode {mode}", "window")
+            input_ids = context_ids = record.tail.ids()
+            history: list[int] = input_ids[max(len(input_ids) - record.position, 0) :].tolist()
+            if mode is Mode.WINDOW:
+                held_tokens, known = len(input_ids), record.position - record.dropped_tokens
+                plan = self._plan(mode, record.position, request.window, held_tokens, False, record.dropped_tokens)
+                assert plan.window is not None, "a window without a k: this is a bug"
+                start = Prompt(history, record.position, known, StateSource.WINDOW, session)
+                window = WindowSource(self._forward, input_ids, start, plan.window, ticket)
+                return window, await window.prompt()
+            base, rebuilt = self._base(record, needed=True)
+            dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
+            if base is None and routing.is_free(request.mode, record.mode):
+                context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens)
+            self._record_hit(record, found=not rebuilt)
+            if base is not None and base.position == record.position:
+                read = base.slot
+                held.enter_context(self._pool.hold(read))
+                result = await self._forward.again(read, ticket)
+            else:
+                read = held.enter_context(self._pool.lease())
+                with self._pool.hold(ZERO if base is None else base.slot):
+                    if base is None:
+                        result = await self._forward.full(context_ids, ticket, write=read)
+                    else:
+                        missed = self._missed(record, base)
+                        result = await self._forward.append(missed, ticket, read=base.slot, write=read)
+                self._sessions.keep(record, read, dropped_tokens)
+            if rebuilt:
+                self._sessions.count_rebuilt()
+        origin = StateSource.REBUILT if rebuilt else StateSource.RESIDENT
+        start = Prompt(history, record.position, record.position - dropped_tokens, origin, session)
+        slot = held.enter_context(self._pool.lease())
+        return RecurrentSource(self._forward, input_ids, start, slot, ticket, read=read), result
 
     def seconds(self, request: StepRequest) -> float:
         """Returns the expected seconds of a step's runs; 0 if the step is short."""

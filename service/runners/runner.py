@@ -12,6 +12,7 @@ from wane.models.manifest import Role
 Array = NDArray[Any]
 NEXT = "next."  # a graph's output `next.layers.0.h` is the new value of its input `layers.0.h`
 RADIUS = "radius"
+HIDDENS = "hiddens"
 TOP_LOGITS, TOP_IDS, LOG_SUM_EXP = "top_logits", "top_ids", "log_sum_exp"
 STREAM = "stream"
 ERROR = "error."  # a graph's output `error.layers.0.s` is the error bound of the state `layers.0.s`
@@ -32,12 +33,14 @@ class Runner(Protocol):
         step     tokens (B), <state>                 -> logits (B, V), <top>, hidden (B, H), <next>
         window   tokens (B, T), lengths (B)          -> logits (B, V), <top>, hidden (B, H), <next>, <bound>
         advance  tokens (B, T), lengths (B), <state> -> hidden (B, H), <next>
-        scan     like advance, with targets (B, T)   -> logprobs (B, T), hidden (B, H), <next>
+        scan     like advance, with targets (B, T)   -> logprobs (B, T), hiddens (B, T, H), hidden (B, H), <next>
         head     hidden (B, H)                       -> logits (B, V), <top>
 
     `<top>` stands for `top_logits` (B, K), the largest logits in descending order, `top_ids` (B, K), their token ids,
     and `log_sum_exp` (B). Equal logits are ordered by ascending id. Graphs of earlier exports do not have these
     outputs.
+
+    `hiddens` is `hidden` after every token. Bundles of schema 3 do not have it.
 
     Lengths are 1 <= length <= T. Positions from an item's length on are padding and have no effect. `<bound>` stands
     for outputs of some models. `radius` (B) is a bound of the 2-norm distance between `hidden` and the hidden state of

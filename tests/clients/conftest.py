@@ -1,13 +1,15 @@
-"""A started server with a model of text and one of events, for the released packages of other protocols."""
+"""Started servers for the released client packages of other protocols."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.service.live_server import TIMEOUT_S, live_server
+from tests.service.engine_harness import EngineHarness, MakeHarness
+from tests.service.live_server import BUNDLE, TIMEOUT_S, LiveServer, live_server
 from tests.service.versions import make_eventful, put
 
 TEXT_MODEL, EVENT_MODEL = "text.1", "clicks"
@@ -29,3 +31,43 @@ def native(url: str) -> Iterator[httpx.Client]:
     """A client of the native API."""
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
         yield client
+
+
+KEY = "a-key-of-the-tests"
+
+
+@pytest.fixture(scope="session")
+def live() -> Iterator[LiveServer]:
+    """A server of one text model, without keys."""
+    with live_server(WANE_BUNDLES=BUNDLE) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def locked() -> Iterator[LiveServer]:
+    """A server with one key."""
+    with live_server(WANE_BUNDLES=BUNDLE, WANE_API_KEYS=f"tests:{KEY}") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def native_live(live: LiveServer) -> Iterator[httpx.Client]:
+    """A client of the native routes of `live`."""
+    with httpx.Client(base_url=live.url, timeout=TIMEOUT_S) as client:
+        yield client
+
+
+@pytest.fixture
+async def make_harness() -> AsyncIterator[MakeHarness]:
+    """Makes engine harnesses, and closes them. Then only resident states may use slots."""
+    harnesses: list[EngineHarness] = []
+
+    def make(**options: Any) -> EngineHarness:
+        harnesses.append(EngineHarness(**options))
+        return harnesses[-1]
+
+    yield make
+    for harness in harnesses:
+        await harness.engine.drain()
+        await harness.engine.close()
+        harness.engine.state_cache.check_integrity(idle=True)

@@ -23,7 +23,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.runner import LOG_SUM_EXP, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner
+from wane.service.runners.runner import HIDDENS, LOG_SUM_EXP, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
@@ -124,6 +124,7 @@ class FakeRunner:
         self.hot: int | None = None
         self.radius: float | None = None
         self.puts_out_top = True
+        self.puts_out_hiddens = True
         self.decay = np.float32(0.9)
 
     def outputs(self, role: Role) -> Sequence[str]:
@@ -132,6 +133,8 @@ class FakeRunner:
             return ["logits", "hidden"]
         if role == "step":
             return ["logits", "hidden", TOP_LOGITS, TOP_IDS, LOG_SUM_EXP]
+        if role == "scan":
+            return ["logprobs", "hidden", *([HIDDENS] if self.puts_out_hiddens else [])]
         assert role == "window"
         return ["logits", "hidden"] if self.radius is None else ["logits", "hidden", RADIUS, STREAM]
 
@@ -211,6 +214,7 @@ class FakeRunner:
         else:
             assert lengths is not None
             logprobs = np.zeros(tokens.shape, np.float32)
+            hiddens = np.zeros((*tokens.shape, HIDDEN), np.float32)
             for time in range(tokens.shape[1]):
                 stepped = self._step(tokens[:, time], state)
                 alive = (time < lengths)[:, None]
@@ -221,8 +225,11 @@ class FakeRunner:
                     logits -= np.log(np.exp(logits).sum(1, keepdims=True))
                     wanted = logits[np.arange(len(tokens)), feeds["targets"][:, time]]
                     logprobs[:, time] = np.where(alive[:, 0], wanted, 0)
+                    hiddens[:, time] = np.where(alive, state["layers.0.h"], 0)
             if role == "scan":
                 outputs["logprobs"] = logprobs
+                if self.puts_out_hiddens:
+                    outputs[HIDDENS] = hiddens
         outputs["hidden"] = state["layers.0.h"]
         outputs |= {f"next.{name}": value for name, value in state.items()}
         if role in ("step", "window"):
@@ -321,6 +328,7 @@ class EngineHarness:
         cost_model: CostModel | None = None,
         throughput: ThroughputProfile | None = None,
         puts_out_top: bool = True,
+        puts_out_hiddens: bool = True,
         clock: Clock | None = None,
         **changes: Any,
     ) -> None:
@@ -328,7 +336,8 @@ class EngineHarness:
         of the manifest, and `settings_max_window` is the setting. `certified`: use the certificate of the fake runner's
         function. `radius`: the output of the runner's windows. `cost_model`: the costs of runs. `throughput`: the
         layout of long sequences. `puts_out_top`: whether the graphs output the largest logits. If false, no step runs
-        in columns, as with the graphs of an earlier export. `clock`: the clock of the given store."""
+        in columns, as with the graphs of an earlier export. `puts_out_hiddens`: whether `scan` outputs `hiddens`.
+        `clock`: the clock of the given store."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = clock or Clock()
         self.metrics = Metrics()
@@ -348,6 +357,7 @@ class EngineHarness:
         self.runner = FakeRunner(self.vocabulary.size)
         self.runner.radius = radius
         self.runner.puts_out_top = puts_out_top
+        self.runner.puts_out_hiddens = puts_out_hiddens
         self.shadow_runner = FakeRunner(self.vocabulary.size)
         self.shadow_runner.radius = radius
         if certified:

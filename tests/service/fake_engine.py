@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict
-from types import SimpleNamespace
+from typing import Any
 
 from tests.models.rounding import rounding
+from tests.service.engine_harness import byte_vocabulary
 from wane.models.manifest import SCHEMA_VERSION, Manifest
 from wane.service.aio.deadline import until
 from wane.service.batching.ticket import Ticket
@@ -50,6 +51,7 @@ from wane.service.types import (
     name_within,
 )
 
+VOCABULARY = byte_vocabulary()
 LATENCY = Latency(0.25, 0.5, 1.0)
 PREDICTIONS = (Prediction(7, " the", 0.5, -0.6931), Prediction(200, "\ufffd", 0.25, -1.3863, b"\xc3"))
 AGREEMENT = Agreement(True, True, 1e-4, 1e-8, 1e-3, 1e-2, 2e-2, 1e-2)
@@ -110,7 +112,7 @@ class FakeEngine:
     identity = name, version, device
     retired = False
     manifest = MANIFEST
-    vocabulary = SimpleNamespace(size=256, kind="bpe")
+    vocabulary: Any = VOCABULARY
 
     def __init__(self) -> None:
         self.cost_model = {"step": [{"tokens": 1.0, "compute_ms": 0.25}]}
@@ -200,6 +202,9 @@ class FakeEngine:
         finally:
             self.closed.set()
         yield self._summary()
+
+    def check_generation(self, request: GenerateRequest) -> None:
+        """Accepts every request."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GeneratedToken | Finish, None]:
         await self._ask(request)

@@ -11,13 +11,13 @@ from starlette.responses import Response
 
 from wane.service.api import encode, events
 from wane.service.api.body import decode, json_body, tokens_of
-from wane.service.api.deps import deadline, model_engine
+from wane.service.api.deps import deadline, model_engine, session_engine, session_key
 from wane.service.api.disconnect import until_hangup
 from wane.service.api.events import EventStream
 from wane.service.api.exchange import note_answer
-from wane.service.api.schemas.generate import GenerateBody
+from wane.service.api.schemas.generate import GenerateBody, bias_of
 from wane.service.engine.stream import Stream
-from wane.service.types import Finish, Generated, GeneratedToken, GenerateRequest
+from wane.service.types import Finish, Generated, GeneratedToken, GenerateRequest, Prediction
 
 router = APIRouter(tags=["generate"])
 
@@ -29,10 +29,15 @@ router = APIRouter(tags=["generate"])
     responses=events.DESCRIPTION,
 )
 async def generate(request: Request) -> Response:
-    """Generates a continuation of a text. With `stream`, the answer is an event `token` for each token, then an event
-    `finish`. A failure is an event `error`."""
+    """Generates a continuation of a text, or of a session without changing it. With `stream`, the answer is an event
+    `token` for each token, then an event `finish`. A failure is an event `error`."""
     body = await decode(request, GenerateBody)
-    engine = await model_engine(request, body.model)
+    session: str | None = None
+    if body.session is None:
+        engine = await model_engine(request, body.model)
+    else:
+        session = session_key(request, body.session)
+        engine = await session_engine(request, session, body.model)
     with until_hangup(request):
         wanted = GenerateRequest(
             tokens=await tokens_of(engine, body.sequence, deadline(request)),
@@ -47,6 +52,12 @@ async def generate(request: Request) -> Response:
             deadline=deadline(request),
             truncated=body.truncated,
             cache=body.cache,
+            session=session,
+            position=body.position,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=bias_of(body.logit_bias),
+            top_logprobs=body.top_logprobs,
         )
         generated = await engine.generate(wanted)
         if not body.stream:
@@ -56,10 +67,14 @@ async def generate(request: Request) -> Response:
 
 async def _collect(request: Request, stream: Stream[GeneratedToken | Finish]) -> Generated:
     logprobs: list[float] = []
+    predictions: list[tuple[Prediction, ...]] = []
     async with aclosing(stream):
         async for item in stream:
             if isinstance(item, Finish):
                 note_answer(request.scope, item)
-                return Generated(**asdict(item), logprobs=tuple(logprobs))
+                places = tuple(predictions) if predictions else None
+                return Generated(**asdict(item), logprobs=tuple(logprobs), predictions=places)
             logprobs.append(item.logprob)
+            if item.predictions is not None:
+                predictions.append(item.predictions)
     raise AssertionError("a generation ends with a Finish: this is a bug")

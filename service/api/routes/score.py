@@ -35,7 +35,9 @@ async def score(request: Request) -> Response:
     engine = await model_engine(request, body.model)
     with until_hangup(request):
         tokens = await tokens_of(engine, body.sequence, deadline(request), document=True)
-        wanted = ScoreRequest(tokens, body.method, body.tolerance, deadline(request), body.truncated, body.cache)
+        wanted = ScoreRequest(
+            tokens, body.method, body.tolerance, deadline(request), body.truncated, body.cache, body.top_k
+        )
         if not body.stream:
             return await encode.long_reply(await engine.score(wanted))
         scoring = await engine.scoring(wanted)

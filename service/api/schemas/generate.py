@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -14,14 +15,49 @@ from wane.service.api.schemas.common import (
     Natural,
     Positive,
     SequenceBody,
+    SessionId,
     Stop,
     Truncated,
     Window,
     WireMode,
+    absent,
+    anchored,
     modes,
     says,
 )
-from wane.service.types import GENERATED_MODES, GENERATED_WINDOW_MODES, MAX_STOPS, Mode
+from wane.service.errors import InvalidRequest, truncate_repr
+from wane.service.types import (
+    GENERATED_MODES,
+    GENERATED_WINDOW_MODES,
+    MAX_BIAS,
+    MAX_PENALTY,
+    MAX_STOPS,
+    Mode,
+)
+
+ID_AS_TEXT = "0|[1-9][0-9]{0,9}"
+"""A token id as text."""
+
+Penalty = Annotated[float, says(minimum=-MAX_PENALTY, maximum=MAX_PENALTY)]
+LogitBias = Annotated[
+    dict[str, float],
+    says(
+        propertyNames={"pattern": anchored(ID_AS_TEXT)},
+        additionalProperties={"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+    ),
+]
+
+
+def bias_of(given: dict[str, float] | None) -> dict[int, float] | None:
+    """Returns a bias by token id. Raises InvalidRequest for a name that is not an id."""
+    if given is None:
+        return None
+    for name in given:
+        if re.fullmatch(ID_AS_TEXT, name) is None:
+            raise InvalidRequest(
+                f"logit_bias has the name {truncate_repr(name)}, which is not a token id", "logit_bias"
+            )
+    return {int(name): value for name, value in given.items()}
 
 
 class GenerateBody(SequenceBody):
@@ -41,8 +77,17 @@ class GenerateBody(SequenceBody):
         {"input": HISTORY, "max_tokens": 4, "mode": "window", "stream": True},
     )
 
+    one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "session")
     only_with: ClassVar = {"window": GENERATED_WINDOW_MODES}
+    rules: ClassVar = (
+        {"anyOf": [absent("session"), {"properties": {"truncated": {"const": False}}}]},
+        {"anyOf": [absent("position"), {"required": ["session"]}]},
+    )
 
+    session: SessionId | None = Field(default=None, description="continue this session, without changing it")
+    position: Natural | None = Field(
+        default=None, description="with a session: the position at which it must be; at another one it is 409"
+    )
     model: Model = None
     max_tokens: Annotated[Positive, AtMost("max_generated_tokens")] = Field(
         default=16, description="the largest number of tokens to generate"
@@ -58,6 +103,22 @@ class GenerateBody(SequenceBody):
     seed: Natural | None = Field(default=None, description="requests with the same seed generate the same text")
     stop: Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)], AtMost(MAX_STOPS)] = Field(
         default=[], description="generation stops at the first of these strings; the answer's text does not include it"
+    )
+    presence_penalty: Penalty = Field(
+        default=0.0, description="subtracted from the log-probability of a token that was already generated"
+    )
+    frequency_penalty: Penalty = Field(
+        default=0.0, description="subtracted from a token's log-probability for each time that it was generated"
+    )
+    logit_bias: LogitBias | None = Field(
+        default=None,
+        description="added to the log-probabilities, by token id as text, -100 to 100: 100 allows only tokens "
+        "with 100, and -100 forbids a token",
+    )
+    top_logprobs: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
+        default=None,
+        description="lists this many of the most probable tokens in the place of each token (`predictions`), and the "
+        "token itself; 0: only the token itself",
     )
     mode: Annotated[WireMode, modes(GENERATED_MODES)] = Mode.AUTO
     window: Window | None = None

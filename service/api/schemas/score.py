@@ -11,6 +11,7 @@ from wane.service.api.schemas.common import (
     AtMost,
     Cache,
     Model,
+    Natural,
     SequenceBody,
     Tokens,
     Tolerance,
@@ -37,6 +38,11 @@ class ScoreBody(SequenceBody):
         default=None, description="the largest accepted error of concurrent chunks, as total variation, 0 to 1"
     )
     truncated: Truncated = False
+    top_k: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
+        default=None,
+        description="lists this many of the most probable tokens in the place of each token (`predictions`), and the "
+        "token itself; 0: only the token itself. The tokens then run in order",
+    )
     cache: Cache = True
     stream: bool = Field(
         default=False, description="answer with server-sent events: `progress` and `tokens`, then `finish` or `error`"

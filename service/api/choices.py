@@ -1,0 +1,176 @@
+"""Samples of a completion: started together, and joined into OpenAI's choices as their tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Literal, TypeVar
+
+from wane.models.vocabulary import Vocabulary
+from wane.service.api.schemas.completions import ChoiceDocument, LogprobsDocument
+from wane.service.engine.generate import TextPieces
+from wane.service.engine.stream import Stream
+from wane.service.types import Finish, FinishReason, GeneratedToken, Prediction, Score
+
+T = TypeVar("T")
+
+Generation = Stream[GeneratedToken | Finish]
+
+AHEAD = 4
+"""Tokens of each sample that may wait for a slow client."""
+
+
+class Choice:
+    """Builds one choice, piece by piece."""
+
+    def __init__(self, index: int, vocabulary: Vocabulary, *, has_logprobs: bool, prompt: str | None) -> None:
+        """`prompt`: the text of the prompt, if the choice begins with it."""
+        self.index = index
+        self.tokens = 0
+        """Number of generated tokens."""
+        self._vocabulary = vocabulary
+        self._pieces = TextPieces(vocabulary)
+        self._offset = 0
+        self._has_logprobs = has_logprobs
+        self._between = ""  # what separates the prompt from the completion
+        if prompt is not None:
+            self._offset = len(prompt) + len(self._pieces.separator)
+            self._between = self._pieces.separator
+
+    def echoed(self, prompt: str, score: Score | None) -> ChoiceDocument:
+        """Returns the part with the prompt. `score`: with its lists, if the choice has log-probabilities."""
+        logprobs: LogprobsDocument | None = None
+        if score is not None:
+            pieces, offset = TextPieces(self._vocabulary), 0
+            logprobs = empty_logprobs()
+            for token, logprob, places in zip(score.tokens, score.logprobs, score.predictions or (), strict=True):
+                assert logprob is not None, "a prompt that is no truncated sequence lacks a value: this is a bug"
+                self._add(logprobs, token, logprob, places or (), offset)
+                offset += len(pieces.push(token))
+        return {"index": self.index, "text": prompt, "logprobs": logprobs, "finish_reason": None}
+
+    def added(self, item: GeneratedToken) -> ChoiceDocument | None:
+        """Returns the part of one more token; None if it has nothing to send yet."""
+        self.tokens += 1
+        logprobs: LogprobsDocument | None = None
+        if self._has_logprobs:
+            logprobs = empty_logprobs()
+            self._add(logprobs, item.token_id, item.logprob, item.predictions or (), self._offset)
+            self._offset += len(self._pieces.push(item.token_id))
+        text = item.text
+        if text:
+            text, self._between = self._between + text, ""
+        elif logprobs is None:
+            return None
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+    def ended(self, finish: Finish | None) -> ChoiceDocument:
+        """Returns the last part. `finish` is None if the choice is the prompt alone."""
+        stopped = finish is not None and finish.finish_reason is FinishReason.STOP
+        reason: Literal["stop", "length"] = "stop" if stopped else "length"
+        return {"index": self.index, "text": "", "logprobs": None, "finish_reason": reason}
+
+    def _add(
+        self, logprobs: LogprobsDocument, token: int, logprob: float, places: Sequence[Prediction], offset: int
+    ) -> None:
+        name = self._name(token)
+        top = {self._name(one.token_id): one.logprob for one in places}
+        top[name] = logprob
+        logprobs["tokens"].append(name)
+        logprobs["token_logprobs"].append(logprob)
+        logprobs["top_logprobs"].append(top)
+        logprobs["text_offset"].append(offset)
+
+    def _name(self, token: int) -> str:
+        """Returns a token as text, in OpenAI's form if it is not whole text: `bytes:\\xe2\\x80`."""
+        partial = self._vocabulary.partials[token]
+        if partial is None:
+            return self._vocabulary.texts[token]
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in partial)
+
+
+def empty_logprobs() -> LogprobsDocument:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def joined(parts: Sequence[ChoiceDocument]) -> ChoiceDocument:
+    """Returns one choice from its parts."""
+    logprobs: LogprobsDocument | None = None
+    for part in parts:
+        if (one := part["logprobs"]) is not None:
+            logprobs = logprobs or empty_logprobs()
+            logprobs["tokens"] += one["tokens"]
+            logprobs["token_logprobs"] += one["token_logprobs"]
+            logprobs["top_logprobs"] += one["top_logprobs"]
+            logprobs["text_offset"] += one["text_offset"]
+    return {
+        "index": parts[0]["index"],
+        "text": "".join([part["text"] for part in parts]),
+        "logprobs": logprobs,
+        "finish_reason": parts[-1]["finish_reason"],
+    }
+
+
+async def together(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Returns the results of concurrent calls, in order. After the first failure the others are cancelled, and it is
+    raised."""
+    if len(calls) == 1:
+        return [await calls[0]()]
+    tasks = [asyncio.ensure_future(call()) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        await _cancelled(tasks)
+        raise
+
+
+async def started(calls: Sequence[Callable[[], Awaitable[Generation]]]) -> list[Generation]:
+    """Starts generations together: returns once each has its first token. If one fails, the others are closed."""
+    begun: list[Generation] = []
+
+    async def start(call: Callable[[], Awaitable[Generation]]) -> Generation:
+        begun.append(await call())
+        return begun[-1]
+
+    try:
+        return await together([lambda call=call: start(call) for call in calls])  # type: ignore[misc]
+    except BaseException:
+        for one in begun:
+            await one.aclose()
+        raise
+
+
+async def merged(streams: Sequence[Generation]) -> AsyncGenerator[tuple[int, GeneratedToken | Finish], None]:
+    """Yields the items of all streams as they come, each with the number of its stream. The caller must close it."""
+    queue: asyncio.Queue[tuple[int, GeneratedToken | Finish | BaseException]] = asyncio.Queue(AHEAD * len(streams))
+
+    async def read(number: int, stream: Generation) -> None:
+        try:
+            async for item in stream:
+                await queue.put((number, item))
+        except Exception as error:
+            await queue.put((number, error))
+
+    tasks = [asyncio.ensure_future(read(number, stream)) for number, stream in enumerate(streams)]
+    left = len(streams)
+    try:
+        while left:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            left -= isinstance(item, Finish)
+            yield number, item
+    finally:
+        await _cancelled(tasks)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[T]]) -> None:
+    """Cancels tasks, and waits for their ends."""
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with suppress(BaseException):
+            await task

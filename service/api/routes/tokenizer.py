@@ -1,0 +1,79 @@
+"""The tokenizer, in the form of vLLM's routes, which lm-evaluation-harness finds by itself."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from wane.models.vocabulary import EOS, UNK
+from wane.service.api import encode
+from wane.service.api.body import decode, json_body
+from wane.service.api.deps import deadline, model_engine, settings
+from wane.service.api.disconnect import until_hangup
+from wane.service.api.openai_error import renamed
+from wane.service.api.routes.completions import FAILURE
+from wane.service.api.schemas.tokenizer import (
+    DetokenizeBody,
+    DetokenizeDocument,
+    TokenizeBody,
+    TokenizeDocument,
+    TokenizerDocument,
+)
+from wane.service.errors import InvalidRequest
+
+router = APIRouter(tags=["tokenizer"], responses=FAILURE)
+
+CLASS = "PreTrainedTokenizerFast"
+"""The class of Hugging Face's library that reads a bundle's tokenizer."""
+
+
+@router.post("/tokenize", response_model=TokenizeDocument, openapi_extra=json_body(TokenizeBody))
+async def tokenize(request: Request) -> Response:
+    """Returns the token ids of a text. `<eos>` in the text is the id of that token."""
+    body = await decode(request, TokenizeBody)
+    engine = await model_engine(request, body.model)
+    tokens: list[int] = []
+    with until_hangup(request):
+        for number, part in enumerate(body.prompt.split(EOS)):
+            if number:
+                tokens.append(engine.vocabulary.eos_id)
+            if part:
+                try:
+                    tokens += await engine.encode(part, deadline(request), document=True)
+                except InvalidRequest as error:
+                    raise renamed(error, {"input": "prompt"}) from error
+    document: TokenizeDocument = {
+        "count": len(tokens),
+        "max_model_len": settings(request).max_input_tokens,
+        "tokens": tokens,
+        "token_strs": None,
+    }
+    return encode.reply(document)
+
+
+@router.post("/detokenize", response_model=DetokenizeDocument, openapi_extra=json_body(DetokenizeBody))
+async def detokenize(request: Request) -> Response:
+    """Returns the text of token ids. In text, the token `<eos>` is a line break."""
+    body = await decode(request, DetokenizeBody)
+    engine = await model_engine(request, body.model)
+    engine.check_tokens(body.tokens, document=True)
+    document: DetokenizeDocument = {"prompt": engine.vocabulary.decode(body.tokens)}
+    return encode.reply(document)
+
+
+@router.head("/tokenizer_info", include_in_schema=False)
+@router.get("/tokenizer_info", response_model=TokenizerDocument)
+async def tokenizer_info(request: Request) -> Response:
+    """Returns the special tokens of the default model's tokenizer, or of the query's `model`. There is no token that
+    clients must put before a text."""
+    engine = await model_engine(request, request.query_params.get("model"))
+    document: TokenizerDocument = {
+        "tokenizer_class": CLASS,
+        "eos_token": EOS,
+        "bos_token": None,
+        "unk_token": UNK if engine.vocabulary.has_unknown else None,
+        "pad_token": None,
+        "model_max_length": settings(request).max_input_tokens,
+    }
+    return encode.reply(document)

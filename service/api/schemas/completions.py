@@ -1,0 +1,168 @@
+"""OpenAI's text completions. A null is the default of its field, like in OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import Field, WithJsonSchema
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+
+from wane.service.api.schemas.common import (
+    HISTORY,
+    AtMost,
+    Body,
+    Integer,
+    Name,
+    Natural,
+    Positive,
+    SessionId,
+    Stop,
+    Text,
+    Tokens,
+    absent,
+    says,
+)
+from wane.service.api.schemas.generate import LogitBias, Penalty
+from wane.service.types import MAX_STOPS
+
+MAX_TOKENS = 16
+"""The default of `max_tokens`."""
+
+Prompt = Annotated[
+    Text
+    | Tokens
+    | Annotated[list[Annotated[str, says(minLength=1)]], Field(fail_fast=True), says(minItems=1)]
+    | Annotated[list[Tokens], Field(fail_fast=True), says(minItems=1)],
+    Field(description="a text, token ids, or a list of either; a text is tokenised without special tokens"),
+]
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = Field(default=None, description="true: a last chunk has the usage, and no choices")
+
+
+def given(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"required": [name], "properties": {name: schema}}
+
+
+class CompletionBody(Body):
+    """Complete one prompt or many."""
+
+    examples = (
+        {"model": "gated-stable", "prompt": HISTORY, "max_tokens": 8, "temperature": 0},
+        {"model": "gated-stable", "prompt": [HISTORY, "In 1990"], "n": 2, "max_tokens": 4, "seed": 7, "stop": ["."]},
+        {"model": "gated-stable", "prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 1},
+    )
+
+    rules: ClassVar = (
+        {"anyOf": [{"properties": {"max_tokens": {"not": {"const": 0}}}}, given("echo", {"const": True})]},
+        {"anyOf": [absent("stream_options"), given("stream", {"const": True})]},
+        {"anyOf": [absent("expected_position"), given("session", {"type": "string"})]},
+        {
+            "anyOf": [
+                absent("session"),
+                {
+                    "properties": {
+                        "n": {"enum": [None, 1]},
+                        "echo": {"enum": [None, False]},
+                        "prompt": {"anyOf": [{"type": "string"}, {"maxItems": 1}, {"items": {"type": "integer"}}]},
+                    }
+                },
+            ]
+        },
+    )
+
+    model: Name = Field(description="a name from /v1/models")
+    prompt: Prompt
+    max_tokens: Annotated[Natural, AtMost("max_generated_tokens")] | None = Field(
+        default=None, description=f"default: {MAX_TOKENS}; 0 only with `echo`"
+    )
+    temperature: Annotated[float, says(minimum=0)] | None = Field(default=None, description="default: 1")
+    top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(default=None, description="default: 1")
+    n: Positive | None = Field(default=None, description="samples of each prompt; default: 1")
+    stream: bool | None = Field(default=None, description="true: answer with server-sent events")
+    stream_options: Annotated[StreamOptions, WithJsonSchema(StreamOptions.model_json_schema())] | None = Field(
+        default=None, description="only with `stream`"
+    )
+    logprobs: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
+        default=None, description="lists this many of the most probable tokens for each token, and the token itself"
+    )
+    echo: bool | None = Field(default=None, description="true: the choice begins with the prompt")
+    stop: Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)], AtMost(MAX_STOPS)] | None = Field(
+        default=None, description="the text ends before the first of these"
+    )
+    seed: Integer | None = Field(default=None, description="the same seed gives the same samples")
+    presence_penalty: Penalty | None = Field(default=None, description="default: 0")
+    frequency_penalty: Penalty | None = Field(default=None, description="default: 0")
+    logit_bias: LogitBias | None = Field(default=None, description="by token id as text; 100 forces, -100 forbids")
+    user: str | None = Field(default=None, description="ignored")
+    session: SessionId | None = Field(
+        default=None,
+        description="Wane's own: appends the prompt to this session, and completes the whole session. The completion "
+        "is not appended. It needs `expected_position` or the header `Idempotency-Key`",
+    )
+    expected_position: Natural | None = Field(
+        default=None, description="only with `session`: its position before the prompt; 0 creates it if needed"
+    )
+
+
+class LogprobsDocument(TypedDict):
+    """The tokens of a choice, with their log-probabilities at temperature 1, before bias and penalties.
+
+    A token that is not valid UTF-8 is written `bytes:\\xe2\\x80`. `text_offset` is the place of each token in the text.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class ChoiceDocument(TypedDict):
+    """One sample of one prompt; in a stream, a part of it."""
+
+    index: int
+    text: str
+    logprobs: LogprobsDocument | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class UsageDocument(TypedDict):
+    """The numbers of tokens of all prompts and all samples."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionDocument(TypedDict):
+    """The choices, ordered by prompt, then by sample. The last four fields are present with a session only."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChoiceDocument]
+    usage: UsageDocument
+    session: NotRequired[str]
+    position: NotRequired[int]
+    replayed: NotRequired[bool]
+    error_bound: NotRequired[float | None]
+
+
+class ErrorFacts(TypedDict):
+    """A failure in OpenAI's format; `code` is that of a problem document, or OpenAI's own."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorDocument(TypedDict):
+    """A failure in OpenAI's envelope."""
+
+    error: ErrorFacts
