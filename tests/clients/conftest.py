@@ -27,7 +27,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def native(url: str) -> Iterator[httpx.Client]:
+def native_of_both(url: str) -> Iterator[httpx.Client]:
     """A client of the native API."""
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
         yield client
@@ -51,7 +51,7 @@ def locked() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="session")
-def native_live(live: LiveServer) -> Iterator[httpx.Client]:
+def native(live: LiveServer) -> Iterator[httpx.Client]:
     """A client of the native routes of `live`."""
     with httpx.Client(base_url=live.url, timeout=TIMEOUT_S) as client:
         yield client

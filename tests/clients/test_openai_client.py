@@ -59,31 +59,31 @@ def refused(complete: Complete, param: str, **fields: Any) -> str:
     return str(error.message)
 
 
-def ids_of(native_live: httpx.Client, text: str) -> list[int]:
-    ids: list[int] = native_live.post("/tokenize", json={"prompt": text}).json()["tokens"]
+def ids_of(native: httpx.Client, text: str) -> list[int]:
+    ids: list[int] = native.post("/tokenize", json={"prompt": text}).json()["tokens"]
     return ids
 
 
-def generated(native_live: httpx.Client, **fields: Any) -> dict[str, Any]:
+def generated(native: httpx.Client, **fields: Any) -> dict[str, Any]:
     """Returns the native API's answer."""
     wanted = {"input": PROMPT, "max_tokens": 4, "temperature": 0, **fields}
-    answer: dict[str, Any] = native_live.post("/v1/generate", json=wanted).raise_for_status().json()
+    answer: dict[str, Any] = native.post("/v1/generate", json=wanted).raise_for_status().json()
     return answer
 
 
 # Answers
 
 
-def test_a_completion_has_the_text_of_generate(complete: Complete, native_live: httpx.Client) -> None:
+def test_a_completion_has_the_text_of_generate(complete: Complete, native: httpx.Client) -> None:
     answer = complete()
-    assert answer.choices[0].text == generated(native_live)["text"]
+    assert answer.choices[0].text == generated(native)["text"]
     assert (answer.object, answer.model, answer.choices[0].index) == ("text_completion", MODEL, 0)
     assert answer.choices[0].finish_reason == "length" and answer.choices[0].logprobs is None
     assert answer.id.startswith("cmpl-") and answer.system_fingerprint.startswith("fp_") and answer.created > 1.7e9
     assert answer.usage.model_dump(exclude_none=True) == {
-        "prompt_tokens": len(ids_of(native_live, PROMPT)),
+        "prompt_tokens": len(ids_of(native, PROMPT)),
         "completion_tokens": 4,
-        "total_tokens": len(ids_of(native_live, PROMPT)) + 4,
+        "total_tokens": len(ids_of(native, PROMPT)) + 4,
     }
 
 
@@ -95,12 +95,12 @@ def test_every_answer_has_a_new_id_and_the_same_fingerprint(complete: Complete) 
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_prompt_is_a_text_or_ids_or_a_list_of_either(
-    complete: Complete, native_live: httpx.Client, many: bool, as_ids: bool
+    complete: Complete, native: httpx.Client, many: bool, as_ids: bool
 ) -> None:
     texts = [PROMPT, "In 1990"] if many else [PROMPT]
-    prompts: list[Any] = [ids_of(native_live, text) for text in texts] if as_ids else [*texts]
+    prompts: list[Any] = [ids_of(native, text) for text in texts] if as_ids else [*texts]
     answer = complete(prompt=prompts if many else prompts[0])
-    assert [choice.text for choice in answer.choices] == [generated(native_live, input=text)["text"] for text in texts]
+    assert [choice.text for choice in answer.choices] == [generated(native, input=text)["text"] for text in texts]
     assert [choice.index for choice in answer.choices] == [*range(len(texts))]
 
 
@@ -122,14 +122,14 @@ def test_max_tokens_is_0_only_with_echo(complete: Complete) -> None:
     assert "with echo" in refused(complete, "max_tokens", max_tokens=0)
 
 
-def test_temperature_is_1_by_default(complete: Complete, native_live: httpx.Client) -> None:
+def test_temperature_is_1_by_default(complete: Complete, native: httpx.Client) -> None:
     for fields in ({"temperature": None}, {"temperature": openai.NOT_GIVEN}, {"temperature": 1}):
-        assert complete(seed=5, **fields).choices[0].text == generated(native_live, seed=5, temperature=1)["text"]
+        assert complete(seed=5, **fields).choices[0].text == generated(native, seed=5, temperature=1)["text"]
 
 
-def test_top_p_is_that_of_generate(complete: Complete, native_live: httpx.Client) -> None:
+def test_top_p_is_that_of_generate(complete: Complete, native: httpx.Client) -> None:
     answer = complete(top_p=0.3, temperature=1, seed=5, max_tokens=20)
-    assert answer.choices[0].text == generated(native_live, top_p=0.3, temperature=1, seed=5, max_tokens=20)["text"]
+    assert answer.choices[0].text == generated(native, top_p=0.3, temperature=1, seed=5, max_tokens=20)["text"]
 
 
 def test_n_samples_differ_and_are_the_same_in_every_call(complete: Complete) -> None:
@@ -142,9 +142,9 @@ def test_without_a_seed_samples_differ(complete: Complete) -> None:
     assert len({one.text for one in complete(n=4, temperature=1, max_tokens=16).choices}) > 1
 
 
-def test_the_first_sample_of_a_seed_is_that_of_generate(complete: Complete, native_live: httpx.Client) -> None:
+def test_the_first_sample_of_a_seed_is_that_of_generate(complete: Complete, native: httpx.Client) -> None:
     answer = complete(temperature=1, seed=11, n=2, max_tokens=10)
-    assert answer.choices[0].text == generated(native_live, temperature=1, seed=11, max_tokens=10)["text"]
+    assert answer.choices[0].text == generated(native, temperature=1, seed=11, max_tokens=10)["text"]
 
 
 def test_a_seed_may_be_negative(complete: Complete) -> None:
@@ -160,23 +160,23 @@ def test_stop_ends_the_text_before_it(complete: Complete, stop: Any) -> None:
 
 
 def test_presence_penalty_is_subtracted_once_and_frequency_penalty_each_time(
-    complete: Complete, native_live: httpx.Client
+    complete: Complete, native: httpx.Client
 ) -> None:
     for fields in ({"presence_penalty": 2}, {"frequency_penalty": 2}, {"presence_penalty": -2}):
         answer = complete(max_tokens=30, **fields)
-        assert answer.choices[0].text == generated(native_live, max_tokens=30, **fields)["text"]
+        assert answer.choices[0].text == generated(native, max_tokens=30, **fields)["text"]
         assert answer.choices[0].text != complete(max_tokens=30).choices[0].text or "-2" in str(fields)
 
 
-def test_logit_bias_100_forces_and_minus_100_forbids(complete: Complete, native_live: httpx.Client) -> None:
-    assert complete(logit_bias={"65": 100}, temperature=1).choices[0].text == native_text(native_live, [65] * 4)
-    first, second = generated(native_live, max_tokens=1, top_logprobs=2)["predictions"][0]
+def test_logit_bias_100_forces_and_minus_100_forbids(complete: Complete, native: httpx.Client) -> None:
+    assert complete(logit_bias={"65": 100}, temperature=1).choices[0].text == native_text(native, [65] * 4)
+    first, second = generated(native, max_tokens=1, top_logprobs=2)["predictions"][0]
     assert complete(max_tokens=1).choices[0].text == first["token"]
     assert complete(max_tokens=1, logit_bias={str(first["token_id"]): -100}).choices[0].text == second["token"]
 
 
-def native_text(native_live: httpx.Client, ids: list[int]) -> str:
-    text: str = native_live.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+def native_text(native: httpx.Client, ids: list[int]) -> str:
+    text: str = native.post("/detokenize", json={"tokens": ids}).json()["prompt"]
     return text
 
 
@@ -200,9 +200,9 @@ def test_models_are_listed_and_retrieved(live: LiveServer) -> None:
 # Log-probabilities
 
 
-def test_logprobs_are_those_of_generate(complete: Complete, native_live: httpx.Client) -> None:
+def test_logprobs_are_those_of_generate(complete: Complete, native: httpx.Client) -> None:
     found = complete(logprobs=3, temperature=1, seed=2, logit_bias={"5": 3.0}).choices[0].logprobs
-    answer = generated(native_live, temperature=1, seed=2, logit_bias={"5": 3.0}, top_logprobs=3)
+    answer = generated(native, temperature=1, seed=2, logit_bias={"5": 3.0}, top_logprobs=3)
     assert found.token_logprobs == answer["logprobs"]
     for top, places in zip(found.top_logprobs, answer["predictions"], strict=True):
         assert [*top.values()] == [one["logprob"] for one in places]
@@ -219,22 +219,22 @@ def test_the_chosen_token_is_among_the_top_ones_as_the_same_float(complete: Comp
 
 
 def test_with_echo_the_prompt_comes_first_and_one_token_adds_one_entry(
-    complete: Complete, native_live: httpx.Client
+    complete: Complete, native: httpx.Client
 ) -> None:
-    ids = ids_of(native_live, PROMPT)
-    scored = native_live.post("/v1/score", json={"tokens": ids}).json()["logprobs"]
+    ids = ids_of(native, PROMPT)
+    scored = native.post("/v1/score", json={"tokens": ids}).json()["logprobs"]
     choice = complete(prompt=ids, echo=True, logprobs=1, max_tokens=1).choices[0]
     assert choice.text.startswith(PROMPT)
     assert choice.logprobs.token_logprobs[:-1] == scored and len(choice.logprobs.tokens) == len(ids) + 1
     assert complete(prompt=ids, echo=True, logprobs=1, max_tokens=0).choices[0].logprobs.token_logprobs == scored
-    assert choice.logprobs.token_logprobs[-1] == generated(native_live, max_tokens=1)["logprobs"][0]
+    assert choice.logprobs.token_logprobs[-1] == generated(native, max_tokens=1)["logprobs"][0]
 
 
-def test_the_top_tokens_of_a_prompt_are_those_of_predict(complete: Complete, native_live: httpx.Client) -> None:
-    ids = ids_of(native_live, PROMPT * 3)
+def test_the_top_tokens_of_a_prompt_are_those_of_predict(complete: Complete, native: httpx.Client) -> None:
+    ids = ids_of(native, PROMPT * 3)
     found = complete(prompt=ids, echo=True, logprobs=4, max_tokens=0).choices[0].logprobs
     for place in range(1, len(ids)):
-        expected = native_live.post("/v1/predict", json={"tokens": ids[:place], "mode": "recurrent", "top_k": 4}).json()
+        expected = native.post("/v1/predict", json={"tokens": ids[:place], "mode": "recurrent", "top_k": 4}).json()
         got = sorted(found.top_logprobs[place].values(), reverse=True)[:4]
         assert got == pytest.approx([one["logprob"] for one in expected["predictions"]], abs=1e-4)
 
@@ -247,8 +247,8 @@ def test_text_offsets_are_the_places_of_tokens(complete: Complete) -> None:
         assert choice.text[start:end] == token.replace("<eos>", "\n")
 
 
-def test_a_token_that_is_part_of_a_character_is_written_as_bytes(complete: Complete, native_live: httpx.Client) -> None:
-    ids = ids_of(native_live, "\u4e16")  # no token has this character
+def test_a_token_that_is_part_of_a_character_is_written_as_bytes(complete: Complete, native: httpx.Client) -> None:
+    ids = ids_of(native, "\u4e16")  # no token has this character
     found = complete(prompt=ids, echo=True, logprobs=0, max_tokens=0).choices[0].logprobs
     raw = b"".join(
         bytes.fromhex(token.removeprefix("bytes:").replace("\\x", "")) if token.startswith("bytes:") else token.encode()
@@ -257,13 +257,13 @@ def test_a_token_that_is_part_of_a_character_is_written_as_bytes(complete: Compl
     assert len(ids) > 1 and raw == "\u4e16".encode() and found.tokens[0].startswith("bytes:\\x")
 
 
-def test_a_generated_eos_is_an_entry(complete: Complete, native_live: httpx.Client) -> None:
+def test_a_generated_eos_is_an_entry(complete: Complete, native: httpx.Client) -> None:
     choice = complete(logit_bias={"0": 100}, logprobs=1, max_tokens=2).choices[0]
     assert choice.logprobs.tokens == ["<eos>", "<eos>"] and choice.text == "\n\n"
 
 
-def test_logprobs_are_before_bias_and_penalties(complete: Complete, native_live: httpx.Client) -> None:
-    plain = generated(native_live, max_tokens=1, top_logprobs=100)["predictions"][0]
+def test_logprobs_are_before_bias_and_penalties(complete: Complete, native: httpx.Client) -> None:
+    plain = generated(native, max_tokens=1, top_logprobs=100)["predictions"][0]
     biased = complete(logit_bias={str(plain[7]["token_id"]): 100}, logprobs=1, max_tokens=1).choices[0].logprobs
     assert biased.token_logprobs == [plain[7]["logprob"]]
 
@@ -300,9 +300,9 @@ def test_a_stream_has_the_log_probabilities_of_the_whole_answer(complete: Comple
         assert [value for part in parts for value in getattr(part, name)] == getattr(whole, name)
 
 
-def test_a_stream_has_data_lines_only_and_ends_with_done(native_live: httpx.Client) -> None:
+def test_a_stream_has_data_lines_only_and_ends_with_done(native: httpx.Client) -> None:
     body = {"model": MODEL, "prompt": PROMPT, "stream": True}
-    lines = native_live.post("/v1/completions", json=body).text.split("\n\n")
+    lines = native.post("/v1/completions", json=body).text.split("\n\n")
     assert lines.pop() == "" and lines[-1] == "data: [DONE]"
     assert all(line.startswith("data: {") and "\n" not in line for line in lines[:-1])
 
@@ -358,10 +358,10 @@ def test_an_id_out_of_range_names_its_place(complete: Complete) -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "prompt"])
-def test_model_and_prompt_are_required(native_live: httpx.Client, name: str) -> None:
+def test_model_and_prompt_are_required(native: httpx.Client, name: str) -> None:
     body = {"model": MODEL, "prompt": PROMPT}
     del body[name]
-    response = native_live.post("/v1/completions", json=body)
+    response = native.post("/v1/completions", json=body)
     assert response.status_code == 400 and response.json()["error"]["param"] == name
 
 
@@ -371,8 +371,8 @@ def test_an_unknown_model_is_404(complete: Complete) -> None:
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-def test_a_body_that_is_not_json_is_400_in_the_same_envelope(native_live: httpx.Client) -> None:
-    response = native_live.post("/v1/completions", content=b"{")
+def test_a_body_that_is_not_json_is_400_in_the_same_envelope(native: httpx.Client) -> None:
+    response = native.post("/v1/completions", content=b"{")
     assert response.status_code == 400
     assert response.json()["error"].keys() == {"message", "type", "param", "code"}
 
@@ -417,9 +417,9 @@ def of_session(name: str, position: int | None = None) -> dict[str, Any]:
     return {"session": name, **({} if position is None else {"expected_position": position})}
 
 
-def counted(native_live: httpx.Client, status: int) -> int:
+def counted(native: httpx.Client, status: int) -> int:
     """Returns the number of completions that the server has answered with this status."""
-    for line in native_live.get("/metrics").text.splitlines():
+    for line in native.get("/metrics").text.splitlines():
         if line.startswith("wane_http_requests_total") and all(
             one in line for one in ('"/v1/completions"', f'"{status}"')
         ):
@@ -428,20 +428,20 @@ def counted(native_live: httpx.Client, status: int) -> int:
 
 
 def test_a_session_appends_the_prompt_and_not_the_completion(
-    complete: Complete, native_live: httpx.Client, request: pytest.FixtureRequest
+    complete: Complete, native: httpx.Client, request: pytest.FixtureRequest
 ) -> None:
     name = f"a{abs(hash(request.node.name))}"
     first = complete(extra_body=of_session(name, 0))
-    here = len(ids_of(native_live, PROMPT))
+    here = len(ids_of(native, PROMPT))
     assert (first.session, first.position, first.replayed, first.error_bound) == (name, here, False, 0.0)
-    assert first.choices[0].text == generated(native_live)["text"]
-    assert native_live.get(f"/v1/sessions/{name}").json()["position"] == here
+    assert first.choices[0].text == generated(native)["text"]
+    assert native.get(f"/v1/sessions/{name}").json()["position"] == here
     second = complete(prompt=first.choices[0].text, extra_body=of_session(name, here))
-    assert second.choices[0].text == generated(native_live, input=PROMPT + first.choices[0].text)["text"]
+    assert second.choices[0].text == generated(native, input=PROMPT + first.choices[0].text)["text"]
 
 
 def test_a_session_s_request_sent_again_is_a_replay(
-    complete: Complete, native_live: httpx.Client, request: pytest.FixtureRequest
+    complete: Complete, native: httpx.Client, request: pytest.FixtureRequest
 ) -> None:
     name = f"r{abs(hash(request.node.name))}"
     answers = [complete(temperature=1, seed=5, extra_body=of_session(name, 0)) for _ in range(2)]
@@ -450,13 +450,13 @@ def test_a_session_s_request_sent_again_is_a_replay(
 
 
 def test_a_session_with_a_key_is_replayed_and_must_exist(
-    complete: Complete, native_live: httpx.Client, request: pytest.FixtureRequest
+    complete: Complete, native: httpx.Client, request: pytest.FixtureRequest
 ) -> None:
     name, key = f"k{abs(hash(request.node.name))}", {"Idempotency-Key": "one"}
     with pytest.raises(openai.NotFoundError) as caught:
         complete(extra_body=of_session(name), extra_headers=key)
     assert caught.value.code == "unknown_session"
-    native_live.post("/v1/sessions", json={"session": name})
+    native.post("/v1/sessions", json={"session": name})
     answers = [complete(extra_body=of_session(name), extra_headers=key) for _ in range(2)]
     assert [one.replayed for one in answers] == [False, True]
     with pytest.raises(openai.ConflictError) as caught:
@@ -465,15 +465,15 @@ def test_a_session_with_a_key_is_replayed_and_must_exist(
 
 
 def test_a_session_at_another_position_is_409_and_is_asked_once(
-    live: LiveServer, native_live: httpx.Client, complete: Complete, request: pytest.FixtureRequest
+    live: LiveServer, native: httpx.Client, complete: Complete, request: pytest.FixtureRequest
 ) -> None:
     name = f"c{abs(hash(request.node.name))}"
     complete(extra_body=of_session(name, 0))
-    before = counted(native_live, 409)
+    before = counted(native, 409)
     client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=3)
     with client, pytest.raises(openai.ConflictError) as caught:
         client.completions.create(model=MODEL, prompt=PROMPT, extra_body=of_session(name, 99))
-    assert counted(native_live, 409) == before + 1
+    assert counted(native, 409) == before + 1
     assert caught.value.response.headers["x-should-retry"] == "false"
 
 
@@ -499,30 +499,30 @@ def test_a_session_s_stream_ends_with_its_position(complete: Complete, request: 
     ids=str,
 )
 def test_a_session_refuses_and_appends_nothing(
-    complete: Complete, native_live: httpx.Client, param: str, fields: dict[str, Any]
+    complete: Complete, native: httpx.Client, param: str, fields: dict[str, Any]
 ) -> None:
     refused(complete, param, **{"extra_body": of_session("refused", 0), **fields})
-    found = native_live.get("/v1/sessions/refused")
+    found = native.get("/v1/sessions/refused")
     assert found.status_code == 404 or found.json()["position"] == 0
 
 
 # The tokenizer
 
 
-def test_tokenize_and_detokenize_are_inverse(native_live: httpx.Client) -> None:
-    found = native_live.post("/tokenize", json={"model": MODEL, "prompt": PROMPT, "add_special_tokens": True}).json()
+def test_tokenize_and_detokenize_are_inverse(native: httpx.Client) -> None:
+    found = native.post("/tokenize", json={"model": MODEL, "prompt": PROMPT, "add_special_tokens": True}).json()
     assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 65536
-    assert native_text(native_live, found["tokens"]) == PROMPT
-    assert ids_of(native_live, "") == [] and native_text(native_live, []) == ""
+    assert native_text(native, found["tokens"]) == PROMPT
+    assert ids_of(native, "") == [] and native_text(native, []) == ""
 
 
-def test_the_text_eos_is_its_id(native_live: httpx.Client) -> None:
-    assert ids_of(native_live, "<eos>") == [0]
-    assert ids_of(native_live, "a<eos>b") == [*ids_of(native_live, "a"), 0, *ids_of(native_live, "b")]
+def test_the_text_eos_is_its_id(native: httpx.Client) -> None:
+    assert ids_of(native, "<eos>") == [0]
+    assert ids_of(native, "a<eos>b") == [*ids_of(native, "a"), 0, *ids_of(native, "b")]
 
 
-def test_tokenizer_info_names_the_special_tokens(native_live: httpx.Client) -> None:
-    found = native_live.get("/tokenizer_info").json()
+def test_tokenizer_info_names_the_special_tokens(native: httpx.Client) -> None:
+    found = native.get("/tokenizer_info").json()
     assert (found["eos_token"], found["bos_token"]) == ("<eos>", None) and found["tokenizer_class"]
 
 

@@ -63,8 +63,8 @@ def floats(values: Any) -> NDArray[np.float32]:
     return np.array(values, np.float32)
 
 
-def predicted(native: httpx.Client, **body: Any) -> dict[str, Any]:
-    answer: dict[str, Any] = native.post("/v1/predict", json={"top_k": 16, **body}).raise_for_status().json()
+def predicted(native_of_both: httpx.Client, **body: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = native_of_both.post("/v1/predict", json={"top_k": 16, **body}).raise_for_status().json()
     return answer
 
 
@@ -174,11 +174,11 @@ def test_the_repository_lists_loads_and_unloads(client: Client) -> None:
     assert client.is_model_ready(EVENT_MODEL)
 
 
-def test_an_unknown_version_is_404(native: httpx.Client) -> None:
+def test_an_unknown_version_is_404(native_of_both: httpx.Client) -> None:
     for path in ("", "/ready", "/config", "/stats"):
-        response = native.get(f"/v2/models/{TEXT_MODEL}/versions/7{path}")
+        response = native_of_both.get(f"/v2/models/{TEXT_MODEL}/versions/7{path}")
         assert response.status_code == 404 and "version" in response.json()["error"], path
-    assert native.post(f"/v2/models/{TEXT_MODEL}/versions/7/infer", json={}).status_code == 404
+    assert native_of_both.post(f"/v2/models/{TEXT_MODEL}/versions/7/infer", json={}).status_code == 404
 
 
 # Outputs
@@ -187,49 +187,49 @@ def test_an_unknown_version_is_404(native: httpx.Client) -> None:
 @BINARY
 @pytest.mark.parametrize("binary_input", [True, False], ids=["binary input", "json input"])
 def test_a_prediction_has_the_native_numbers(
-    client: Client, native: httpx.Client, binary: bool, binary_input: bool
+    client: Client, native_of_both: httpx.Client, binary: bool, binary_input: bool
 ) -> None:
     given = tensor("tokens", TOKENS, binary=binary_input)
     names = ("top_ids", "top_logprobs", "error_bound")
     result = client.infer(TEXT_MODEL, [given], outputs=outputs(*names, binary=binary))
-    assert_equals_native(result, [predicted(native, tokens=tokens) for tokens in TOKENS])
+    assert_equals_native(result, [predicted(native_of_both, tokens=tokens) for tokens in TOKENS])
     assert result.as_numpy("top_ids").dtype == np.int64
     assert result.as_numpy("top_logprobs").dtype == np.float32
 
 
-def test_the_default_outputs_are_these_four(client: Client, native: httpx.Client) -> None:
+def test_the_default_outputs_are_these_four(client: Client, native_of_both: httpx.Client) -> None:
     result = infer(client, TOKENS)
     names = [one["name"] for one in result.get_response()["outputs"]]
     assert names == ["top_ids", "top_logprobs", "error_bound", "position"]
-    assert_equals_native(result, [predicted(native, tokens=tokens) for tokens in TOKENS])
+    assert_equals_native(result, [predicted(native_of_both, tokens=tokens) for tokens in TOKENS])
     assert result.as_numpy("position").tolist() == [3, 3]
 
 
 @BINARY
-def test_token_logprobs_are_those_of_score(client: Client, native: httpx.Client, binary: bool) -> None:
+def test_token_logprobs_are_those_of_score(client: Client, native_of_both: httpx.Client, binary: bool) -> None:
     result = client.infer(TEXT_MODEL, [tensor("tokens", TOKENS)], outputs=outputs("token_logprobs", binary=binary))
-    scores = [native.post("/v1/score", json={"tokens": tokens}).json() for tokens in TOKENS]
+    scores = [native_of_both.post("/v1/score", json={"tokens": tokens}).json() for tokens in TOKENS]
     np.testing.assert_array_equal(result.as_numpy("token_logprobs"), floats([one["logprobs"] for one in scores]))
 
 
 @BINARY
-def test_logits_give_the_native_log_probabilities(client: Client, native: httpx.Client, binary: bool) -> None:
+def test_logits_give_the_native_log_probabilities(client: Client, native_of_both: httpx.Client, binary: bool) -> None:
     result = client.infer(TEXT_MODEL, [tensor("tokens", TOKENS)], outputs=outputs("logits", binary=binary))
     logits = result.as_numpy("logits").astype(np.float64)
     assert logits.shape == (2, 2048)
     logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     for row, tokens in enumerate(TOKENS):
-        for one in predicted(native, tokens=tokens)["predictions"]:
+        for one in predicted(native_of_both, tokens=tokens)["predictions"]:
             assert logprobs[row, one["token_id"]] == pytest.approx(one["logprob"], abs=1e-5)
 
 
 @BINARY
-def test_top1_proved_is_the_native_flag(client: Client, native: httpx.Client, binary: bool) -> None:
+def test_top1_proved_is_the_native_flag(client: Client, native_of_both: httpx.Client, binary: bool) -> None:
     given = tensor("tokens", [[5, 6, 7] * 20, [8, 9, 10] * 20])
     result = client.infer(
         TEXT_MODEL, [given], outputs=outputs("top1_proved", "error_bound", binary=binary), parameters={"mode": "window"}
     )
-    answers = [predicted(native, tokens=tokens * 20, mode="window") for tokens in TOKENS]
+    answers = [predicted(native_of_both, tokens=tokens * 20, mode="window") for tokens in TOKENS]
     assert result.as_numpy("top1_proved").tolist() == [one["top1_proved"] for one in answers]
     assert result.as_numpy("top1_proved").dtype == np.bool_
     np.testing.assert_array_equal(result.as_numpy("error_bound"), floats([one["error_bound"] for one in answers]))
@@ -261,13 +261,13 @@ def test_each_output_is_binary_or_json_on_its_own(client: Client) -> None:
     assert bound["parameters"] == {"binary_data_size": 8}
 
 
-def test_binary_data_output_is_the_default_of_the_outputs(native: httpx.Client) -> None:
+def test_binary_data_output_is_the_default_of_the_outputs(native_of_both: httpx.Client) -> None:
     body = {
         "inputs": [{"name": "tokens", "shape": [1, 1], "datatype": "INT64", "data": [5]}],
         "outputs": [{"name": "position"}, {"name": "error_bound", "parameters": {"binary_data": False}}],
         "parameters": {"binary_data_output": True},
     }
-    response = native.post(INFER, json=body)
+    response = native_of_both.post(INFER, json=body)
     length = int(response.headers["inference-header-content-length"])
     document = json.loads(response.content[:length])
     assert response.headers["content-type"] == "application/octet-stream"
@@ -275,19 +275,19 @@ def test_binary_data_output_is_the_default_of_the_outputs(native: httpx.Client) 
     assert document["outputs"][1]["data"] == [0.0]
 
 
-def test_a_json_answer_has_flat_data_and_no_header_length(native: httpx.Client) -> None:
+def test_a_json_answer_has_flat_data_and_no_header_length(native_of_both: httpx.Client) -> None:
     body = {"inputs": [{"name": "tokens", "shape": [2, 3], "datatype": "INT64", "data": TOKENS}]}
-    response = native.post(INFER, json=body)
+    response = native_of_both.post(INFER, json=body)
     assert response.headers["content-type"] == "application/json"
     assert "inference-header-content-length" not in response.headers
     assert len(response.json()["outputs"][0]["data"]) == 32
 
 
 @BINARY
-def test_an_unknown_error_bound_is_nan(client: Client, native: httpx.Client, binary: bool) -> None:
+def test_an_unknown_error_bound_is_nan(client: Client, native_of_both: httpx.Client, binary: bool) -> None:
     tokens = [5, 6, 7]
     options = {"mode": "window", "window": 1}
-    answer = predicted(native, tokens=tokens, truncated=True, **options)
+    answer = predicted(native_of_both, tokens=tokens, truncated=True, **options)
     result = client.infer(
         TEXT_MODEL,
         [tensor("tokens", [tokens])],
@@ -295,7 +295,7 @@ def test_an_unknown_error_bound_is_nan(client: Client, native: httpx.Client, bin
         parameters={"truncated": True, **options},
     )
     np.testing.assert_array_equal(result.as_numpy("error_bound"), floats([answer["error_bound"]]))
-    score = native.post("/v1/score", json={"tokens": tokens, "truncated": True}).json()
+    score = native_of_both.post("/v1/score", json={"tokens": tokens, "truncated": True}).json()
     assert score["logprobs"][0] is None  # nothing predicts the first token of the rest of a sequence
     np.testing.assert_array_equal(result.as_numpy("token_logprobs"), floats([score["logprobs"]]))
     if not binary:
@@ -316,74 +316,76 @@ def test_the_answer_names_the_model_and_its_version(client: Client) -> None:
 
 
 @BINARY
-def test_text_is_tokenised_like_by_the_native_api(client: Client, native: httpx.Client, binary: bool) -> None:
+def test_text_is_tokenised_like_by_the_native_api(client: Client, native_of_both: httpx.Client, binary: bool) -> None:
     texts = ["The history of the", "A town é"]
     result = client.infer(TEXT_MODEL, [tensor("text", [text.encode() for text in texts], "BYTES", binary=binary)])
-    assert_equals_native(result, [predicted(native, input=text) for text in texts])
+    assert_equals_native(result, [predicted(native_of_both, input=text) for text in texts])
 
 
 @BINARY
-def test_lengths_make_a_batch_ragged(client: Client, native: httpx.Client, binary: bool) -> None:
+def test_lengths_make_a_batch_ragged(client: Client, native_of_both: httpx.Client, binary: bool) -> None:
     given = [
         tensor("tokens", [[5, 6, 7], [8, -1, 10**9]], binary=binary),  # the padding may hold anything
         tensor("lengths", [3, 1], binary=binary),
     ]
     names = ("top_ids", "top_logprobs", "error_bound", "position", "token_logprobs")
     result = client.infer(TEXT_MODEL, given, outputs=outputs(*names, binary=binary))
-    assert_equals_native(result, [predicted(native, tokens=[5, 6, 7]), predicted(native, tokens=[8])])
+    assert_equals_native(result, [predicted(native_of_both, tokens=[5, 6, 7]), predicted(native_of_both, tokens=[8])])
     assert result.as_numpy("position").tolist() == [3, 1]
-    scores = [native.post("/v1/score", json={"tokens": tokens}).json()["logprobs"] for tokens in ([5, 6, 7], [8])]
+    scores = [
+        native_of_both.post("/v1/score", json={"tokens": tokens}).json()["logprobs"] for tokens in ([5, 6, 7], [8])
+    ]
     padded = floats([scores[0], [*scores[1], None, None]])
     np.testing.assert_array_equal(result.as_numpy("token_logprobs"), padded)
 
 
 @BINARY
-def test_events_are_those_of_the_native_api(client: Client, native: httpx.Client, binary: bool) -> None:
+def test_events_are_those_of_the_native_api(client: Client, native_of_both: httpx.Client, binary: bool) -> None:
     given = tensor("events", [[name.encode() for name in row] for row in EVENTS], "BYTES", binary=binary)
     names = ("top_ids", "top_logprobs", "error_bound", "token_logprobs")
     result = client.infer(EVENT_MODEL, [given], outputs=outputs(*names, binary=binary))
     inputs = ["\n".join(row) for row in EVENTS]
-    assert_equals_native(result, [predicted(native, model=EVENT_MODEL, input=text) for text in inputs])
-    scores = [native.post("/v1/score", json={"model": EVENT_MODEL, "input": text}).json() for text in inputs]
+    assert_equals_native(result, [predicted(native_of_both, model=EVENT_MODEL, input=text) for text in inputs])
+    scores = [native_of_both.post("/v1/score", json={"model": EVENT_MODEL, "input": text}).json() for text in inputs]
     np.testing.assert_array_equal(result.as_numpy("token_logprobs"), floats([one["logprobs"] for one in scores]))
 
 
-def test_events_of_ragged_batches_have_lengths(client: Client, native: httpx.Client) -> None:
+def test_events_of_ragged_batches_have_lengths(client: Client, native_of_both: httpx.Client) -> None:
     given = [tensor("events", [[b"event 5", b"event 6"], [b"event 7", b""]], "BYTES"), tensor("lengths", [2, 1])]
     result = client.infer(EVENT_MODEL, given)
     inputs = ["event 5\nevent 6", "event 7"]
-    assert_equals_native(result, [predicted(native, model=EVENT_MODEL, input=text) for text in inputs])
+    assert_equals_native(result, [predicted(native_of_both, model=EVENT_MODEL, input=text) for text in inputs])
 
 
-def test_an_unknown_event_is_the_unknown_token(client: Client, native: httpx.Client) -> None:
+def test_an_unknown_event_is_the_unknown_token(client: Client, native_of_both: httpx.Client) -> None:
     result = client.infer(EVENT_MODEL, [tensor("events", [[b"event 5", b"never seen"]], "BYTES")])
-    assert_equals_native(result, [predicted(native, model=EVENT_MODEL, input="event 5\nnever seen")])
+    assert_equals_native(result, [predicted(native_of_both, model=EVENT_MODEL, input="event 5\nnever seen")])
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-def test_a_compressed_request_is_inflated(client: Client, native: httpx.Client, algorithm: str) -> None:
+def test_a_compressed_request_is_inflated(client: Client, native_of_both: httpx.Client, algorithm: str) -> None:
     result = infer(client, TOKENS, request_compression_algorithm=algorithm, response_compression_algorithm=algorithm)
-    assert_equals_native(result, [predicted(native, tokens=tokens) for tokens in TOKENS])
+    assert_equals_native(result, [predicted(native_of_both, tokens=tokens) for tokens in TOKENS])
 
 
 # Parameters
 
 
-def test_mode_and_window_are_those_of_a_prediction(client: Client, native: httpx.Client) -> None:
+def test_mode_and_window_are_those_of_a_prediction(client: Client, native_of_both: httpx.Client) -> None:
     for options in ({"mode": "recurrent"}, {"mode": "window", "window": 2}, {"mode": "both"}, {"window": 2}):
-        answers = [predicted(native, tokens=tokens, **options) for tokens in TOKENS]
+        answers = [predicted(native_of_both, tokens=tokens, **options) for tokens in TOKENS]
         assert_equals_native(infer(client, TOKENS, parameters=options), answers)
 
 
-def test_tolerance_is_that_of_a_prediction(client: Client, native: httpx.Client) -> None:
+def test_tolerance_is_that_of_a_prediction(client: Client, native_of_both: httpx.Client) -> None:
     tokens = [[5, 6, 7] * 30]
     for tolerance in (0, 0.5, 1):
-        answer = predicted(native, tokens=tokens[0], tolerance=tolerance)
+        answer = predicted(native_of_both, tokens=tokens[0], tolerance=tolerance)
         assert_equals_native(infer(client, tokens, parameters={"tolerance": tolerance}), [answer])
 
 
-def test_truncated_is_that_of_a_prediction(client: Client, native: httpx.Client) -> None:
-    answers = [predicted(native, tokens=tokens, truncated=True) for tokens in TOKENS]
+def test_truncated_is_that_of_a_prediction(client: Client, native_of_both: httpx.Client) -> None:
+    answers = [predicted(native_of_both, tokens=tokens, truncated=True) for tokens in TOKENS]
     assert_equals_native(infer(client, TOKENS, parameters={"truncated": True}), answers)
 
 
@@ -391,14 +393,14 @@ def test_priority_is_accepted(client: Client) -> None:
     assert infer(client, TOKENS, priority=3).as_numpy("position").tolist() == [3, 3]
 
 
-def test_timeout_is_a_deadline_in_microseconds(client: Client, native: httpx.Client) -> None:
+def test_timeout_is_a_deadline_in_microseconds(client: Client, native_of_both: httpx.Client) -> None:
     assert infer(client, TOKENS, timeout=20_000_000).as_numpy("position").tolist() == [3, 3]
     assert infer(client, TOKENS, timeout=0).as_numpy("position").tolist() == [3, 3]
     body = {
         "inputs": [{"name": "tokens", "shape": [1, 3], "datatype": "INT64", "data": [5, 6, 7]}],
         "parameters": {"timeout": 1},
     }
-    late = native.post(INFER, json=body)
+    late = native_of_both.post(INFER, json=body)
     assert late.status_code == 504 and "deadline" in late.json()["error"]
 
 
@@ -410,37 +412,37 @@ def step(client: Client, sequence: Any, token: int, **options: Any) -> triton.In
 
 
 @pytest.mark.parametrize("make", [int, str], ids=["number", "text"])
-def test_a_sequence_is_a_session(client: Client, native: httpx.Client, make: type) -> None:
+def test_a_sequence_is_a_session(client: Client, native_of_both: httpx.Client, make: type) -> None:
     sequence = make(next(ids)) if make is int else f"of-{next(ids)}"
     twin = f"twin-{sequence}"
-    native.post("/v1/sessions", json={"session": twin, "model": TEXT_MODEL})
+    native_of_both.post("/v1/sessions", json={"session": twin, "model": TEXT_MODEL})
     for index, token in enumerate((5, 6, 7)):
         result = step(client, sequence, token, sequence_start=index == 0)
         body = {"tokens": [token], "top_k": 16}
-        answer = native.post(f"/v1/sessions/{twin}/tokens", json=body).json()
+        answer = native_of_both.post(f"/v1/sessions/{twin}/tokens", json=body).json()
         assert_equals_native(result, [answer])
         assert result.as_numpy("position").tolist() == [answer["position"]] == [index + 1]
-    assert native.get(f"/v1/sessions/{TEXT_MODEL}:{sequence}").json()["position"] == 3
+    assert native_of_both.get(f"/v1/sessions/{TEXT_MODEL}:{sequence}").json()["position"] == 3
 
 
-def test_several_tokens_and_all_predicted_outputs_of_a_sequence(client: Client, native: httpx.Client) -> None:
+def test_several_tokens_and_all_predicted_outputs_of_a_sequence(client: Client, native_of_both: httpx.Client) -> None:
     sequence = next(ids)
     names = ("top_ids", "top_logprobs", "logits", "error_bound", "top1_proved", "position")
     infer(client, [[5, 6]], *names, sequence_id=sequence, sequence_start=True)
     result = infer(client, [[7, 8, 9]], *names, sequence_id=sequence)
-    answer = predicted(native, tokens=[5, 6, 7, 8, 9], mode="recurrent")
+    answer = predicted(native_of_both, tokens=[5, 6, 7, 8, 9], mode="recurrent")
     np.testing.assert_array_equal(result.as_numpy("top_ids")[0], [one["token_id"] for one in answer["predictions"]])
     logits = result.as_numpy("logits")[0].astype(np.float64)
     assert logits.argmax() == answer["predictions"][0]["token_id"]
     assert result.as_numpy("position").tolist() == [5]
 
 
-def test_token_logprobs_of_a_sequence_go_on_from_its_tokens(client: Client, native: httpx.Client) -> None:
+def test_token_logprobs_of_a_sequence_go_on_from_its_tokens(client: Client, native_of_both: httpx.Client) -> None:
     sequence = next(ids)
     infer(client, [[5, 6]], sequence_id=sequence, sequence_start=True)
     options = {"sequence_id": sequence, "parameters": {"expected_position": 2}}
     first, again = [infer(client, [[7, 8, 9]], "token_logprobs", "position", **options) for _ in range(2)]
-    score = native.post("/v1/score", json={"tokens": [5, 6, 7, 8, 9]}).json()
+    score = native_of_both.post("/v1/score", json={"tokens": [5, 6, 7, 8, 9]}).json()
     for result in (first, again):
         np.testing.assert_allclose(result.as_numpy("token_logprobs")[0], score["logprobs"][2:], atol=1e-5)
         assert result.as_numpy("position").tolist() == [5]
@@ -455,18 +457,18 @@ def test_sequence_start_makes_a_sequence_anew(client: Client) -> None:
     np.testing.assert_array_equal(first.as_numpy("top_logprobs"), again.as_numpy("top_logprobs"))
 
 
-def test_sequence_end_deletes_the_sequence_after_the_answer(client: Client, native: httpx.Client) -> None:
+def test_sequence_end_deletes_the_sequence_after_the_answer(client: Client, native_of_both: httpx.Client) -> None:
     sequence = next(ids)
     step(client, sequence, 5, sequence_start=True)
     assert step(client, sequence, 6, sequence_end=True).as_numpy("position").tolist() == [2]
-    assert native.get(f"/v1/sessions/{TEXT_MODEL}:{sequence}").status_code == 404
+    assert native_of_both.get(f"/v1/sessions/{TEXT_MODEL}:{sequence}").status_code == 404
 
 
-def test_a_sequence_may_start_and_end_in_one_request(client: Client, native: httpx.Client) -> None:
+def test_a_sequence_may_start_and_end_in_one_request(client: Client, native_of_both: httpx.Client) -> None:
     sequence = next(ids)
     result = step(client, sequence, 5, sequence_start=True, sequence_end=True)
-    assert_equals_native(result, [predicted(native, tokens=[5])])
-    assert native.get(f"/v1/sessions/{TEXT_MODEL}:{sequence}").status_code == 404
+    assert_equals_native(result, [predicted(native_of_both, tokens=[5])])
+    assert native_of_both.get(f"/v1/sessions/{TEXT_MODEL}:{sequence}").status_code == 404
 
 
 def test_a_request_without_start_for_an_unknown_sequence_names_its_id(client: Client) -> None:
@@ -476,14 +478,14 @@ def test_a_request_without_start_for_an_unknown_sequence_names_its_id(client: Cl
 
 
 @pytest.mark.parametrize("sequence", [0, ""], ids=["0", "empty"])
-def test_an_empty_id_is_no_sequence(client: Client, native: httpx.Client, sequence: Any) -> None:
+def test_an_empty_id_is_no_sequence(client: Client, native_of_both: httpx.Client, sequence: Any) -> None:
     result = step(client, sequence, 5)
-    assert_equals_native(result, [predicted(native, tokens=[5])])
+    assert_equals_native(result, [predicted(native_of_both, tokens=[5])])
     body = {
         "inputs": [{"name": "tokens", "shape": [1, 1], "datatype": "INT64", "data": [5]}],
         "parameters": {"sequence_id": sequence},
     }
-    assert native.post(INFER, json=body).json()["outputs"][3]["data"] == [1]
+    assert native_of_both.post(INFER, json=body).json()["outputs"][3]["data"] == [1]
 
 
 def test_a_request_sent_again_with_its_position_is_a_replay(client: Client) -> None:
@@ -510,12 +512,12 @@ def test_a_request_at_another_position_is_409(client: Client) -> None:
     assert caught.value.status() == "409"
 
 
-def test_a_sequence_of_events(client: Client, native: httpx.Client) -> None:
+def test_a_sequence_of_events(client: Client, native_of_both: httpx.Client) -> None:
     sequence = f"clicks-{next(ids)}"
     for index, name in enumerate(EVENTS[0]):
         given = tensor("events", [[name.encode()]], "BYTES")
         result = client.infer(EVENT_MODEL, [given], sequence_id=sequence, sequence_start=index == 0)
-    answer = predicted(native, model=EVENT_MODEL, input="\n".join(EVENTS[0]), mode="recurrent")
+    answer = predicted(native_of_both, model=EVENT_MODEL, input="\n".join(EVENTS[0]), mode="recurrent")
     assert result.as_numpy("top_ids")[0].tolist() == [one["token_id"] for one in answer["predictions"]]
     assert result.as_numpy("position").tolist() == [3]
 
@@ -533,7 +535,7 @@ def test_sequences_of_two_models_with_one_id_are_two(client: Client) -> None:
 
 
 async def test_the_asynchronous_client_has_the_native_numbers(
-    aio_client: aio.InferenceServerClient, native: httpx.Client
+    aio_client: aio.InferenceServerClient, native_of_both: httpx.Client
 ) -> None:
     assert await aio_client.is_server_live()
     assert await aio_client.is_server_ready()
@@ -542,10 +544,10 @@ async def test_the_asynchronous_client_has_the_native_numbers(
     assert (await aio_client.get_model_config(TEXT_MODEL))["name"] == TEXT_MODEL
     assert (await aio_client.get_inference_statistics(TEXT_MODEL))["model_stats"]
     result = await aio_client.infer(TEXT_MODEL, [tensor("tokens", TOKENS)])
-    assert_equals_native(result, [predicted(native, tokens=tokens) for tokens in TOKENS])
+    assert_equals_native(result, [predicted(native_of_both, tokens=tokens) for tokens in TOKENS])
     given = tensor("events", [[name.encode() for name in row] for row in EVENTS], "BYTES")
     result = await aio_client.infer(EVENT_MODEL, [given])
-    answers = [predicted(native, model=EVENT_MODEL, input="\n".join(row)) for row in EVENTS]
+    answers = [predicted(native_of_both, model=EVENT_MODEL, input="\n".join(row)) for row in EVENTS]
     assert_equals_native(result, answers)
 
 
