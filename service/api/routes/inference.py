@@ -60,7 +60,7 @@ from wane.service.engine.engine import Engine
 from wane.service.errors import InvalidRequest, Unavailable, UnknownModel, UnknownSession, truncate_repr
 from wane.service.types import Answer, Latency, Mode, PredictRequest, Score, ScoreRequest, StepRequest
 
-Version = Annotated[str, Path(examples=["1"], description="the served version")]
+Version = Annotated[str, Path(examples=["2"], description="the served version")]
 
 NO_LATENCY = Latency(0.0, 0.0, 0.0)
 
