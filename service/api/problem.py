@@ -147,7 +147,7 @@ class Envelopes:
 
     def _shape(self, path: str) -> Shape:
         for pattern, shape in self._shapes:
-            if pattern.match(path):
+            if pattern.fullmatch(path):
                 return shape
         return next(shape for prefix, shape in self._others.items() if path.startswith(prefix))
 

@@ -76,7 +76,12 @@ async def test_every_route_but_the_probes_requires_a_key(guarded: FastAPI, clien
             else:
                 assert response.status_code == 401, (method, path)
                 assert response.headers["www-authenticate"] == 'Bearer realm="wane"'
-                assert method == "HEAD" or response.json()["code"] == "unauthorized"
+                if method != "HEAD":
+                    document = response.json()
+                    in_openai_format = isinstance(document.get("error"), dict) and "code" not in document
+                    code = document["error"]["code"] if in_openai_format else document["code"]
+                    assert code == ("invalid_api_key" if in_openai_format else "unauthorized"), (method, path)
+                    assert in_openai_format == (path in OPENAI), (method, path)
 
 
 @pytest.mark.parametrize(
