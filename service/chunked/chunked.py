@@ -1,19 +1,21 @@
 """Runs a long sequence as parallel chunks.
 
-The initial state of a chunk in the middle is unknown. The chunk is *warmed up*: the tokens before it run from the zero
-state. Then the difference between the warmed-up state and the state at the end of the previous chunk is measured for
-each unit. If the difference exceeds the limit, the chunk runs again from the end of the previous chunk, until its state
-is within the limit of the first run's state at the same place. The first run's results after that place are kept. At a
-limit of 0 the states are bit-identical, and the result equals that of a run in order, for any model. If too many tokens
-must run again, the rest of the sequence runs in order.
+The sequence is processed in segments of at most SEGMENT_TOKENS tokens, so that only one segment's states are held in
+memory. Each segment is cut into chunks, which run in parallel. A *cell* is the part of a chunk in one run. The cells
+pass through the scheduler like other work.
 
-Chunks pass through the scheduler like other work, a few tokens of each chunk at a time. Only the states of one segment
-are held, for a sequence of any length.
+The initial state of every chunk except the first is unknown. Such a chunk is *warmed up*: the tokens before it run from
+the zero state, and the chunk starts from the resulting state. A *joint* is a boundary of two cells at which the second
+cell started from a state other than the state at the end of the first cell. Every chunk except the first begins with a
+joint. The difference of the two states at the joint is measured for each unit.
 
-A *cell* is the part of a chunk in one run. A *joint* is a place where a cell started from a state other than the state
-at the end of the previous cell. Every chunk except the first begins with a joint. If a cell runs again from the end of
-the previous cell, the joint moves to the end of the repeated cell. A run without joints is bit-identical to a run in
-order.
+If the difference at a joint exceeds the limit, the cell after the joint runs again from the state at the end of the
+cell before the joint. The joint then moves to the end of the repeated cell. The next cell runs again, too, if the
+difference at the moved joint exceeds the limit. Otherwise the earlier results of the next cell are kept.
+
+A run *in order* passes over the tokens from first to last, without chunks. At a limit of 0 the two states at every
+joint must be equal, so the results are bit-identical to those of a run in order, for any model. If too many cells of a
+segment run again, the rest of the sequence runs in order.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
 """Admission control for long requests: refuses a request that cannot finish before its deadline.
 
-Long requests take turns at the runner, piece by piece, so each long request slows down all others. If too many are
-admitted, all of them miss their deadlines, and their runs are wasted. Therefore the work of each request is estimated
-from the measured cost of runs. A new request is refused if it, or a request admitted before it, would miss its
-deadline:
+The runner alternates between long requests: it runs one piece of each request's tokens at a time. A request *takes
+turns* while it has pieces to run. Each long request therefore slows down all others. If too many are admitted, all of
+them miss their deadlines, and their runs are wasted. Therefore the work of each request is estimated from the measured
+cost of runs. A new request is refused if it, or a request admitted before it, would miss its deadline. The expected
+time until request i ends is
 
-    finish of i = pace * (sum over j of min(left of i, left of j))
+    pace * (sum over j of min(left of i, left of j))
 
-The formula assumes equal turns. `left` is the expected remaining work of a request, in seconds of runs. `pace` is the
-elapsed time per second of work. It differs from 1 because steps and short requests use the runner too, and the
-processor may be shared. The pace is measured as follows: elapsed time is divided equally among the requests that take
-turns. A stream that waits for its client takes no turns.
+because the requests take equal turns: until request i ends, the runner works no longer for request j than for request
+i. `left` is the expected remaining work of a request, in seconds of runs. `pace` is the elapsed time per second of
+work. It differs from 1 because steps and short requests use the runner too, and the processor may be shared.
+
+To measure the pace, each second of elapsed time is divided equally among the requests that take turns. A request's part
+of the elapsed time is its *turn time*. The pace is the turn time per second of work. A stream that waits for its client
+takes no turns.
 
 Estimates may be wrong. A request is always admitted if no other request takes turns.
 """

@@ -4,18 +4,18 @@ The text runs in order, or as parallel chunks (`service/chunked/chunked.py`). A 
 There, the state from which the second chunk started may differ from the state at the end of the first chunk. The
 request limits this difference:
 
-- With a tolerance, `error_bound` must meet it. If the certificate proves nothing about the model, there is no bound,
-  and only an exact run meets a tolerance.
+- With a tolerance, `error_bound` must meet the tolerance. If the certificate proves nothing about the model, there is
+  no bound, and only an exact run meets a tolerance.
 - Without a tolerance, the difference at every joint is at most RESIDUAL. `error_bound` is the proved bound, if there is
   one.
 
-In a truncated sequence every answer has its own bound: the bound for the number of tokens before it, plus the bound of
-what the joints add. A tolerance applies to the joints only.
+In a truncated sequence every answer has its own bound: the bound for the number of tokens before the answer, plus the
+bound of the error that the joints add. The tolerance then limits only the error that the joints add.
 
-The bound of a run with joints is the worst bound over all positions. It is the smaller of two bounds, each plus the
-rounding of two float32 runs. The first is the certificate's curve, at one token more than the chunks' warm-up, because
-the first answer of a chunk has also read its own token. The second is propagated from the measured differences at the
-joints (`models/certificate/propagation.py`).
+In a whole sequence, one bound holds for all answers of a run with joints. It is the smaller of two bounds, each plus
+the rounding of two float32 runs. The first is the certificate's curve, at one token more than the chunks' warm-up,
+because even the first answer of a chunk has read the warm-up and the chunk's first token. The second is computed from
+the measured differences at the joints (`models/certificate/propagation.py`).
 """
 
 from __future__ import annotations

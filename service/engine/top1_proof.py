@@ -2,42 +2,45 @@
 
 The gradient proof also bounds the total variation.
 
-**Margin proof** (`MarginProof`). With output rows V_a, logits are l_a = V_a . h + b_a. If the h of the two models are
-at most E apart, the lead l_a - l_b of token a over token b differs by at most |V_a - V_b|_2 E. So the most probable
-token a is proved if, for every other token b,
+**Margin proof** (`MarginProof`). The logit of token a is l_a = W_a . h + c_a, where h is the output layer's input, W_a
+the token's row of the output layer's matrix, and c_a its bias. If the h of the two models are at most E apart, the lead
+l_a - l_b of token a over token b differs by at most |W_a - W_b|_2 E. So the most probable token a is proved if, for
+every other token b,
 
-    l_a - l_b  >  |V_a - V_b|_2 E + rounding of the four logits.
+    l_a - l_b  >  |W_a - W_b|_2 E + rounding of the four logits.
 
 A token b for which this inequality fails is a rival. The gradient proof may still rule out a rival.
 
-The rounding is a theorem too. The error of a float32 sum of n terms, in any order, is at most gamma = n u / (1 - n u)
-times the sum of the terms' magnitudes, where u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002,
-section 4.2). Here the sum of the magnitudes is |V_a|_2 |h|_2 + |b_a|. For the other run, |h|_2 + E replaces |h|_2. The
-whole inequality is evaluated in float64.
+The rounding is bounded by a theorem too. The error of a float32 sum of n terms, in any order, is at most gamma = n u /
+(1 - n u) times the sum of the terms' magnitudes, where u = 2^-24 (Higham, Accuracy and Stability of Numerical
+Algorithms, 2002, section 4.2). Here the sum of the magnitudes is at most |W_a|_2 |h|_2 + |c_a| (Cauchy-Schwarz). For
+the other run, |h|_2 + E replaces |h|_2. The whole inequality is evaluated in float64.
 
 **Gradient proof** (`DirectionProof`). It runs on request, if the margin proof leaves rivals. The margin proof lets the
-output layer's input move in any direction within a radius. For a window of a gated model more is known: how far each
-unit of each state may be from this run's. A lead is a function of these units. It therefore moves by at most
-`sum_i |gradient_i| error_i` plus the remainder of the first-order expansion (`models/certificate/top1.py`). Let h be
-computed in exact arithmetic from the state and the stream that the graph output. Token a is the most probable token of
-the never-interrupted float32 run if, for every rival b,
+output layer's input move in any direction within a radius. For a window of a gated model more is known: a bound error_i
+of how far unit i of the states may be from its value in this run. A lead is a function of these units. The lead
+therefore changes by at most `sum_i |gradient_i| error_i` plus the remainder of the first-order expansion
+(`models/certificate/top1.py`). From here on, h is computed in exact arithmetic from the states and the stream (the
+first layer's input) that the graph output. Token a is the most probable token of the never-interrupted float32 run if,
+for every rival b,
 
-    (V_a - V_b) . h + b_a - b_b  >  moved + |V_a - V_b|_2 E + rounding of two logits.
+    (W_a - W_b) . h + c_a - c_b  >  moved + |W_a - W_b|_2 E + rounding of two logits.
 
 Some of these terms are theorems, and some are measured:
 
 - `moved` bounds the difference between the lead at h and the lead of any *exact* run that ends in these tokens. It is a
-  theorem if the stream, states and errors that the graph output are within R of an exact window's. Both runs are then
-  around h, at a distance that includes R. `moved` is evaluated in float64, and the float64 rounding is included.
+  theorem if the stream, states and errors that the graph output differ by at most R from those of an exact run over the
+  window. `moved` includes the effect of R. It is evaluated in float64, and the float64 rounding is included.
 - R, for states, is the certificate's `rounding.states`. The stream is computed from the last few tokens by convolution
-  layers, and the errors are products of gates. The rounding of both is measured when the model is loaded, with windows
-  of random tokens, of one repeated token and of cycles. It is multiplied by the safety factor of the certificate's
-  rounding.
-- E is the certificate's rounding of two runs at `hidden`: the measured error of one step, propagated by the theorem.
-  Half of E bounds the distance of either run from exact arithmetic. The total variation of the two float32 runs
-  therefore exceeds that of h and the exact run by at most tanh(D E / 4), where D is the diameter of the output matrix.
-- The rounding of the logits is a theorem (above). Only the logits of the never-interrupted run need it. The logits of
-  the answering run do not, because a is its most probable token by definition.
+  layers, and the errors are products of gates. For the stream and the errors, R is measured when the model is loaded,
+  with windows of random tokens, of one repeated token and of cycles. The measured rounding is multiplied by the safety
+  factor of the certificate's rounding.
+- E is the certificate's rounding of two runs at `hidden`. It is computed from the measured error of one step and a
+  proved bound of the error's growth. Half of E bounds the distance of either run from exact arithmetic. The total
+  variation of the two float32 runs therefore exceeds that of h and the exact run by at most tanh(D E / 4), where D is
+  the diameter of the output matrix.
+- The rounding of the logits is a theorem (above). It is added only for the logits of the never-interrupted run. The
+  logits of the answering run need no rounding term, because a is the answering run's most probable token by definition.
 """
 
 from __future__ import annotations
