@@ -190,8 +190,8 @@ class Row:
 class ColumnBatch:
     """A batch of one-token steps, stored as arrays of B rows (columns) instead of `Work` items.
 
-    slots: int (B), the slots of the states. tokens: int64 (B). queued_s: float64 (B), the time of `time.perf_counter`
-    at which each step was queued. The run sets either `outputs` (arrays by name) or `failure`.
+    slots: int (B), the slots of the states. tokens: int64 (B). queued_s: float64 (B), when each step was queued, by
+    `time.perf_counter`. The run sets either `outputs` (arrays by name) or `failure`.
     """
 
     __slots__ = ("failure", "outputs", "queued_s", "slots", "tokens")

@@ -1,9 +1,9 @@
 """Batches requests continuously: work that was queued while the runner was busy forms the next batch.
 
 There is no batching delay. On an idle server work starts immediately. On a busy server batches grow with the queue
-(`scheduler.py`). The queue is bounded, and a request over the limit is rejected before any of its work runs. When an
-item's turn comes and its caller has left or its deadline has passed, the item is dropped. It never enters a batch and
-has no effect.
+(`scheduler.py`). The queue is bounded, and a request over the limit is rejected before any of its work runs. If an
+item's caller has left or its deadline has passed when a batch is formed, the item is dropped. A dropped item has no
+effect.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Columns(Protocol):
         ...
 
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
-        """Answers the requests of a batch after its run. The run started at `started_s` of `time.perf_counter` and took
-        `compute_s` seconds."""
+        """Answers the requests of a batch after its run. `started_s` is when the run started, by `time.perf_counter`.
+        The run took `compute_s` seconds."""
         ...
 
 
 class _Ran(NamedTuple):
-    """A batch after its run. `cancelled`: items whose callers left before the run. `started_s`: the time of
-    `time.perf_counter`."""
+    """A batch after its run. `cancelled` holds the items whose callers left before the run. `started_s` is when the run
+    started, by `time.perf_counter`."""
 
     role: Role
     items: Sequence[WorkItem]
@@ -156,7 +156,8 @@ class Batcher:
 
     @property
     def _in_columns(self) -> int:
-        """The number of queued steps in columns, minus 1 if their item is in the queue."""
+        """The number of queued steps in columns that the scheduler's queue does not count. One item in that queue
+        stands for all of them."""
         return 0 if self.columns is None else len(self.columns) - self._columns_queued
 
     @property

@@ -1,8 +1,9 @@
 """The queue of one runner, and the policy that chooses the next batch.
 
-There are two queues. The first holds steps and heads. A whole batch of them takes about a millisecond. The second holds
-sequences: windows, and states to rebuild. A single sequence takes about a millisecond, and when another replica dies a
-thousand sequences arrive together. Neither queue may delay the other queue:
+There are two queues. The first holds steps and heads (runs of the output layer alone). A whole batch of them takes
+about a millisecond. The second holds sequences: windows, and states to rebuild. A single sequence takes about a
+millisecond, and when another replica dies a thousand sequences arrive together. Neither queue may delay the other
+queue:
 
 - A batch of sequences is limited to an expected run time of one slice. The slice is 1.5 times as long if no step has
   arrived since the last batch of sequences. Larger batches gain little throughput: their intermediate values exceed the

@@ -118,8 +118,8 @@ class ChunkBatch:
 
 
 def _apart(one: Array, other: Array) -> Array:
-    """Returns |one - other| of each unit: 0 if both values are equal or both are NaN; infinite if only the difference
-    is NaN."""
+    """Returns |one - other| of each unit: 0 if both values are equal or both are NaN; infinite if exactly one value is
+    NaN."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart: Array = np.abs(one - other)
     if not np.isfinite(apart).all():
@@ -241,8 +241,8 @@ class ChunkedRunner:
     async def advance(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
     ) -> None:
-        """Runs tokens, bit-identical to a run in order, from the state in slot `read`. Writes the last state to slot
-        `write`."""
+        """Runs tokens from the state in slot `read`. The results are bit-identical to those of a run in order. Writes
+        the last state to slot `write`."""
         pieces = self.run("advance", tokens, None, ticket, EXACT, read=read, write=write, binding=binding)
         async with aclosing(pieces):
             async for _ in pieces:
@@ -323,8 +323,8 @@ class ChunkedRunner:
     async def _column(
         self, segment: ChunkBatch, column: int, here: int, slots: Sequence[int], ticket: Ticket, *, binding: bool
     ) -> int:
-        """Runs the next cell of every chunk. Returns the number of tokens run. here: the slot from which the first
-        chunk reads."""
+        """Runs the next cell of every chunk. Returns the number of tokens run. `here` is the slot of the state from
+        which the first chunk starts."""
         cells = segment.column(column)
         writes = slots[: len(cells)]
         reads = [here, *writes[1:]] if column == 0 else writes
@@ -338,7 +338,7 @@ class ChunkedRunner:
         return sum(work.length for work in works)
 
     async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
-        """Repeats every cell with a joint over the limit, from the state at the end of the previous cell.
+        """Runs every cell again whose joint exceeds the limit, from the state at the end of the previous cell.
 
         Returns the number of repeated cells. again: the slot for the repeated cells. last: the slot of the last chunk.
         """

@@ -36,13 +36,12 @@ def compare(
     """Compares the answers of the recurrent and the window mode at temperature 1. logits: float32 (V); hidden: float32
     (H), the output layer's input.
 
-    total_variation = sum |p - q| / 2, where p is the recurrent distribution and q the window's;
-    kl = sum p log(p / q), in nats;
-    state_distance = |hidden - hidden'|_2;
+    total_variation = sum |p - q| / 2, where p is the distribution of the recurrent mode and q that of the window mode;
+    kl = sum p log(p / q), in nats; state_distance is the 2-norm of the difference of the two `hidden`;
     max_logit_difference compares the raw logits.
 
-    `bound` limits the distance between the two answers. `proved`: the window's run alone proves that the most probable
-    tokens of the two answers are equal.
+    `bound` limits the distance between the two answers. `proved` says whether the window's run alone proves that the
+    most probable tokens of the two answers are equal.
     """
     p, q = log_softmax(recurrent_logits), log_softmax(window_logits)
     return Agreement(

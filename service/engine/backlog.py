@@ -30,10 +30,11 @@ from operator import attrgetter
 from wane.service.errors import Overloaded
 
 LONG_S = 0.05
-"""A request with less expected work is not counted: it runs between the turns of long requests."""
+"""A request with less expected work, in seconds, is not counted, because it runs between the pieces of long requests.
+"""
 
 MEASURED_S = 0.5
-"""Work in seconds after which the pace is measured again."""
+"""The pace is measured again after this many seconds of work."""
 
 EMA_ALPHA = 1 / 4
 """Weight of the latest measurement of the pace."""
@@ -138,7 +139,8 @@ class Backlog:
             self.shares.remove(share)
 
     def turn_s(self) -> float:
-        """Returns the turn time so far: each elapsed second, divided by the number of shares that took turns in it."""
+        """Returns the turn time since the start: the sum of the elapsed seconds, each divided by the number of shares
+        that took turns in that second."""
         now = self._clock()
         if self.taking:
             self._turn_s += (now - self._at) / self.taking

@@ -30,9 +30,9 @@ class Bound(NamedTuple):
     """Bounds on `state`, the 2-norm distance at the output layer's input, and on `variation`, the total variation at
     temperature 1.
 
-    `runs` bounds the same distance as `state` between the answer's run and any float32 run of the never-interrupted
-    model. It includes rounding even if `state` is 0. If `runs` is None, the bound is unknown, and the most probable
-    token cannot be proved.
+    `runs` bounds the 2-norm distance at the output layer's input between the answer's run and any float32 run of the
+    never-interrupted model. Unlike `state`, which may be 0, `runs` always includes rounding. If `runs` is None, the
+    bound is unknown, and the most probable token cannot be proved.
     """
 
     state: float
@@ -44,8 +44,8 @@ def bound(certificate: Certificate, k: int, position: int, radius: float | None 
     """Returns the bound of an answer from a state that has read the last `k` of `position` tokens. None: there is no
     bound.
 
-    `radius` is an output of the run over these k tokens. It bounds the distance of this run's last state from that of
-    any run that ends in the same k tokens.
+    `radius` is an output of the run over these k tokens. It bounds the distance of this run's last state from the last
+    state of any run that ends in the same k tokens.
     """
     rounding = certificate.rounding.between_runs if certificate.contractive and certificate.rounding else None
     if k >= position and certificate.bit_identical:

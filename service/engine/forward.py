@@ -121,7 +121,7 @@ class Forward:
         """Runs `tokens` from the state in `read`, and writes the next state to `write`. The state in `read` stays
         unchanged.
 
-        Runs many tokens in pieces, or as parallel chunks if chunks are faster. The resulting states are bit-identical.
+        Runs many tokens in pieces, or as parallel chunks if chunks are faster. Both ways give bit-identical states.
         """
         if len(tokens) == 1:
             row = await self._batcher.submit(Work("step", tokens, read=read, write=write, binding=binding), ticket)

@@ -89,7 +89,8 @@ class TextStream:
 
 
 class Source(Protocol):
-    """Computes the next-token distributions of a generation. `window` is k in mode window; None in mode recurrent."""
+    """Computes the next-token distributions of a generation. `window` is the window's number of tokens in mode window;
+    None in mode recurrent."""
 
     @property
     def window(self) -> int | None: ...

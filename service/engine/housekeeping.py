@@ -28,7 +28,7 @@ class IntegrityReport(TypedDict):
 
 
 class Housekeeper:
-    """Expires and checks the states of one model. `look` does one pass; `run` does one every second.
+    """Expires and checks the states of one model. `look` does one pass, and `run` calls `look` every second.
 
     A fault never causes a wrong answer: a corrupt state is dropped, and the session's next request rebuilds it. Faults
     are counted and logged, because each fault is a bug or a memory error.

@@ -54,7 +54,7 @@ class Limits:
             raise InvalidRequest(f"top_k is {top_k}, but must be at most {most}", "top_k")
 
     def windows(self, windows: Sequence[int]) -> None:
-        """Calls `of_window` for each window."""
+        """Checks each window as `of_window` does."""
         for index, window in enumerate(windows):
             self.of_window(window, f"windows[{index}]")
 

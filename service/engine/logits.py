@@ -44,8 +44,8 @@ def predictions(
 
 
 def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
-    """Returns the first `count` tokens as predictions. Every answer calls it, so it avoids a constructor call for each
-    prediction."""
+    """Returns the first `count` tokens as predictions. This function runs for every answer, so it avoids a constructor
+    call for each prediction."""
     texts, partials = vocabulary.texts, vocabulary.partials
     ids = found.ids[:count]
     return tuple(
@@ -60,7 +60,8 @@ class Sampler:
     """Draws tokens. Equal seeds and logits give equal tokens."""
 
     def __init__(self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> None:
-        """`temperature` 0 always draws the most probable token. top_k or top_p excludes no tokens if it is None."""
+        """`temperature` 0 always draws the most probable token. If `top_k` or `top_p` is None, that limit excludes no
+        tokens."""
         self._temperature = temperature
         self._top_k = top_k
         self._top_p = top_p

@@ -56,7 +56,7 @@ RESIDUAL = 1e-5
 """The largest difference of any unit of the state at a joint, if the request has no tolerance."""
 
 FED_AT_ONCE = 16_384
-"""The number of tokens that are copied into an array in one turn of the event loop."""
+"""The number of tokens that are copied into an array in one iteration of the event loop."""
 
 LARGEST_EXPONENT = 700.0  # exp of a larger value overflows float64
 
@@ -72,8 +72,8 @@ class MixedScore:
         self._statistics = cache_statistics(input_ids, cache.length, truncated=truncated)
 
     def mix(self, start: int, network: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the mixture's log-probabilities of n tokens that follow the first `start` predicted tokens. network:
-        their log-probabilities by the network (n)."""
+        """Returns the mixture's log-probabilities of n tokens that follow the first `start` predicted tokens. `network`
+        holds the network's log-probabilities of these tokens (n)."""
         here = self._statistics.at(np.arange(start, start + len(network)))
         return here.log_probabilities(self.cache.model, network)
 
@@ -204,7 +204,7 @@ class Scorer:
         return await asyncio.get_running_loop().run_in_executor(self._executor, make)
 
     async def _input_ids(self, request: ScoreRequest) -> NDArray[np.int64]:
-        """Like `forward.sequence`, but spread over several turns of the event loop."""
+        """Like `forward.sequence`, but spread over several iterations of the event loop."""
         parts = [sequence(self._eos_id, request.tokens[:FED_AT_ONCE], truncated=request.truncated)]
         for start in range(FED_AT_ONCE, len(request.tokens), FED_AT_ONCE):
             await asyncio.sleep(0)
@@ -222,7 +222,7 @@ class Scorer:
             return await anext(pieces, None)
 
     async def _demand(self, tolerance: float | None) -> Demand:
-        """Returns the limits on the errors at joints that meet a tolerance."""
+        """Returns the limits on the differences at joints that keep the error within a tolerance."""
         if tolerance is None:
             return Demand(RESIDUAL)
         if tolerance == 0 or not self._bounded:

@@ -1,10 +1,10 @@
 """Repeats a sample of live answers in the other mode, to measure the agreement of both modes on live traffic.
 
-A sampled answer is copied together with its tokens, so that later steps of its session do not change it. The other mode
-runs in a separate process, one piece at a time. A piece starts only while the live runner is idle. Live work never
-queues behind a shadow. If the system supports low-priority processes, live work does not compete with a shadow for a
-processor. Samples are dropped and counted if there is no idle time to run them. Neither a client nor the shutdown waits
-for a shadow.
+A sampled answer is copied together with its tokens, so that later steps of its session do not change it. The run in the
+other mode is called a *shadow*. It takes place in a separate process, one piece of the tokens at a time. A piece starts
+only while the live runner is idle. Live work never queues behind a shadow. If the system supports low-priority
+processes, live work does not compete with a shadow for a processor. Samples are dropped and counted if there is no idle
+time to run them. Neither a client nor the shutdown waits for a shadow.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class ShadowProcess(Protocol):
 class Case:
     """A sampled live answer. `tokens`, int64 (n), are the tokens that the other mode runs from the zero state.
 
-    `plan` is the plan of both modes. `live` is the live answer's part, and `recurrent` says whether its mode is
-    recurrent. `history`: int64, the tokens in the model's cache.
+    `plan` is the plan of both modes. `live` is the run of the live answer, and `recurrent` says whether that run was in
+    mode recurrent. `history`: int64, the tokens in the model's cache.
     """
 
     plan: AnswerPlan

@@ -97,7 +97,7 @@ class MarginProof:
         return self.has_no_rival(logits, hidden, error, int(logits.argmax())) if settled is None else settled
 
     def proves_of_row(self, row: Row, error: float) -> bool:
-        """Like `proves`, for a row with logits and hidden."""
+        """Like `proves`, for a batch's row that has logits and `hidden`."""
         largest = row.largest(2)
         settled: bool | None = None
         if largest is not None:
@@ -143,7 +143,7 @@ class MarginProof:
 
         Returns True if the lead over the second token is large enough for any row of the output matrix: then no other
         token can be first. This decides nearly all answers if `error` is a rounding error. Returns False if the second
-        token is a rival, because one rival disproves.
+        token is a rival, because the proof fails with one rival.
         """
         largest = None if top is None else top.first(2)
         if largest is not None:
@@ -226,9 +226,10 @@ class MarginProof:
         (B).
 
         probabilities (B, K >= 2): in descending order; hidden (B, H): the output layer's inputs; weights (B): the
-        weights of the networks' distributions; errors (B): infinite where nothing can be proved. The difference of two
-        logits changes by at most `spread`. The total variation of the network's distribution is therefore at most
-        tanh(spread / 4), and the difference of two tokens' probabilities changes by at most twice that.
+        weights of the networks' distributions; errors (B): infinite where nothing can be proved. The difference of any
+        two logits changes by at most `spread`. The total variation of the network's distribution is therefore at most t
+        = tanh(spread / 4) (`models/certificate/total_variation.py`), so each of its probabilities changes by at most t.
+        The difference of two probabilities of the mixture changes by at most 2 * weight * t.
         """
         exact = hidden.astype(np.float64)
         lengths = np.sqrt(np.einsum("bh,bh->b", exact, exact)) * OUTWARD + errors
@@ -239,7 +240,7 @@ class MarginProof:
 
 
 WINDOWS = 12
-"""Number of windows for which the float32 rounding of stream and errors is measured."""
+"""Number of windows for which the float32 rounding of the stream and of the error bounds is measured."""
 
 
 class DirectionProof:
@@ -249,8 +250,8 @@ class DirectionProof:
     def __init__(
         self, manifest: Manifest, weights: Weights, request: RequestBound, margin: MarginProof, runner: Runner
     ) -> None:
-        """Measures the graph's rounding: compares its output with that of `request`, the float64 oracle, for WINDOWS
-        windows.
+        """Measures the graph's rounding: compares the graph's output with the output of `request`, the float64 oracle,
+        for WINDOWS windows.
 
         `request`, `margin` and the graphs of `runner` belong to `weights`.
         """
@@ -289,7 +290,7 @@ class DirectionProof:
         """Returns whether `first` is proved to be the most probable token of every run that ends in the trace's tokens.
         Also returns the bound of the total variation between the network's distribution and that of any such run. If
         `first` is None, no proof is tried. weight: the network's weight in the mixture with a cache; added (V): the
-        part of the probabilities that comes from the cache. Without a cache they are 1 and None."""
+        part of the probabilities that comes from the cache. Without a cache `weight` is 1 and `added` is None."""
         bound = self._bound(trace)
         if not np.isfinite(bound.radius[0]):
             return False, 1.0
@@ -317,7 +318,8 @@ class DirectionProof:
         return first_is_proved(first, weight, added, wider, lead_moved)
 
     def _bound(self, trace: WindowTrace) -> WindowBound:
-        """Returns the window and its bound for any exact run that ends in the trace's tokens."""
+        """Returns the values at the end of the window, and bounds of their distance from those of any exact run that
+        ends in the trace's tokens."""
         return self._request.resume(
             trace.stream[None].astype(np.float64),
             np.array([trace.length]),
@@ -327,8 +329,8 @@ class DirectionProof:
         )
 
     def _measured(self, runner: Runner, window: int) -> float:
-        """Returns the largest deviation of the stream, or shortfall of an error, for windows of random, repeated and
-        cycling tokens."""
+        """Returns the larger of two 2-norms, over windows of random, repeated and cycling tokens: the largest rounding
+        error of the stream, and the largest amount by which the graph's error bounds of a layer are too small."""
         random = np.random.default_rng(3)
         tokens = random.integers(self._architecture.vocabulary_size, size=(WINDOWS, window), dtype=np.int64)
         for row, period in enumerate((1, 1, 1, 2, 2, 3)):

@@ -147,7 +147,7 @@ async def tidy() -> None:
     milliseconds, because it skips objects that are older than the server's readiness. Without the trim, the C library
     would keep tens of megabytes per engine.
     """
-    await asyncio.sleep(0)  # until the caller has dropped its reference to the engine
+    await asyncio.sleep(0)  # waits until the caller has dropped its reference to the engine
     gc.collect()
     await asyncio.to_thread(loader.trim)
 

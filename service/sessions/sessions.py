@@ -1,9 +1,9 @@
 """Creates, reads, steps and deletes sessions, and keeps their resident states up to date.
 
 The store is authoritative, and the state pool is a cache. A resident state is valid as long as the session still begins
-with the tokens from which the state was computed. A state that is behind the session is brought up to date: the tokens
-after it are run. A snapshot from the store may replace a missing state. If there is no state and no snapshot, the next
-request that needs the state rebuilds it from the stored tokens.
+with the tokens from which the state was computed. If a state has not read the session's latest tokens, these tokens are
+run to bring the state up to date. A snapshot from the store may replace a missing state. If there is no state and no
+snapshot, the next request that needs the state rebuilds it from the stored tokens.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def has_last_key(record: SessionRecord, request: StepRequest) -> bool:
 
 
 def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
-    """Returns the error with the session's position."""
+    """Returns a PositionConflict that contains the session's position."""
     asked = "other clients kept changing it" if start is None else f"the step starts at {start}"
     return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
 
@@ -268,7 +268,7 @@ class Sessions:
         )
 
     def count_state_replay(self) -> None:
-        """Counts a state for which tokens were run that another process had appended."""
+        """Counts a resident state that was brought up to date with tokens that another process had appended."""
         self._state_replays.inc()
 
     def count_rebuilt(self) -> None:

@@ -147,8 +147,8 @@ class StatePool:
     ) -> dict[str, Array]:
         """Returns copies of the states in B slots: for each tensor's name, float32 (B, *shape).
 
-        If `room` is given, the copies are written to it, and are valid until its next use. This is faster, because
-        allocating memory takes longer than copying the states.
+        If `room` is given, the copies are written to these buffers, and are valid until the next use of the buffers.
+        This is faster, because allocating memory takes longer than copying the states.
         """
         rows = np.asarray(slots, np.intp)
         if room is None:

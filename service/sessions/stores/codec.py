@@ -85,7 +85,7 @@ def head(record: SessionRecord) -> bytes:
 
 def mark(revision: int, about: bytes = b"") -> bytes:
     """Returns the mark by which a session at `revision` is recognised. If the session's head is given in `about`, the
-    mark differs from that of another writer at the same revision."""
+    mark differs from the mark of a session that another writer stored at the same revision."""
     return REVISION.pack(revision) + about[_STAMP]
 
 

@@ -50,8 +50,8 @@ NOBODY = b""
 
 
 class Unanswered(Unavailable):
-    """Redis did not answer a change of the session. `before` is the session before the change. The session is now at
-    one of `marks`, unless another process changed it."""
+    """Redis did not answer a change of the session. `before` is the session before the change. The mark of the stored
+    session is now one of `marks`, unless another process changed the session."""
 
     def __init__(self, message: str, before: SessionRecord, marks: Sequence[bytes]) -> None:
         super().__init__(message)
@@ -103,22 +103,23 @@ class RedisStore:
         return await self.make(record._replace(revision=branch()), counts=most is not None)
 
     async def make(self, fresh: SessionRecord, *, counts: bool) -> bool:
-        """Adds a new session. Returns False if its id exists. `fresh` must have a new revision. `counts`: the session
-        was claimed before."""
+        """Adds a new session. Returns False if a session with this id exists. `fresh` must have a new revision.
+        `counts` says whether `claim` has counted the session against its owner's quota."""
         made = False
         try:
             made = await self.replace(fresh, [NOBODY], since=0) is not None  # deletes an earlier session's state
         finally:
-            if counts:  # if no session was created, the claim is released unless the session exists
+            if counts:  # if no session was created, the set's entry becomes uncertain, and is removed later unless the
+                # session exists
                 self.trips.tell(*(self.counting(fresh.session) if made else self._doubting(fresh.session)))
         return made
 
     async def claim(self, session: str, most: int) -> None:
         """Counts a new session against its owner's quota, `most`. Raises QuotaExceeded.
 
-        Redis does not notify when a session expires. The set therefore holds, for each session, the time when it
-        expires if it is not used. If the set is full, the sessions are looked up whose time has passed or is uncertain.
-        Expired sessions are removed from the set. The other sessions get their current time.
+        Redis does not notify when a session expires. The set therefore holds, for each session, the time when the
+        session expires if it is not used. If the set is full, the sessions whose time has passed or is uncertain are
+        looked up. Expired sessions are removed from the set. The time of the other sessions is updated.
         """
         owner = owner_of(session)
         looked: list[tuple[Argument, ...]] = []
@@ -169,10 +170,10 @@ class RedisStore:
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """See `Store`. If the comparison fails, caches the current session.
+        """See `Store`. If the session is not at the revision of `record`, caches the current session.
 
         A script that was sent twice may have succeeded the first time and failed the second time, because another
-        process appended in between. Raises Unanswered in this case, because the result of the first time is unknown.
+        process appended in between. Raises Unanswered in this case, because the result of the first run is unknown.
         """
         session, revision = record.session, record.revision
         after = extended(record, appended(revision), tokens, step, self.session_history_tokens)
@@ -217,9 +218,10 @@ class RedisStore:
     async def replace(
         self, record: SessionRecord, marks: Sequence[bytes], since: int | None = None
     ) -> SessionRecord | None:
-        """Replaces a session that is at one of `marks` with `record`, which must have a new revision. Returns None,
-        without side effects, if the session is at none of the marks. `since`: the position up to which both are equal,
-        by default the record's position. The stored state is deleted if its position is later."""
+        """Replaces a session whose mark is one of `marks` with `record`, which must have a new revision. Returns None,
+        without side effects, if the session's mark is none of `marks`. `since` is the position up to which the stored
+        session and `record` are equal, by default the position of `record`. The stored state is deleted if its position
+        is after `since`."""
         data = codec.write(record)
         done = await self.trips.run(
             REPLACE,
@@ -262,8 +264,8 @@ class RedisStore:
         return f"{self.prefix}{{{owner}{SLASH}}}:sessions"
 
     def _doubting(self, session: str, *only: str) -> tuple[str, ...]:
-        """Returns the command that makes a session's time uncertain. With "XX", it does so only if the session is
-        counted."""
+        """Returns the command that makes a session's expiry time in the set uncertain. With "XX", the command has no
+        effect if the session is not in the set."""
         return "ZADD", self._owned(owner_of(session)), *only, str(secrets.randbits(DOUBT_BITS)), session
 
     def keys(self, session: str) -> tuple[str, str]:
@@ -279,7 +281,7 @@ class RedisStore:
             raise Unavailable(f"{error}: is a replica of a later version running?") from error
 
     def _lost(self, session: str, found: Any) -> None:
-        """Caches the session that a failed comparison found."""
+        """Caches the session that a script found instead of the expected revision."""
         self._remembered.saw(moved=True)
         record = self._read(session, found)
         if record is None:

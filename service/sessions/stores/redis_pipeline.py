@@ -1,8 +1,8 @@
 """Pipelines commands to Redis into round trips, and tracks whether Redis is reachable.
 
-The commands of one turn of the event loop are sent together. The commits of one batch therefore take one round trip.
-While MOST_TRIPS round trips are in flight, commands wait for the next round trip. A round trip is a pipeline, not a
-transaction: each command is atomic by itself. In a cluster, each command is sent to the node of its key.
+The commands of one iteration of the event loop are sent together. The commits of one batch therefore take one round
+trip. While MOST_TRIPS round trips are in flight, commands wait for the next round trip. A round trip is a pipeline, not
+a transaction: each command is atomic by itself. In a cluster, each command is sent to the node of its key.
 
 While Redis is unreachable, every command fails immediately, without waiting for a timeout.
 """

@@ -144,15 +144,15 @@ class Store(Protocol):
     session expires when it is idle for longer than the store's time to live. A store raises Unavailable if its backend
     is unreachable.
 
-    `session_history_tokens`: the number of latest tokens that a session keeps. If the number is increased, existing
-    sessions keep their next tokens in addition.
+    `session_history_tokens`: the number of latest tokens that a session keeps. If this number is increased, the
+    histories of existing sessions grow with their next tokens.
     """
 
     session_history_tokens: int
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
-        """Adds a new session. Returns False if its id exists. Raises Overloaded if there are too many sessions, and
-        QuotaExceeded if the session's owner already has `most` sessions."""
+        """Adds a new session. Returns False if a session with this id exists. Raises Overloaded if there are too many
+        sessions, and QuotaExceeded if the session's owner already has `most` sessions."""
         ...
 
     async def get(self, session: str) -> SessionRecord | None:
