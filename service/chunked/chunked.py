@@ -132,8 +132,7 @@ IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}
 """The number of tokens in one run of a sequence that runs in order."""
 
 REPEATED_CHUNKS = 0.25
-"""Number of repeated cells for each chunk of a segment. If it is exceeded, the warm-up of the next segments is doubled.
-"""
+"""Number of repeated cells per chunk of a segment. If it is exceeded, the warm-up of the next segments is doubled."""
 
 REPEATED_CELLS = 0.5
 """Fraction of a segment's cells that are repeated. If it is exceeded, the rest of the sequence runs in order."""
@@ -260,7 +259,7 @@ class ChunkedRunner:
         write: int,
         binding: bool = False,
     ) -> AsyncGenerator[Piece, None]:
-        """Runs tokens (n) by `advance`, or by `scan` with targets (n), and yields after each run.
+        """Runs tokens (n) with the graph `advance`, or with the graph `scan` and targets (n). Yields after each run.
 
         read, write: the slots of the first and the last state. If demand is None, the tokens run in order. The caller
         must close the generator.

@@ -105,7 +105,8 @@ def measure_pace(
 
 
 class ThroughputProfile:
-    """One model's paces and residuals. Before `measure` there are no values, and every sequence runs in order."""
+    """One model's paces and residuals. Before `measure` there are no values, and every sequence runs in order (from the
+    first token to the last, without chunks)."""
 
     def __init__(self, residuals: Residuals = ()) -> None:
         self._paces: dict[Role, Pace] = {}

@@ -73,7 +73,8 @@ class ErrorBoundReport(TypedDict):
 
 class AgreementReport(TypedDict):
     """The distance between the window and the recurrent answers, over all comparisons. Rates, means and maxima are null
-    if there were no comparisons. `bound_violations` counts the pairs that contradict their bound or proof."""
+    if there were no comparisons. `bound_violations` counts the pairs of answers that contradict their bound or proof.
+    """
 
     compared: int
     top1_match_rate: float | None
@@ -93,7 +94,7 @@ class AgreementBySource(AgreementReport):
 
 @dataclass(slots=True)
 class AgreementStatistics:
-    """Accumulates statistics of all compared pairs."""
+    """Accumulates statistics of all compared pairs of answers."""
 
     compared: int = 0
     top1_matches: int = 0
@@ -107,7 +108,7 @@ class AgreementStatistics:
     bound_violations: int = 0
 
     def add(self, agreement: Agreement) -> None:
-        """Adds one compared pair."""
+        """Adds one compared pair of answers."""
         self.compared += 1
         self.top1_matches += agreement.top1_match
         self.top1_proved += agreement.top1_proved

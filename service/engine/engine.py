@@ -483,7 +483,7 @@ class Engine:
         """Like `score`, but returns a stream of results. Checks the request and computes the first result before it
         returns.
 
-        The caller must close it (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
+        The caller must close the stream (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
         """
         self._limits.tokens(request.tokens, document=True)
         with ExitStack() as stack:
@@ -521,7 +521,7 @@ class Engine:
     async def generate(self, request: GenerateRequest) -> Stream[GeneratedToken | Finish]:
         """Checks the request and runs its prompt, then returns a stream of tokens that ends with a `Finish`.
 
-        The caller must close it (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
+        The caller must close the stream (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
         """
         self._limits.tokens(request.tokens)
         self._limits.generated(request.max_tokens)

@@ -31,7 +31,7 @@ class RunResult:
     __slots__ = ("_hidden", "mixed", "row")
 
     def __init__(self, row: Row, hidden: NDArray[np.float32] | None = None, mixed: Mixed | None = None) -> None:
-        """`row` belongs to a run with logits. `hidden` is set only if the row has no `hidden`."""
+        """`row` must be from a run that outputs logits. `hidden` is set only if the row has no `hidden`."""
         self.row = row
         self.mixed = mixed
         self._hidden = hidden

@@ -96,7 +96,7 @@ class Source(Protocol):
     def window(self) -> int | None: ...
 
     async def prompt(self) -> RunResult:
-        """Runs the prompt."""
+        """Runs the prompt. Returns the result with the first next-token distribution."""
         ...
 
     async def feed(self, token: int) -> RunResult:
@@ -105,7 +105,7 @@ class Source(Protocol):
 
 
 class RecurrentSource:
-    """Runs one step for each token, from the state in a slot."""
+    """The source of mode recurrent. Runs one step for each token, and keeps the state in one slot."""
 
     window = None
 
@@ -124,7 +124,7 @@ class RecurrentSource:
 
 
 class WindowSource:
-    """Runs the last k tokens again for each generated token.
+    """The source of mode window. Runs the last k tokens again for each generated token.
 
     `position` is the position after `input_ids`. For a truncated sequence it is one more than the number of tokens.
     """

@@ -20,8 +20,8 @@ SLOTS_AT_ONCE = 256  # checking this many 4 KB states takes 1.5 ms, mostly for c
 
 
 class IntegrityReport(TypedDict):
-    """The numbers of complete passes over all states and of faults found. Each fault is logged, and its state must be
-    rebuilt."""
+    """The numbers of complete passes over all states and of faults found. Each fault is logged, and the state with the
+    fault is dropped."""
 
     rounds: int
     faults: int

@@ -25,7 +25,7 @@ from wane.service.types import Answer, Finish, GeneratedToken, GenerateRequest, 
 
 
 class Predictor:
-    """Predicts and generates from the zero state."""
+    """Answers predictions and generations without a session. Every run starts from the zero state."""
 
     def __init__(
         self,

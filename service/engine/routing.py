@@ -34,11 +34,11 @@ def ways(
     """Returns the windows that `auto` tries for `position` tokens without a state. None stands for all tokens.
 
     `window` is the requested k, `own` is the model's default k, and `largest` is the largest allowed k. A window of k
-    tokens contains the sequence's last k tokens. Without a tolerance, `auto` takes the requested k. If there is none,
-    it takes the default k if the certificate's curve at that k is at most UNASKED, and otherwise all tokens. With a
-    tolerance, `auto` takes the requested k if the curve at that k meets the tolerance, and otherwise all tokens. If no
-    k was requested, it takes the smallest k that meets the tolerance. It runs all tokens instead of a window if that
-    does not cost more, because an answer from all tokens has the smallest bound.
+    tokens contains the sequence's last k tokens. `auto` chooses k as follows. With neither a tolerance nor a requested
+    k: the default k, if the certificate's curve at that k is at most UNASKED. With only a requested k: that k. With
+    only a tolerance: the smallest k whose value of the curve meets the tolerance. With both: the requested k, if its
+    value of the curve meets the tolerance. In all other cases `auto` runs all tokens. It also runs all tokens if that
+    does not cost more than the window, because an answer from all tokens has the smallest bound.
 
     `has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run, which may be far
     below the curve. The first window is then an attempt: its answer is returned if the bound that its run outputs meets
@@ -78,12 +78,12 @@ def rebuilt_from(
     tokens, which the session keeps.
 
     A state from all tokens has the smallest bound, and it also serves later steps. `used` is the expected number of
-    these steps: the number of resident states found for each rebuilt state. `auto` runs all tokens if that does not
-    cost more than to run a window for the request and for each of these steps. If it costs more, states are evicted
-    before they save that cost. `auto` then rebuilds from the last k tokens, where a window of k tokens meets the
-    tolerance. This costs as much as the window, and leaves a state for the next step. A model that is not certified
-    needs all tokens. If the request has no tolerance, a model also needs all tokens if its curve at `own` exceeds
-    UNASKED.
+    these steps: the number of resident states found for each rebuilt state. A rebuild from all tokens is chosen if it
+    does not cost more than one run over k tokens for the request and one for each of these steps, where a window of k
+    tokens meets the tolerance. Otherwise the state would be evicted before it had saved that cost. The state is then
+    rebuilt from the last k tokens. This costs as much as an answer in mode window, and leaves a state for the next
+    step. A model that is not certified needs all tokens. If the request has no tolerance, a model also needs all tokens
+    if its curve at `own` exceeds UNASKED.
     """
     k = None
     if certificate.certified and certificate.rounding is not None:

@@ -1,8 +1,8 @@
 """Scores a text: computes the log-probability of every token, given the tokens before it.
 
-The text runs in order, or as parallel chunks (`service/chunked/chunked.py`). A joint is the boundary of two chunks.
-There, the state from which the second chunk started may differ from the state at the end of the first chunk. The
-request limits this difference:
+The text runs in order (from the first token to the last, without chunks), or as parallel chunks
+(`service/chunked/chunked.py`). A joint is the boundary of two chunks. There, the state from which the second chunk
+started may differ from the state at the end of the first chunk. The request limits this difference:
 
 - With a tolerance, `error_bound` must meet the tolerance. If the certificate proves nothing about the model, there is
   no bound, and only an exact run meets a tolerance.

@@ -29,14 +29,14 @@ from wane.service.state.cache import CachedState
 from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import Answer, Identity, Mode, PredictRequest, SessionView, StateSource, StepRequest, id_of
 
-RETRIES = 3  # retries of a step after another writer committed first
+RETRIES = 3  # largest number of retries of a step after another writer committed first
 NO_TOKENS = np.empty(0, np.int64)
 REBUILD_EMA_ALPHA = 1 / 64  # weight of the latest request in the moving average of `share_found`
 MOST_USES = 1e3  # upper limit of the expected number of uses of a rebuilt state
 
 
 class SessionSteps:
-    """Answers requests to sessions. This is the only part of the engine that both accesses sessions and runs the model."""
+    """Answers requests to sessions. This is the only part of the engine that accesses sessions and also runs the model."""
 
     def __init__(
         self,

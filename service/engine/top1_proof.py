@@ -61,7 +61,7 @@ from wane.models.weights import Weights, head_weight
 from wane.service.batching.batch import Row, Top, WindowTrace
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
-UNIT = 2.0**-24  # u of float32
+UNIT = 2.0**-24  # unit roundoff of float32
 OUTWARD = 1 + 1e-9  # factor that exceeds the float64 rounding of distances and norms by far
 
 

@@ -55,8 +55,8 @@ class Repository:
         return paths
 
     def signatures(self) -> dict[Path, Signature]:
-        """Returns the signature of every bundle. A changed signature shows a changed bundle, without a read of its
-        files."""
+        """Returns the signature of every bundle. A changed signature shows that the bundle has changed, without reading
+        its files."""
         found: dict[Path, Signature] = {}
         for path in self._present():
             try:

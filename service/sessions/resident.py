@@ -60,7 +60,7 @@ class ResidentSessions:
         length = 0 if cache is None else cache.length
         self._rings = np.zeros((state_cache.capacity, length), np.uint8 if cache is None else cache.dtype)
         self.flushes = 0
-        """Number of flushes of sessions to the store."""
+        """Number of times that a session was flushed to the store."""
         self.hits = 0
         """Number of steps that were committed since the caller last set this to 0."""
         state_cache.on_drop = self._on_drop

@@ -202,7 +202,7 @@ class Sessions:
         return record
 
     async def check_out(self, request: StepRequest) -> tuple[SessionRecord, StepKind]:
-        """Reads the session from the store. Returns it and the kind of the step. Raises UnknownSession,
+        """Reads the session from the store. Returns the session and the kind of the step. Raises UnknownSession,
         PositionConflict."""
         record = await self.read(request.session)
         return record, classify_step(record, request)

@@ -53,7 +53,8 @@ class FallbackStore:
         self._ttl_s = ttl_s
         self._clock = clock
         self._unsynced: dict[str, UnsyncedSession] = {}
-        self._discarded_unsynced: dict[str, tuple[int, float]] = {}  # value: position in the store, time of the discard
+        self._discarded_unsynced: dict[str, tuple[int, float]] = {}  # value: the session's position in the store, and
+        # the time when its tokens were discarded
         self._settling: asyncio.Task[None] | None = None
         self._discarded = metrics.sessions_conflict_discarded
         metrics.sessions_not_durable.set_function(lambda: len(self._unsynced))
@@ -269,8 +270,8 @@ class FallbackStore:
         self._settling = asyncio.get_running_loop().create_task(self._settle_all())
 
     async def _settle_all(self) -> None:
-        """Writes all sessions that are not durable to the store. A session that does not fit is written again at its
-        next use."""
+        """Writes all sessions that are not durable to the store. If the store has no memory for a session, the session
+        is written at its next use."""
 
         async def settle(unsynced: UnsyncedSession) -> None:
             async with unsynced.lock:

@@ -41,7 +41,8 @@ COUNTED = 1
 """The claim script's reply if it counted the session. Otherwise the reply lists sessions that may have expired, with
 their scores."""
 DOUBT_BITS = 40
-"""Number of bits of a random score. As a time in milliseconds since 1970, such a score is far in the past."""
+"""Number of bits of a random score, which marks a session's expiry time as uncertain. As a time in milliseconds since
+1970, such a score is far in the past."""
 DONE = (1, 2)
 """The append script's replies if it appended the tokens: at the next revision (1), or at the alternative revision (2).
 """

@@ -65,7 +65,7 @@ def of_key(key: str | None) -> bytes | None:
 
 class LastStep(NamedTuple):
     """The last step of a session: its starting position, and digests of its tokens and its key. A retry of the step is
-    recognised by these."""
+    recognised by these values."""
 
     start: int
     tokens: bytes
@@ -174,7 +174,7 @@ class Store(Protocol):
 
     def kind(self, session: str) -> tuple[str, str] | None:
         """Returns the session's model and vocabulary as this process last saw them, without a request to the backend.
-        None if it has not seen the session."""
+        Returns None if this process has not seen the session."""
         ...
 
     async def append(
