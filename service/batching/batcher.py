@@ -111,9 +111,9 @@ class Batcher:
         cost_model: CostModel | None = None,
         inline_s: float = 0.0,
     ) -> None:
-        """`max_queue`: the limit of items in each of the scheduler's two queues. `cost_model`: observes every run.
-        `inline_s`: the longest expected run time of a batch of steps or heads that runs on the event loop's thread. For
-        such a batch the handover to the other thread costs more than the run."""
+        """`max_queue`: the limit of items in each of the scheduler's two queues. `cost_model` learns from the time of
+        every run. `inline_s`: the longest expected run time of a batch of steps or heads that runs on the event loop's
+        thread. For such a batch the handover to the other thread costs more than the run."""
         self._runner = runner
         self._pool = pool
         self._max_batch = max_batch_size
@@ -287,7 +287,8 @@ class Batcher:
             asyncio.get_running_loop().call_soon(self._start)
 
     def _begin_columns(self) -> ColumnBatch | None:
-        """Returns the next batch of steps in columns. Queues their item again if steps remain."""
+        """Returns the next batch of steps in columns. Queues the item that stands for these steps again if steps
+        remain."""
         assert self.columns is not None, "steps without columns: this is a bug"
         self._columns_queued = False
         found = self.columns.begin(self._max_batch)

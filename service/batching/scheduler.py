@@ -29,7 +29,8 @@ SLICE_S = 0.005
 """The longest expected run time, in seconds, of a batch of several sequences."""
 
 ALONE_S = 1.5 * SLICE_S
-"""The same limit if no step has arrived since the last batch of sequences."""
+"""The longest expected run time, in seconds, of such a batch if no step has arrived since the last batch of sequences.
+"""
 
 SLICED: frozenset[Role] = frozenset({"window", "advance"})
 """Roles whose batches are limited by run time, except batches of chunks. Scans are not limited here, because scoring

@@ -16,8 +16,8 @@ class Ticket:
 
     `admitted`: the queue has accepted work of the request, and rejects none of its later work. `entered`: binding work
     of the request is or was in a batch, so the request will be completed. `abandoned`: the caller has left. `proving`:
-    only the search for a proof of exactness remains. `batch_items`: the size of the request's largest batch. `traced`:
-    the trace of the request, or None if it is not traced.
+    only the search for a proof of the most probable token remains. `batch_items`: the size of the request's largest
+    batch. `traced`: the trace of the request, or None if it is not traced.
     """
 
     __slots__ = (

@@ -72,8 +72,9 @@ class ErrorBoundReport(TypedDict):
 
 
 class AgreementReport(TypedDict):
-    """The distance between the window and the recurrent answers, over all comparisons. Rates, means and maxima are null
-    if there were no comparisons. `bound_violations` counts the pairs of answers that contradict their bound or proof.
+    """The distance between the answers of the window and the recurrent mode, over all comparisons. Rates, means and
+    maxima are null if there were no comparisons. `bound_violations` counts the pairs of answers that contradict their
+    bound or proof.
     """
 
     compared: int

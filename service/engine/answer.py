@@ -239,8 +239,8 @@ class AnswerBuilder:
             replayed=replayed,
             durable=durable,
             cache_tokens=None if answered.result.mixed is None else answered.result.mixed.tokens,
-            logits=answered.result.logits.copy() if logits else None,  # copied, because they may be a view that keeps
-            # the whole batch's logits in memory
+            # The logits are copied, because they may be a view that keeps the whole batch's logits in memory.
+            logits=answered.result.logits.copy() if logits else None,
             token_logprobs=token_logprobs,
         )
 

@@ -2,9 +2,9 @@
 one row for each step.
 
 A step is taken in columns if the session's state is resident, no other request holds the session's lock, and the step
-has no idempotency key, no window and no trace. The general procedure (`step.py`) takes the step instead if the batch
-finds a replay, a conflict, an evicted state or a failed run. The tests compare the answers of steps in columns with
-those of the general procedure.
+has no idempotency key, asks for no window and is not traced. The general procedure (`step.py`) takes the step instead
+if it is a replay or a conflict, if its state has been evicted, or if the run of its batch fails. The tests compare the
+answers of steps in columns with those of the general procedure.
 
 A step that has entered a batch is committed, even if its client has disconnected.
 """
@@ -281,8 +281,8 @@ class StepColumns:
         self._held: list[StepBatch] = []  # batches that run on the runner's thread or are queued for it
         self._timer: Timer | None = None
         self._timer_at = 0.0
-        self._bound_of_all = bounds.bound(certificate, 1, 1)  # the bound of an answer from a state that has read the
-        # whole sequence
+        # The bound of an answer from a state that has read the whole sequence.
+        self._bound_of_all = bounds.bound(certificate, 1, 1)
         self._bound_of = lru_cache(KNOWN_BOUNDS)(lambda known: bounds.bound(certificate, known, known + 1))
 
     def __len__(self) -> int:
@@ -454,7 +454,7 @@ class StepColumns:
     def _leave_all(self, sessions: Sequence[str]) -> None:
         waiting = self._locks.waiting
         for session in sessions:
-            if waiting[session] is None:  # inlined `leave`
+            if waiting[session] is None:  # the code of `SessionLocks.leave`, inlined for speed
                 del waiting[session]
             else:
                 self._locks.leave(session)

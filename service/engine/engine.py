@@ -122,7 +122,7 @@ class Engine:
         None. `direction` proves most probable tokens that `margin` does not prove, if a request sets `prove`.
         `shadow_runner` runs the same model to repeat sampled live answers in the other mode; if it is None, no live
         answers are sampled. `bits` is a digest of the graphs' results on this machine. A state from the store is reused
-        only if the digest stored with it is equal to `bits`.
+        only if the digest that is stored with the state is equal to `bits`.
 
         Raises ValueError if the settings do not fit the model.
         """
@@ -328,9 +328,9 @@ class Engine:
         """Starts a request and returns its pending answer. The request runs even if the answer is not awaited.
 
         A `PredictRequest` predicts the token after its own tokens or after a session's tokens. It does not append
-        tokens. A `StepRequest` appends tokens to a session and predicts the next token. Its answer has `position` and
-        `replayed`. A step has no effect if it is cancelled, or its deadline passes, before it enters a batch. After
-        that, the step commits, and a retry replays its answer.
+        tokens. A `StepRequest` appends tokens to a session and predicts the next token. The answer to a step has the
+        fields `position` and `replayed`. A step has no effect if it is cancelled, or its deadline passes, before it
+        enters a batch. After that, the step commits, and a retry replays its answer.
 
         Awaiting the answer may raise InvalidRequest, TooLarge, UnknownSession or PositionConflict.
         """

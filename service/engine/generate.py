@@ -27,9 +27,9 @@ from wane.service.types import Finish, FinishReason, GeneratedToken, GenerateReq
 class TextStream:
     """Decodes generated tokens into text, which is returned as soon as later tokens cannot change it.
 
-    It withholds the bytes of an incomplete UTF-8 character, and a suffix that may be the beginning of a stop string.
-    The text never contains a stop string or anything after it. A sequence of events also stops at its `<eos>`. In text,
-    `<eos>` is only a line break.
+    `TextStream` withholds the bytes of an incomplete UTF-8 character, and a suffix that may be the beginning of a stop
+    string. The text never contains a stop string or anything after it. A sequence of events also stops at its `<eos>`.
+    In text, `<eos>` is only a line break.
 
     `tokens` holds every pushed token, including the token that stopped the text.
     """

@@ -27,7 +27,7 @@ def predictions(
     """Returns the `count` most probable tokens in descending order. Among equal probabilities, the smaller id comes
     first.
 
-    `top` holds the largest values of `logits`. If it holds at least `count` of them, `logits` is not read.
+    `top` holds the largest values of `logits`. If `top` holds at least `count` values, `logits` is not read.
     """
     count = min(count, len(logits))
     found = None if top is None else top.first(count)

@@ -231,7 +231,8 @@ class Scorer:
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
-        # Joints with only rounding errors exceed the tolerance. Only exact joints or the certificate's curve meet it.
+        # Even joints with only rounding errors exceed the tolerance. Only exact joints or the certificate's curve meet
+        # the tolerance.
         if self._least > tolerance:
             return Demand(0.0, None, enough)
 

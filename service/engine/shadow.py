@@ -1,8 +1,8 @@
 """Repeats a sample of live answers in the other mode, to measure the agreement of both modes on live traffic.
 
-A sampled answer is copied together with its tokens, so that later steps of its session do not change it. The run in the
-other mode is called a *shadow*. It takes place in a separate process, one piece of the tokens at a time. A piece starts
-only while the live runner is idle. Live work never queues behind a shadow. If the system supports low-priority
+A sampled answer is copied together with its tokens, so that later steps of the session do not change the copy. The run
+in the other mode is called a *shadow*. It takes place in a separate process, one piece of the tokens at a time. A piece
+starts only while the live runner is idle. Live work never queues behind a shadow. If the system supports low-priority
 processes, live work does not compete with a shadow for a processor. Samples are dropped and counted if there is no idle
 time to run them. Neither a client nor the shutdown waits for a shadow.
 """

@@ -36,7 +36,7 @@ MOST_USES = 1e3  # upper limit of the expected number of uses of a rebuilt state
 
 
 class SessionSteps:
-    """Answers requests to sessions. This is the only part of the engine that accesses sessions and also runs the model."""
+    """Answers requests to sessions. Only this part of the engine both accesses sessions and runs the model."""
 
     def __init__(
         self,

@@ -59,8 +59,9 @@ class ModelRegistry:
         self._settings = settings
         self._metrics = metrics
         self._found: dict[str, FoundBundle] = {}  # the bundles to load at start, by model name
-        self._loads: dict[str, asyncio.Task[Engine]] = {}  # the unfinished loads of these bundles, by model name
-        # set once the store is open and the names of the models are known, and at shutdown
+        # the unfinished loads of these bundles, by model name set once the store is open and the names of the models
+        # are known, and at shutdown
+        self._loads: dict[str, asyncio.Task[Engine]] = {}
         self._open = asyncio.Event()
         self._closing: asyncio.Task[None] | None = None
         self.default = settings.default_model  # the name of the model that answers requests without a model name
@@ -322,7 +323,7 @@ class ModelRegistry:
 
     async def close(self) -> None:
         """Rejects new requests and requests that wait for a model. Waits for the requests in flight, then closes every
-        engine. A second call waits for the first call."""
+        engine. A second call waits until the first call has ended."""
         if self._closing is None:
             self._status = "draining"
             self._metrics.ready.set(0)

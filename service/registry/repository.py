@@ -121,7 +121,8 @@ class RepositoryPoller:
     """
 
     def __init__(self, repository: Repository, load: Callable[[str], Awaitable[object]]) -> None:
-        """Regards the current bundles as loaded. `load` receives the name of a model. Blocks."""
+        """Regards the current bundles as loaded. `load` is called with the name of a model whose bundle has changed.
+        Blocks."""
         self._repository = repository
         self._load = load
         self._known = self._seen = repository.signatures()

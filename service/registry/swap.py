@@ -2,7 +2,7 @@
 
 A model's new version is loaded, verified and warmed up while the old version serves. Then the new version replaces the
 old version between two iterations of the event loop. The new version answers later requests. The old version answers
-the requests in flight, and is closed after the last of them. If a load fails, the old version stays.
+the requests in flight, and is closed after the last of these requests. If a load fails, the old version stays.
 
 If the new version has the same tokenizer, sessions continue on it, and their states are rebuilt from their last tokens.
 Otherwise sessions stay on the old version. The old version is then kept until it has been unused for a session's time
@@ -159,8 +159,8 @@ class ModelLifecycle:
     """Loads and unloads models one at a time. Every change holds `lock`.
 
     `engines`: the served engines by model. `loading`: the bundle that is being loaded, or None. `failures`: by model,
-    the error of its last load, if that failed. `tasks`: the unfinished loads. `store`: the session store, which must be
-    open before the first load.
+    the error of the last load of the model, if that load failed. `tasks`: the unfinished loads. `store`: the session
+    store, which must be open before the first load.
     """
 
     def __init__(

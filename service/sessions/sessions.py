@@ -214,7 +214,8 @@ class Sessions:
             return False
         if self._checkpoint_interval_tokens is None or record.snapshot is not None:
             return True
-        return self.cached(record, behind=True, use=False) is not None  # if False, the store may have a snapshot
+        # if this is False, the store may have a snapshot, so the session must be read
+        return self.cached(record, behind=True, use=False) is not None
 
     def cached(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
         """Returns the resident state of the session in `record`, or None. Drops a state that is not valid for `record`.

@@ -25,8 +25,8 @@ NEXT_TO_EVICT = 64  # number of least recently used states whose order is verifi
 
 
 class CachedState(NamedTuple):
-    """A session's state in the pool, at `revision` and `position`. It lacks the first `dropped_tokens` tokens of the
-    session."""
+    """A session's state in the pool, at `revision` and `position`. The state has not read the session's first
+    `dropped_tokens` tokens."""
 
     slot: int
     revision: int
@@ -35,8 +35,8 @@ class CachedState(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A failed check. `session` is the session with the corrupt state. None: the cache's indexes or counts are
-    inconsistent."""
+    """A failed check. `session` is the session with the corrupt state. If `session` is None, the cache's indexes or
+    counts are inconsistent."""
 
     text: str
     session: str | None = None

@@ -39,7 +39,8 @@ def write_snapshot(snapshot: Snapshot) -> bytes:
 
 
 def read_snapshot(data: bytes) -> Snapshot | None:
-    """Decodes a snapshot. Returns None if the bytes are invalid. The state is then rebuilt from the stored tokens."""
+    """Decodes a snapshot. Returns None if the bytes are invalid. In this case the state is rebuilt from the stored
+    tokens."""
     if len(data) < _SNAPSHOT_HEAD.size:
         return None
     position, dropped_tokens, length = _SNAPSHOT_HEAD.unpack_from(data)

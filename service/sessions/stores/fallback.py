@@ -53,8 +53,8 @@ class FallbackStore:
         self._ttl_s = ttl_s
         self._clock = clock
         self._unsynced: dict[str, UnsyncedSession] = {}
-        self._discarded_unsynced: dict[str, tuple[int, float]] = {}  # value: the session's position in the store, and
-        # the time when its tokens were discarded
+        # By session: its position in the store, and the time when its tokens were discarded.
+        self._discarded_unsynced: dict[str, tuple[int, float]] = {}
         self._settling: asyncio.Task[None] | None = None
         self._discarded = metrics.sessions_conflict_discarded
         metrics.sessions_not_durable.set_function(lambda: len(self._unsynced))
@@ -257,8 +257,8 @@ class FallbackStore:
             return record
         self._unsynced.pop(session, None)
         if unsynced.counts:
-            self._shared.trips.tell(*self._shared.counting(session))  # counted before and after the write, as in
-            # `RedisStore.make`
+            # The session is counted before and after the write, as in `RedisStore.make`.
+            self._shared.trips.tell(*self._shared.counting(session))
         if kept is None:
             self._discarded.inc()
             now = self._shared.get_cached(session)

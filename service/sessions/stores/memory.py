@@ -153,7 +153,7 @@ class Shard:
         self._entries[session] = packed
 
     def get(self, session: str, now_s: float) -> bytes | None:
-        """Returns the session unless it has expired. Its place in the order does not change."""
+        """Returns the session unless it has expired. The session's place in the order of last use does not change."""
         packed = self._entries.get(session)
         return packed if packed is not None and now_s <= TOUCHED.unpack_from(packed)[0] + self._ttl_s else None
 

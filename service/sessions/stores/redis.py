@@ -90,8 +90,8 @@ class RedisStore:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`namespace` is part of every key. `budget_bytes`: the size of the cache. `timeout_s`: the timeout of a round
-        trip. Raises ValueError if the address is invalid."""
+        """`namespace` is part of every key. `budget_bytes`: the largest size of the cache of sessions. `timeout_s`: the
+        timeout of a round trip in seconds. Raises ValueError if the address is invalid."""
         self.trips = RedisPipeline(url, timeout_s, metrics)
         self.prefix = f"wane:{namespace}:"
         self.session_history_tokens = session_history_tokens
@@ -110,8 +110,9 @@ class RedisStore:
         try:
             made = await self.replace(fresh, [NOBODY], since=0) is not None  # deletes an earlier session's state
         finally:
-            if counts:  # if no session was created, the set's entry becomes uncertain, and is removed later unless the
-                # session exists
+            # If no session was created, its time in the set becomes uncertain, and the entry is removed later unless the
+            # session exists.
+            if counts:
                 self.trips.tell(*(self.counting(fresh.session) if made else self._doubting(fresh.session)))
         return made
 

@@ -73,8 +73,8 @@ class LastStep(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A state that the store keeps with a session. It is the state at `position`, and lacks the first `dropped_tokens`
-    tokens.
+    """A state that the store keeps with a session. The state is the one at `position`, and has not read the session's
+    first `dropped_tokens` tokens.
 
     `model_fingerprint` identifies the weights and graphs that computed the state. Only the same weights and graphs may
     continue from it.
@@ -113,8 +113,8 @@ class SessionRecord(NamedTuple):
 
     @property
     def dropped_tokens(self) -> int:
-        """The number of tokens that are missing from `tail`, because they were cut off or were never known. If 0,
-        `tail` holds the whole sequence. `<eos>` is cut off together with the first token."""
+        """The number of tokens that are missing from `tail`, because they were cut off or were never known. If this
+        number is 0, `tail` holds the whole sequence. `<eos>` is cut off together with the first token."""
         return max(self.position - len(self.tail), 0)
 
     @property
@@ -163,8 +163,8 @@ class Store(Protocol):
         """Returns the session as this process last saw it, without a request to the backend. A later append or rewind
         checks whether the session is still the same.
 
-        If `to_step`, also returns None if an append would probably fail. It also raises PositionConflict, once, if
-        tokens that were acknowledged as not durable were lost since the last step.
+        If `to_step`, also returns None if an append would probably fail. The call also raises PositionConflict, once,
+        if tokens that were acknowledged as not durable were lost since the last step.
         """
         ...
 
