@@ -214,7 +214,7 @@ class Sessions:
             return False
         if self._checkpoint_interval_tokens is None or record.snapshot is not None:
             return True
-        # if this is False, the store may have a snapshot, so the session must be read
+        # If the state is not resident, the store may have a snapshot, so the session must be read from the store.
         return self.cached(record, behind=True, use=False) is not None
 
     def cached(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:

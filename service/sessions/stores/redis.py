@@ -110,8 +110,8 @@ class RedisStore:
         try:
             made = await self.replace(fresh, [NOBODY], since=0) is not None  # deletes an earlier session's state
         finally:
-            # If no session was created, its time in the set becomes uncertain, and the entry is removed later unless the
-            # session exists.
+            # If no session was created, its time in the set becomes uncertain. A later `claim` then removes the entry
+            # unless the session exists.
             if counts:
                 self.trips.tell(*(self.counting(fresh.session) if made else self._doubting(fresh.session)))
         return made
