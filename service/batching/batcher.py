@@ -166,8 +166,8 @@ class Batcher:
         return not self._taken and not self._starting
 
     def submit(self, work: Work, ticket: Ticket) -> WorkItem:
-        """Queues work and returns its item. Awaiting the item returns its row. The item's state slots are retained
-        until it has run or is dropped.
+        """Queues work and returns its item. Awaiting the item returns the item's row of the outputs. The item's state
+        slots are retained until it has run or is dropped.
 
         Cancelling the wait before the work enters a batch withdraws the work. The wait raises DeadlineExceeded if the
         deadline passes in the queue, Unavailable after `close`, and WaneError if the run failed. `submit` raises
@@ -270,7 +270,7 @@ class Batcher:
             ran = self._run(items, columns)
             self._times.took(ran.role, ran.items_run, ran.seconds, here=True)
             self._queue.ran(ran.role, ran.seconds)
-            # the queued items may run on this thread too; the results are delivered first
+            # the results are delivered first, because the queued items may run on this thread too
             if self._queue.before(ran.role):
                 self._start_soon()
                 break

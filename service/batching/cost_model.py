@@ -156,8 +156,8 @@ class CostModel:
         lengths: Sequence[int],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Measures the step, head, window and advance graphs with one item per run, and window and advance at every one
-        of `lengths`.
+        """Measures the step, head, window and advance graphs with one item per run. Measures window and advance for
+        each number of tokens in `lengths`.
 
         Blocks. Raises the runner's errors. Call this after every graph has run once, because first runs are slow.
         """

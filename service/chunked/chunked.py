@@ -189,7 +189,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Limits the joints of a run: the difference at each joint is at most `limit`, and `judge` accepts the plan.
+    """Limits the joints of a run: the difference at each joint is at most `limit`, and `judge`, if given, returns True
+    for the plan of the run.
 
     enough: number of tokens of warm-up after which any difference at a joint is accepted.
     """
@@ -374,7 +375,7 @@ class ChunkedRunner:
             raise
 
     def _put(self, states: States, slot: int) -> None:
-        """Writes a state to a slot. Its `hidden` is never read and is set to zeros."""
+        """Writes a state to a slot. The `hidden` of the slot is never read and is set to zeros."""
         hidden = np.zeros_like(self._pool.gather_hidden([slot]))
         self._pool.scatter([slot], {HIDDEN: hidden, **{NEXT + name: value for name, value in states.items()}})
 

@@ -258,7 +258,7 @@ class AnswerBuilder:
         return pair
 
     def apart(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """Compares the two parts. May be called on any thread."""
+        """Compares the recurrent part and the window part of an answer. May be called on any thread."""
         bound = _bound(plan, recurrent, window)
         of_recurrent, of_window = recurrent.result, window.result
         proved = (window.proved and bound is window.bound) or self._leads(of_window, bound)

@@ -40,8 +40,8 @@ EMA_ALPHA = 1 / 4
 """Weight of the latest measurement of the pace."""
 
 MARGIN = 1.25
-"""Safety factor on the expected time. If an admitted request misses its deadline, it has slowed down all other
-requests. A refused request can be retried."""
+"""Safety factor on the expected time. The factor is above 1 because a request that misses its deadline has slowed down
+all other requests, whereas a refused request can be retried."""
 
 FASTEST, SLOWEST = 0.25, 8.0
 """Smallest and largest measured value of the pace."""

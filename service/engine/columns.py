@@ -76,7 +76,7 @@ class StepReceiver(Protocol):
 
 StepRow = tuple[str, int, int, int, int, float | None, StepReceiver, int, float]
 """A queued step: session, slot of the session's state, token, expected position (or NO_POSITION), top_k, deadline,
-receiver, the step's number at the receiver, and the time of queueing by `time.perf_counter`."""
+receiver, the step's number at the receiver, and when the step was queued, by `time.perf_counter`."""
 
 
 class StepResults:
@@ -299,7 +299,7 @@ class StepColumns:
         receiver: StepReceiver,
         number: int = 0,
     ) -> bool:
-        """Queues a step. Returns False, without side effects, if it needs the general procedure."""
+        """Queues a step. Returns False, without side effects, if the step needs the general procedure."""
         slot = self._slots.get(session)
         if (
             slot is None

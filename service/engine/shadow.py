@@ -37,7 +37,8 @@ logger = logging.getLogger("wane.engine")
 
 MOST_CASES = 64
 MOST_TOKENS = 1 << 18
-"""The largest number of queued answers and of their tokens (about two megabytes). Further samples are dropped."""
+"""The largest number of queued answers, and the largest total number of the queued answers' tokens (about two
+megabytes). Further samples are dropped."""
 
 PIECE_TOKENS = 64
 """The number of tokens that run between two checks for live work."""
@@ -155,8 +156,8 @@ class Shadow:
         self._thread.shutdown(wait=False)
 
     def _case(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> Case:
-        """Copies an answer into a case. Without the copy, the answer's row, which is a view, would keep the whole batch
-        in memory."""
+        """Copies a sampled answer into a `Case`. Without the copy, the answer's row, which is a view, would keep the
+        whole batch in memory."""
         result = RunResult.of(live.result.network_logits.copy(), live.result.hidden.copy(), live.result.radius)
         cache, history = self._answer_builder.cache, NO_TOKENS
         if cache is not None and live.result.mixed is not None:
@@ -211,7 +212,8 @@ class Shadow:
         self._wake()
 
     def _answer(self, case: Case) -> Iterator[Agreement | None]:
-        """Runs a case. Yields None after each piece except the last, then the agreement of the two answers."""
+        """Runs the tokens of a sampled answer in the other mode, piece by piece. Yields None after each piece except
+        the last. After the last piece, yields the agreement of the two answers."""
         if case.recurrent:
             lengths = np.array([len(case.tokens)])
             outputs = self._runner.run("window", {"tokens": case.tokens[None], "lengths": lengths})

@@ -404,13 +404,13 @@ class SessionSteps:
         return self._sessions.restore(record), True
 
     def _unseen(self, record: SessionRecord, base: CachedState, request: StepRequest) -> NDArray[np.int64]:
-        """Returns the tokens that a state has not read: the session's tokens after the state, and the step's own
-        tokens."""
+        """Returns the tokens that the state `base` has not read: the session's tokens after the state's position, and
+        the step's own tokens."""
         tokens = np.array(request.tokens, np.int64)
         return tokens if base.position == record.position else np.concatenate([self._missed(record, base), tokens])
 
     def _missed(self, record: SessionRecord, base: CachedState) -> NDArray[np.int64]:
-        """Returns the session's tokens that a state has not read."""
+        """Returns the session's tokens that the state `base` has not read."""
         missed = record.position - base.position
         if not missed:
             return NO_TOKENS
@@ -442,8 +442,8 @@ class SessionSteps:
         *,
         cache: bool = True,
     ) -> AnswerPlan:
-        """Plans the answer of a session. The session keeps its last `held` tokens. Its state has read all tokens except
-        the first `dropped_tokens`.
+        """Plans the answer of a session. The session keeps its last `held` tokens. The session's state has read all
+        tokens except the first `dropped_tokens`.
 
         Raises InvalidRequest if the window exceeds the `held` tokens.
         """

@@ -8,8 +8,9 @@ If the new version has the same tokenizer, sessions continue on it, and their st
 Otherwise sessions stay on the old version. The old version is then kept until it has been unused for a session's time
 to live.
 
-Requests in flight are counted by epoch (`Epochs`). A replaced engine is closed after the last request that arrived
-before the replacement, whichever engine that request uses.
+Requests in flight are counted by epoch (`Epochs`). A new epoch begins whenever an engine is replaced or unloaded. A
+replaced engine is closed after the last request that arrived before the replacement, whichever engine that request
+uses.
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@ kept, is another key with the suffix `:state`. The braces put both keys on the s
 when the session has been idle for the time to live.
 
 If an owner has a quota, a sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts the owner's sessions. The set may
-be on another node than a session, so the set and a session are never changed together. The creator of a session adds it
-to the set both before and after it creates the session, so that every session is counted. A session is removed from the
-set only if it has expired and its score has not changed since that check. A request that creates the session again
-changes the score, and no score is used twice.
+be on another node than a session, so the set and a session are never changed together. The process that creates a
+session adds the session to the set both before and after it creates the session, so that every session is counted. A
+session is removed from the set only if it has expired and its score has not changed since that check. A request that
+creates the session again changes the score, and no score is used twice.
 
 Every change is one script that atomically compares the revision, makes the change, and sets the time to live. A caller
 that got no answer may run the script again: it changes nothing if the session already has the new revision. This
-requires that revisions are never used twice. The upper half of a revision is random. It is drawn again when a session
-is created or rewound. It is also drawn again by the first change after a restart of Redis, because Redis may have lost
-acknowledged changes.
+requires that revisions are never used twice. The upper half of a revision is random. The random half is drawn again
+when a session is created or rewound. It is also drawn again by the first change after a restart of Redis, because Redis
+may have lost acknowledged changes.
 """
 
 from __future__ import annotations
