@@ -144,8 +144,9 @@ class ChunkPlan:
 
     chunks: the number of chunks; 1 if the sequence ran in order. rounds: 1, plus 1 for every repeated cell. warm_up:
     the fewest tokens of warm-up in any segment. residual: the largest difference of any unit of the state at any
-    remaining joint; 0 if there are no joints, and the run is then exact. joints: the largest difference of each unit,
-    for each tensor's name. apart: the fewest tokens between two joints. latest: the position of the last joint.
+    remaining joint; 0 if there are no joints, and the run is then exact. joints: for each tensor's name, the largest
+    difference of each unit at any joint. apart: the fewest tokens between two joints. latest: the position of the last
+    joint.
     """
 
     chunks: int = 1
@@ -180,7 +181,7 @@ class ChunkPlan:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Progress of a run. `done`: the number of tokens run so far. `logprobs`: float64 (n), the log-probabilities of the
-    next n tokens; None until their whole segment has run."""
+    next n tokens; None until the whole segment of these tokens has run."""
 
     done: int
     plan: ChunkPlan

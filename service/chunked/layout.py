@@ -178,7 +178,8 @@ def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pac
     """Returns the fastest layout of the next segment of a sequence, of which `tokens` tokens remain. None: a run in
     order is fastest.
 
-    `role` is the graph that runs the chunks, and `pace` is its pace. `warm_up_pace` is the pace of `advance`.
+    `role` is the graph that runs the chunks, and `pace` is the pace of that graph. `warm_up_pace` is the pace of
+    `advance`.
     """
     tokens = min(tokens, SEGMENT_TOKENS)
     best = WORTHWHILE * pace.get(1, 0.0) * tokens

@@ -367,8 +367,8 @@ class StepColumns:
             self._state_cache.retain(slot)
 
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
-        """Commits and answers the steps of a batch. `started_s` is the time by `time.perf_counter` when its run
-        started."""
+        """Commits and answers the steps of a batch. `started_s` is when the run of the batch started, by
+        `time.perf_counter`."""
         assert isinstance(ran, StepBatch), "not a batch of steps: this is a bug"
         batch, good = ran, np.ones(len(ran), np.bool_)
         if batch in self._held:
@@ -461,8 +461,8 @@ class StepColumns:
         self._admission.leave(len(sessions))
 
     def _hand_back(self, batch: StepBatch, *, entered: bool) -> None:
-        """Passes the steps to the general procedure, which takes over their sessions' locks. A request that waits for a
-        lock therefore runs after the step.
+        """Passes the steps to the general procedure, which takes over the locks of the steps' sessions. A request that
+        waits for a lock therefore runs after the step.
 
         `entered`: the steps were in a batch that ran, so they commit even if they are abandoned.
         """
@@ -507,7 +507,7 @@ class StepColumns:
         return results
 
     def _largest(self, results: StepResults, outputs: Mapping[str, Array], width: int) -> None:
-        """Sets the most probable tokens, and whether the first of them is proved."""
+        """Sets the fields of `results` for the most probable tokens and for the proof of the first of these tokens."""
         ids = outputs[TOP_IDS][:, :width]
         logits = outputs[TOP_LOGITS][:, :width].astype(np.float64)
         # The log-sum-exp is rounded, so for a token with a probability near 1 the difference may be above 0.

@@ -50,7 +50,8 @@ class RunResult:
 
     @property
     def logits(self) -> NDArray[np.float32]:
-        """The logits of the answer's distribution: float32 (V). For a mixture they are its log-probabilities."""
+        """The logits of the answer's distribution: float32 (V). For a mixture with a cache, these are the mixture's
+        log-probabilities."""
         return self.network_logits if self.mixed is None else self.mixed.log_probabilities
 
     def bound(self, of_network: Bound | None) -> Bound | None:

@@ -56,8 +56,8 @@ def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:
 
 
 def due(before: int, after: int, every: int) -> bool:
-    """Returns whether a step from position `before` to `after` reaches a checkpoint. There is a checkpoint every
-    `every` tokens."""
+    """Returns whether a step from position `before` to `after` reaches a checkpoint. A checkpoint is a position that is
+    a multiple of `every` tokens."""
     return after // every > before // every
 
 

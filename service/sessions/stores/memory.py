@@ -190,7 +190,7 @@ class Shard:
 logger = logging.getLogger("wane.store")
 
 SHARDS = 64
-ASIDE = ".read"  # suffix of a file after its sessions were read
+ASIDE = ".read"  # suffix that is added to the name of a file whose sessions were read
 EXPIRED_AT_ONCE = 1000  # largest number of expired sessions that one call removes, which limits the time of a call
 
 

@@ -40,8 +40,8 @@ def branch() -> int:
 
 
 def follows(revision: int, earlier: int) -> bool:
-    """Returns whether only appends lie between two revisions. If so, the session still begins with its tokens at
-    `earlier`."""
+    """Returns whether only appends lie between two revisions. If so, the session still begins with the tokens that it
+    had at revision `earlier`."""
     return revision >= earlier and revision >> _BRANCH_BITS == earlier >> _BRANCH_BITS
 
 
