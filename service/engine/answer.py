@@ -130,7 +130,8 @@ class AnswerBuilder:
         recurrent: bool,
     ) -> ModeResult:
         """Returns the recurrent or the window part of a plan, built from the `result` of that part's run. `input_ids`:
-        all available tokens up to the plan's position. They begin with the start token if they are the whole sequence.
+        all available tokens up to the plan's position. These tokens begin with the start token if they are the whole
+        sequence.
         """
         found = plan.bound_of(self._certificate, recurrent, result.radius)
         if plan.cache and self.cache is not None:

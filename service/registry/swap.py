@@ -103,7 +103,7 @@ class RetiredEngines:
         task.add_done_callback(lambda _: self._gone(engine))
 
     def linger(self, engine: Engine) -> None:
-        """Keeps an engine for its sessions."""
+        """Keeps a replaced engine to serve the sessions of its tokenizer."""
         self.lingering[engine] = asyncio.create_task(self._retire_unused(engine))
 
     async def _end(self, engine: Engine) -> None:

@@ -4,7 +4,8 @@ The cache counts as one user of the slot of each resident state. If no slot is f
 used resident state whose slot has no other user.
 
 The cache can be checked while it is in use (`faults`). A resident state does not change between two updates by the
-cache. If the number of writes to its slot or its checksum changes in another way, the state is corrupt.
+cache. If the number of writes to the state's slot or the state's checksum changes between two updates, the state is
+corrupt.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class StatePool:
         self.users.append(0)
 
     def retain(self, slot: int) -> None:
-        """Adds a user. The reserved slots are never freed, and their users are not counted."""
+        """Adds a user to a slot. The reserved slots are never freed, and their users are not counted."""
         if slot >= RESERVED:
             assert self.users[slot], "a free slot cannot be retained: this is a bug"
             self.users[slot] += 1
