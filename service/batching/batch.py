@@ -115,10 +115,10 @@ class Work:
     tokens: int64 (n), with n >= 1. For step n is 1, and a tuple is allowed. For head tokens is None. targets: int64
     (n), for scan only. hidden: float32 (H), for head only: the output layer's input, or None for that of the state in
     slot `read`. The run reads the state from slot `read` and writes the next state to slot `write`. A window
-    ignores `read` and starts from the zero state. If `write` is None, the next state is dropped. Once `binding` work is
-    in a batch, its request is completed even if its caller leaves. `chunk` marks one of a sequence's parallel chunks.
-    The scheduler does not limit a batch of chunks by its run time, because the code that cut the sequence has chosen
-    the number of chunks per batch.
+    ignores `read` and starts from the zero state. If `write` is None, the next state is dropped. Once work with
+    `binding` is in a batch, the request is completed even if the caller leaves. `chunk` marks one of a sequence's
+    parallel chunks. The scheduler does not limit a batch of chunks by its run time, because the code that cut the
+    sequence has chosen the number of chunks per batch.
     """
 
     role: Role
@@ -203,8 +203,8 @@ class Row:
 class ColumnBatch:
     """A batch of one-token steps, stored as arrays of B rows (columns) instead of `Work` items.
 
-    slots: int (B), the slots of the states. tokens: int64 (B). queued_s: float64 (B), the time of `time.perf_counter`
-    at which each step was queued. The run sets either `outputs` (arrays by name) or `failure`.
+    slots: int (B), the slots of the states. tokens: int64 (B). queued_s: float64 (B), when each step was queued, by
+    `time.perf_counter`. The run sets either `outputs` (arrays by name) or `failure`.
     """
 
     __slots__ = ("failure", "outputs", "queued_s", "slots", "tokens")
@@ -233,8 +233,8 @@ def run_columns(columns: ColumnBatch, pool: StatePool, runner: Runner, room: Map
 
 
 def fits(role: Role, longest: int, total: int, items: int) -> bool:
-    """Returns whether a batch of `items` sequences is within both limits. `longest`: the length of its longest
-    sequence. `total`: the sum of the lengths."""
+    """Returns whether a batch of `items` sequences is within both limits of a batch's size. `longest`: the length of
+    its longest sequence. `total`: the sum of the lengths."""
     if role not in MOST_POSITIONS:
         return True
     padded = longest * items
@@ -246,7 +246,7 @@ def run(
 ) -> list[Row | Exception]:
     """Runs a batch of one role. If the run fails, runs every item alone, so that only items that cause an error fail.
 
-    `room`: the state pool's buffers for gathered states. No concurrent call may use them.
+    `room`: the state pool's buffers for gathered states. No concurrent call may use these buffers.
     """
     try:
         return _run(works, pool, runner, room)

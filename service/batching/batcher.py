@@ -1,9 +1,9 @@
 """Batches requests continuously: work that was queued while the runner was busy forms the next batch.
 
 There is no batching delay. On an idle server work starts immediately. On a busy server batches grow with the queue
-(`scheduler.py`). The queue is bounded, and a request over the limit is rejected before any of its work runs. When an
-item's turn comes and its caller has left or its deadline has passed, the item is dropped. It never enters a batch and
-has no effect.
+(`scheduler.py`). The queue is bounded, and a request over the limit is rejected before any of its work runs. If an
+item's caller has left or its deadline has passed when a batch is formed, the item is dropped. A dropped item has no
+effect.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Columns(Protocol):
         ...
 
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
-        """Answers the requests of a batch after its run. The run started at `started_s` of `time.perf_counter` and took
-        `compute_s` seconds."""
+        """Answers the requests of a batch after its run. `started_s` is when the run started, by `time.perf_counter`.
+        The run took `compute_s` seconds."""
         ...
 
 
 class _Ran(NamedTuple):
-    """A batch after its run. `cancelled`: items whose callers left before the run. `started_s`: the time of
-    `time.perf_counter`."""
+    """A batch after its run. `cancelled` holds the items whose callers left before the run. `started_s` is when the run
+    started, by `time.perf_counter`."""
 
     role: Role
     items: Sequence[WorkItem]
@@ -111,9 +111,9 @@ class Batcher:
         cost_model: CostModel | None = None,
         inline_s: float = 0.0,
     ) -> None:
-        """`max_queue`: the limit of items in each of the scheduler's two queues. `cost_model`: observes every run.
-        `inline_s`: the longest expected run time of a batch of steps or heads that runs on the event loop's thread. For
-        such a batch the handover to the other thread costs more than the run."""
+        """`max_queue`: the limit of items in each of the scheduler's two queues. `cost_model` learns from the time of
+        every run. `inline_s`: the longest expected run time of a batch of steps or heads that runs on the event loop's
+        thread. For such a batch the handover to the other thread costs more than the run."""
         self._runner = runner
         self._pool = pool
         self._max_batch = max_batch_size
@@ -156,7 +156,8 @@ class Batcher:
 
     @property
     def _in_columns(self) -> int:
-        """The number of queued steps in columns, minus 1 if their item is in the queue."""
+        """The number of queued steps in columns that the scheduler's queue does not count. One item in that queue
+        stands for all of them."""
         return 0 if self.columns is None else len(self.columns) - self._columns_queued
 
     @property
@@ -165,8 +166,8 @@ class Batcher:
         return not self._taken and not self._starting
 
     def submit(self, work: Work, ticket: Ticket) -> WorkItem:
-        """Queues work and returns its item. Awaiting the item returns its row. The item's state slots are retained
-        until it has run or is dropped.
+        """Queues work and returns its item. Awaiting the item returns the item's row of the outputs. The item's state
+        slots are retained until it has run or is dropped.
 
         Cancelling the wait before the work enters a batch withdraws the work. The wait raises DeadlineExceeded if the
         deadline passes in the queue, Unavailable after `close`, and WaneError if the run failed. `submit` raises
@@ -269,7 +270,7 @@ class Batcher:
             ran = self._run(items, columns)
             self._times.took(ran.role, ran.items_run, ran.seconds, here=True)
             self._queue.ran(ran.role, ran.seconds)
-            # the queued items may run on this thread too; the results are delivered first
+            # the results are delivered first, because the queued items may run on this thread too
             if self._queue.before(ran.role):
                 self._start_soon()
                 break
@@ -286,7 +287,8 @@ class Batcher:
             asyncio.get_running_loop().call_soon(self._start)
 
     def _begin_columns(self) -> ColumnBatch | None:
-        """Returns the next batch of steps in columns. Queues their item again if steps remain."""
+        """Returns the next batch of steps in columns. Queues the item that stands for these steps again if steps
+        remain."""
         assert self.columns is not None, "steps without columns: this is a bug"
         self._columns_queued = False
         found = self.columns.begin(self._max_batch)

@@ -3,7 +3,8 @@ run.
 
 The model keeps one point for each power of two of the length: the exponential moving averages of length and seconds.
 Between two points the cost is interpolated linearly. Beyond the last point it is proportional to the length. In a batch
-each item costs an equal share of the run, because under load one more item of the same kind adds about that share.
+each item costs an equal share of the run's time, because under load one more item of the same kind adds about that
+share to the time.
 
 `RunTimeModel` estimates the run time of a batch of steps or heads from its size. A short batch needs no separate
 thread.
@@ -36,7 +37,7 @@ class RunTimeModel:
     """The run time of a batch in seconds, by role and by the batch size rounded up to a power of two.
 
     A run on the runner's thread shares the interpreter with the event loop, so its time includes waiting for the event
-    loop. Such a run changes the estimate only if it was faster than the estimate.
+    loop. A run on that thread changes the estimate only if the run was faster than the estimate.
     """
 
     def __init__(self) -> None:
@@ -155,8 +156,8 @@ class CostModel:
         lengths: Sequence[int],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Measures the step, head, window and advance graphs with one item per run, and window and advance at every one
-        of `lengths`.
+        """Measures the step, head, window and advance graphs with one item per run. Measures window and advance for
+        each number of tokens in `lengths`.
 
         Blocks. Raises the runner's errors. Call this after every graph has run once, because first runs are slow.
         """

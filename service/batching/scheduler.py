@@ -1,8 +1,9 @@
 """The queue of one runner, and the policy that chooses the next batch.
 
-There are two queues. The first holds steps and heads. A whole batch of them takes about a millisecond. The second holds
-sequences: windows, and states to rebuild. A single sequence takes about a millisecond, and when another replica dies a
-thousand sequences arrive together. Neither queue may delay the other queue:
+There are two queues. The first holds steps and heads (runs of the output layer alone). A whole batch of them takes
+about a millisecond. The second holds sequences: windows, and states to rebuild. A single sequence takes about a
+millisecond, and when another replica dies a thousand sequences arrive together. Neither queue may delay the other
+queue:
 
 - A batch of sequences is limited to an expected run time of one slice. The slice is 1.5 times as long if no step has
   arrived since the last batch of sequences. Larger batches gain little throughput: their intermediate values exceed the
@@ -28,7 +29,8 @@ SLICE_S = 0.005
 """The longest expected run time, in seconds, of a batch of several sequences."""
 
 ALONE_S = 1.5 * SLICE_S
-"""The same limit if no step has arrived since the last batch of sequences."""
+"""The longest expected run time, in seconds, of such a batch if no step has arrived since the last batch of sequences.
+"""
 
 SLICED: frozenset[Role] = frozenset({"window", "advance"})
 """Roles whose batches are limited by run time, except batches of chunks. Scans are not limited here, because scoring

@@ -16,8 +16,8 @@ class Ticket:
 
     `admitted`: the queue has accepted work of the request, and rejects none of its later work. `entered`: binding work
     of the request is or was in a batch, so the request will be completed. `abandoned`: the caller has left. `proving`:
-    only the search for a proof of exactness remains. `batch_items`: the size of the request's largest batch. `traced`:
-    the trace of the request, or None if it is not traced.
+    only the search for a proof of the most probable token remains. `batch_items`: the size of the request's largest
+    batch. `traced`: the trace of the request, or None if it is not traced.
     """
 
     __slots__ = (
@@ -56,8 +56,8 @@ class Ticket:
         )
 
     def beside(self) -> Ticket:
-        """Returns a ticket for concurrent work of the same request. The work is admitted and traced, but its time does
-        not count."""
+        """Returns a ticket for concurrent work of the same request. The work is admitted and traced, but its time is
+        not part of the request's latency."""
         other = Ticket()
         other.admitted, other.traced = True, self.traced
         return other
@@ -80,7 +80,7 @@ class WorkItem(Waiter[Row]):
         self.work = work
         self.ticket = ticket
         self.queued_s = 0.0
-        """The time of `time.perf_counter` at which the work was queued."""
+        """When the work was queued, by `time.perf_counter`."""
 
 
 def enter(items: Sequence[WorkItem]) -> None:

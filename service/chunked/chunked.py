@@ -1,19 +1,21 @@
 """Runs a long sequence as parallel chunks.
 
-The initial state of a chunk in the middle is unknown. The chunk is *warmed up*: the tokens before it run from the zero
-state. Then the difference between the warmed-up state and the state at the end of the previous chunk is measured for
-each unit. If the difference exceeds the limit, the chunk runs again from the end of the previous chunk, until its state
-is within the limit of the first run's state at the same place. The first run's results after that place are kept. At a
-limit of 0 the states are bit-identical, and the result equals that of a run in order, for any model. If too many tokens
-must run again, the rest of the sequence runs in order.
+The sequence is processed in segments of at most SEGMENT_TOKENS tokens, so that only one segment's states are held in
+memory. Each segment is cut into chunks, which run in parallel. A *cell* is the part of a chunk in one run. The cells
+pass through the scheduler like other work.
 
-Chunks pass through the scheduler like other work, a few tokens of each chunk at a time. Only the states of one segment
-are held, for a sequence of any length.
+The initial state of every chunk except the first is unknown. Such a chunk is *warmed up*: the tokens before it run from
+the zero state, and the chunk starts from the resulting state. A *joint* is a boundary of two cells at which the second
+cell started from a state other than the state at the end of the first cell. Every chunk except the first begins with a
+joint. The difference of the two states at the joint is measured for each unit.
 
-A *cell* is the part of a chunk in one run. A *joint* is a place where a cell started from a state other than the state
-at the end of the previous cell. Every chunk except the first begins with a joint. If a cell runs again from the end of
-the previous cell, the joint moves to the end of the repeated cell. A run without joints is bit-identical to a run in
-order.
+If the difference at a joint exceeds the limit, the cell after the joint runs again from the state at the end of the
+cell before the joint. The joint then moves to the end of the repeated cell. The next cell runs again, too, if the
+difference at the moved joint exceeds the limit. Otherwise the earlier results of the next cell are kept.
+
+A run *in order* passes over the tokens from first to last, without chunks. At a limit of 0 the two states at every
+joint must be equal, so the results are bit-identical to those of a run in order, for any model. If too many cells of a
+segment run again, the rest of the sequence runs in order.
 """
 
 from __future__ import annotations
@@ -116,8 +118,8 @@ class ChunkBatch:
 
 
 def _apart(one: Array, other: Array) -> Array:
-    """Returns |one - other| of each unit: 0 if both values are equal or both are NaN; infinite if only the difference
-    is NaN."""
+    """Returns |one - other| of each unit: 0 if both values are equal or both are NaN; infinite if exactly one value is
+    NaN."""
     with np.errstate(invalid="ignore", over="ignore"):
         apart: Array = np.abs(one - other)
     if not np.isfinite(apart).all():
@@ -130,8 +132,7 @@ IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}
 """The number of tokens in one run of a sequence that runs in order."""
 
 REPEATED_CHUNKS = 0.25
-"""Number of repeated cells for each chunk of a segment. If it is exceeded, the warm-up of the next segments is doubled.
-"""
+"""Number of repeated cells per chunk of a segment. If it is exceeded, the warm-up of the next segments is doubled."""
 
 REPEATED_CELLS = 0.5
 """Fraction of a segment's cells that are repeated. If it is exceeded, the rest of the sequence runs in order."""
@@ -143,8 +144,9 @@ class ChunkPlan:
 
     chunks: the number of chunks; 1 if the sequence ran in order. rounds: 1, plus 1 for every repeated cell. warm_up:
     the fewest tokens of warm-up in any segment. residual: the largest difference of any unit of the state at any
-    remaining joint; 0 if there are no joints, and the run is then exact. joints: the largest difference of each unit,
-    for each tensor's name. apart: the fewest tokens between two joints. latest: the position of the last joint.
+    remaining joint; 0 if there are no joints, and the run is then exact. joints: for each tensor's name, the largest
+    difference of each unit at any joint. apart: the fewest tokens between two joints. latest: the position of the last
+    joint.
     """
 
     chunks: int = 1
@@ -190,7 +192,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Limits the joints of a run: the difference at each joint is at most `limit`, and `judge` accepts the plan.
+    """Limits the joints of a run: the difference at each joint is at most `limit`, and `judge`, if given, returns True
+    for the plan of the run.
 
     enough: number of tokens of warm-up after which any difference at a joint is accepted.
     """
@@ -241,8 +244,8 @@ class ChunkedRunner:
     async def advance(
         self, tokens: NDArray[np.int64], ticket: Ticket, *, read: int, write: int, binding: bool = False
     ) -> None:
-        """Runs tokens, bit-identical to a run in order, from the state in slot `read`. Writes the last state to slot
-        `write`."""
+        """Runs tokens from the state in slot `read`. The results are bit-identical to those of a run in order. Writes
+        the last state to slot `write`."""
         pieces = self.run("advance", tokens, None, ticket, EXACT, read=read, write=write, binding=binding)
         async with aclosing(pieces):
             async for _ in pieces:
@@ -260,7 +263,7 @@ class ChunkedRunner:
         write: int,
         binding: bool = False,
     ) -> AsyncGenerator[Piece, None]:
-        """Runs tokens (n) by `advance`, or by `scan` with targets (n), and yields after each run.
+        """Runs tokens (n) with the graph `advance`, or with the graph `scan` and targets (n). Yields after each run.
 
         read, write: the slots of the first and the last state. If demand is None, the tokens run in order. The caller
         must close the generator.
@@ -324,8 +327,8 @@ class ChunkedRunner:
     async def _column(
         self, segment: ChunkBatch, column: int, here: int, slots: Sequence[int], ticket: Ticket, *, binding: bool
     ) -> int:
-        """Runs the next cell of every chunk. Returns the number of tokens run. here: the slot from which the first
-        chunk reads."""
+        """Runs the next cell of every chunk. Returns the number of tokens run. `here` is the slot of the state from
+        which the first chunk starts."""
         cells = segment.column(column)
         writes = slots[: len(cells)]
         reads = [here, *writes[1:]] if column == 0 else writes
@@ -339,7 +342,7 @@ class ChunkedRunner:
         return sum(work.length for work in works)
 
     async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
-        """Repeats every cell with a joint over the limit, from the state at the end of the previous cell.
+        """Runs every cell again whose joint exceeds the limit, from the state at the end of the previous cell.
 
         Returns the number of repeated cells. again: the slot for the repeated cells. last: the slot of the last chunk.
         """
@@ -376,7 +379,7 @@ class ChunkedRunner:
             raise
 
     def _put(self, states: States, slot: int) -> None:
-        """Writes a state to a slot. Its `hidden` is never read and is set to zeros."""
+        """Writes a state to a slot. The `hidden` of the slot is never read and is set to zeros."""
         hidden = np.zeros_like(self._pool.gather_hidden([slot]))
         self._pool.scatter([slot], {HIDDEN: hidden, **{NEXT + name: value for name, value in states.items()}})
 

@@ -1,8 +1,8 @@
 """Cuts a long sequence into parallel chunks, based on the measured speed.
 
 Two things are measured while the model is served. `Pace` is the seconds for each token as a function of the number of
-parallel sequences. `Residuals` shows how fast the model forgets its initial state. It only chooses the warm-up length
-and guarantees nothing, because every run measures the difference that remains after its warm-up.
+parallel sequences. `Residuals` shows how fast the model forgets its initial state. `Residuals` is used only to choose
+the warm-up length. It guarantees nothing, so every run measures the difference that remains after its warm-up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MARGIN = 0.25
 """Safety factor, because a model may forget a little more slowly over other tokens than the measured tokens."""
 
 PAST = 512
-"""Number of tokens that one run of each of the ROWS pairs reads before the common tokens of the pair."""
+"""Number of earlier tokens. Each of ROWS pairs of runs is compared over common tokens. Before these, one run of the
+pair reads this number of other tokens."""
 
 
 Residuals = Sequence[tuple[int, float]]
@@ -36,8 +37,8 @@ with different initial states, after this number of common tokens."""
 
 
 def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) -> Generator[None, None, Residuals]:
-    """Compares runs over the same random tokens, after random earlier tokens and from the zero state. Yields after each
-    run. Each run blocks."""
+    """Compares pairs of runs over the same random tokens. One run starts after random earlier tokens, and the other run
+    from the zero state. Yields after each run. Each run blocks."""
     random = np.random.default_rng(4)
     zeros = pool.gather([ZERO] * ROWS)
     past = _advance(runner, random.integers(vocabulary_size, size=(ROWS, PAST)), zeros)
@@ -71,7 +72,7 @@ MEASURED_STEPS tokens."""
 MEASURED_STEPS = 16
 
 REPEATS = 3
-"""Number of runs of each width. The fastest run counts."""
+"""Number of measured runs for each number of parallel sequences. The fastest run counts."""
 
 Pace = Mapping[int, float]
 """Seconds for each token, by the number of parallel sequences."""
@@ -104,7 +105,8 @@ def measure_pace(
 
 
 class ThroughputProfile:
-    """One model's paces and residuals. Before `measure` there are no values, and every sequence runs in order."""
+    """One model's paces and residuals. Before `measure` there are no values, and every sequence runs in order (from the
+    first token to the last, without chunks)."""
 
     def __init__(self, residuals: Residuals = ()) -> None:
         self._paces: dict[Role, Pace] = {}
@@ -176,7 +178,8 @@ def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pac
     """Returns the fastest layout of the next segment of a sequence, of which `tokens` tokens remain. None: a run in
     order is fastest.
 
-    `role` is the graph that runs the chunks, and `pace` is its pace. `warm_up_pace` is the pace of `advance`.
+    `role` is the graph that runs the chunks, and `pace` is the pace of that graph. `warm_up_pace` is the pace of
+    `advance`.
     """
     tokens = min(tokens, SEGMENT_TOKENS)
     best = WORTHWHILE * pace.get(1, 0.0) * tokens

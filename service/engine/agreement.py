@@ -36,13 +36,12 @@ def compare(
     """Compares the answers of the recurrent and the window mode at temperature 1. logits: float32 (V); hidden: float32
     (H), the output layer's input.
 
-    total_variation = sum |p - q| / 2, where p is the recurrent distribution and q the window's;
-    kl = sum p log(p / q), in nats;
-    state_distance = |hidden - hidden'|_2;
+    total_variation = sum |p - q| / 2, where p is the distribution of the recurrent mode and q that of the window mode;
+    kl = sum p log(p / q), in nats; state_distance is the 2-norm of the difference of the two `hidden`;
     max_logit_difference compares the raw logits.
 
-    `bound` limits the distance between the two answers. `proved`: the window's run alone proves that the most probable
-    tokens of the two answers are equal.
+    `bound` limits the distance between the two answers. `proved` says whether the window's run alone proves that the
+    most probable tokens of the two answers are equal.
     """
     p, q = log_softmax(recurrent_logits), log_softmax(window_logits)
     return Agreement(
@@ -73,8 +72,10 @@ class ErrorBoundReport(TypedDict):
 
 
 class AgreementReport(TypedDict):
-    """The distance between the window and the recurrent answers, over all comparisons. Rates, means and maxima are null
-    if there were no comparisons. `bound_violations` counts the pairs that contradict their bound or proof."""
+    """The distance between the answers of the window and the recurrent mode, over all comparisons. Rates, means and
+    maxima are null if there were no comparisons. `bound_violations` counts the pairs of answers that contradict their
+    bound or proof.
+    """
 
     compared: int
     top1_match_rate: float | None
@@ -94,7 +95,7 @@ class AgreementBySource(AgreementReport):
 
 @dataclass(slots=True)
 class AgreementStatistics:
-    """Accumulates statistics of all compared pairs."""
+    """Accumulates statistics of all compared pairs of answers."""
 
     compared: int = 0
     top1_matches: int = 0
@@ -108,7 +109,7 @@ class AgreementStatistics:
     bound_violations: int = 0
 
     def add(self, agreement: Agreement) -> None:
-        """Adds one compared pair."""
+        """Adds one compared pair of answers."""
         self.compared += 1
         self.top1_matches += agreement.top1_match
         self.top1_proved += agreement.top1_proved

@@ -1,4 +1,4 @@
-"""Builds an `Answer` from a request's runs, with its latencies, bounds, proof and agreement."""
+"""Builds an `Answer` from the runs of a request. Adds the answer's latencies, error bounds, proof and agreement."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SMALL_ENOUGH = 1e-3
 class AnswerPlan(NamedTuple):
     """The plan for the answer to a request at `position`.
 
-    `mode` is recurrent, window or both. `window` is the k of the modes window and both. `origin` is the source of the
-    recurrent part's state. `context_length` is the number of latest tokens that this state has read. `cache` says
-    whether the answer is mixed with the model's cache, if the model has one.
+    `mode` is recurrent, window or both. `window` is k, the window's number of tokens, in the modes window and both.
+    `origin` is the source of the recurrent part's state. `context_length` is the number of latest tokens that this
+    state has read. `cache` says whether the answer is mixed with the model's cache, if the model has one.
     """
 
     mode: Mode
@@ -50,8 +50,8 @@ class AnswerPlan(NamedTuple):
     ) -> AnswerPlan:
         """Plans a request without a session, with `tokens` tokens: a whole sequence, or the end of a longer one.
 
-        The position of a truncated sequence is unknown. It is set to `tokens` + 1, so that no k covers the sequence.
-        The window has at most `tokens` tokens.
+        The position of a truncated sequence is unknown. It is set to `tokens` + 1, so that no window counts as the
+        whole sequence. The window has at most `tokens` tokens.
         """
         if not truncated:
             return cls(mode, tokens, window, StateSource.FULL, tokens, cache)
@@ -67,14 +67,15 @@ class AnswerPlan(NamedTuple):
         return self.bound_of(certificate, self.mode is not Mode.WINDOW)
 
     def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
-        """Returns the bound of the recurrent or the window part. `radius` is an output of the part's run."""
+        """Returns the bound of the recurrent or the window part. `radius` is the bound that the part's run outputs."""
         context_length = self.context_length if recurrent else self.window
         assert context_length is not None, "the plan of a window part has no k: this is a bug"
         return bounds.bound(certificate, context_length, self.position, radius)
 
 
 class ModeResult(NamedTuple):
-    """One mode's run, with the answer's bound and latency. `proved`: `search` proved the most probable token."""
+    """One mode's run, with the answer's bound and latency. `proved` says whether `search` proved the most probable
+    token."""
 
     result: RunResult
     bound: Bound | None
@@ -90,7 +91,7 @@ class Sampler(Protocol):
         ...
 
     def offer(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> None:
-        """Receives a sampled answer of one mode. `input_ids` are its tokens, up to the plan's position."""
+        """Receives a sampled answer of one mode. `input_ids` are all available tokens up to the plan's position."""
         ...
 
 
@@ -128,8 +129,10 @@ class AnswerBuilder:
         *,
         recurrent: bool,
     ) -> ModeResult:
-        """Returns the recurrent or the window part of a plan, made from its run's `result`. `input_ids`: all available
-        tokens up to the plan's position. They begin with the start token if they are the whole sequence."""
+        """Returns the recurrent or the window part of a plan, built from the `result` of that part's run. `input_ids`:
+        all available tokens up to the plan's position. These tokens begin with the start token if they are the whole
+        sequence.
+        """
         found = plan.bound_of(self._certificate, recurrent, result.radius)
         if plan.cache and self.cache is not None:
             history = input_ids[1:] if len(input_ids) > plan.position else input_ids
@@ -149,8 +152,8 @@ class AnswerBuilder:
         """Runs the window part of a plan over `context_ids`, the window's tokens. `input_ids`: see `part`. If `prove`,
         calls `search`.
 
-        The caller runs it after the recurrent part, not concurrently. Each latency is then the latency of its mode
-        alone.
+        The caller runs the window part after the recurrent part, not concurrently, so that each part's latency is that
+        of its mode alone.
         """
         mark = ticket.mark() if plan.mode is Mode.BOTH else None
         result = await self._forward.window(context_ids, ticket, binding=binding)
@@ -159,10 +162,11 @@ class AnswerBuilder:
 
     async def search(self, part: ModeResult, ticket: Ticket) -> ModeResult:
         """Runs the gradient proof. Returns the part with a sharper bound on the total variation and, if found, a proof
-        of its most probable token. Returns the part unchanged if no token is missing, if its run has no trace, or if
-        the margin proves the token and the bound is at most SMALL_ENOUGH.
+        of its most probable token. Returns the part unchanged in three cases: its state has read all tokens; its run
+        output no trace, which the gradient proof needs; the margin proof proves the token and the bound is at most
+        SMALL_ENOUGH.
 
-        Waits for the thread that runs the proofs. Cancellation of the caller or its deadline ends the wait.
+        Waits for the thread that runs the proofs. The wait ends if the caller is cancelled or its deadline passes.
         """
         result, bound, direction = part.result, part.bound, self.direction
         if bound is None or bound.runs is None or not bound.state or direction is None or result.trace is None:
@@ -199,10 +203,10 @@ class AnswerBuilder:
         """Builds the answer from a plan's parts, and counts it in the statistics. If there are two parts, the
         predictions come from the recurrent part.
 
-        `input_ids` returns all available tokens up to the plan's position. `prove`: `search` ran on the parts, and its
-        time is part of the answer's latency. `session` is the id of the session, if the request has one.
-        `logits` adds the logits to the answer. `token_logprobs` are those of the session's latest tokens, if the
-        request asked for them.
+        `input_ids` returns all available tokens up to the plan's position. `prove` says whether `search` ran on the
+        parts. The time of the search is then part of the answer's latency. `session` is the id of the session, if the
+        request has one. `logits` adds the logits to the answer. `token_logprobs` are the log-probabilities of the
+        session's latest tokens, if the request asked for them.
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
@@ -236,7 +240,8 @@ class AnswerBuilder:
             replayed=replayed,
             durable=durable,
             cache_tokens=None if answered.result.mixed is None else answered.result.mixed.tokens,
-            logits=answered.result.logits.copy() if logits else None,  # they may be a view into the whole batch's
+            # The logits are copied, because they may be a view that keeps the whole batch's logits in memory.
+            logits=answered.result.logits.copy() if logits else None,
             token_logprobs=token_logprobs,
         )
 
@@ -254,7 +259,7 @@ class AnswerBuilder:
         return pair
 
     def apart(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """Compares the two parts. May be called on any thread."""
+        """Compares the recurrent part and the window part of an answer. May be called on any thread."""
         bound = _bound(plan, recurrent, window)
         of_recurrent, of_window = recurrent.result, window.result
         proved = (window.proved and bound is window.bound) or self._leads(of_window, bound)
@@ -286,7 +291,7 @@ class AnswerBuilder:
 
 
 def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:
-    """Returns the bound on the distance between the parts. It is the bound of the part that has read fewer tokens,
+    """Returns the bound on the distance between the parts. The bound is that of the part that has read fewer tokens,
     because both parts have read these tokens."""
     assert plan.window is not None, "the plan of two parts has no k: this is a bug"
     return window.bound if plan.window <= plan.context_length else recurrent.bound

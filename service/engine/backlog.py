@@ -1,16 +1,20 @@
 """Admission control for long requests: refuses a request that cannot finish before its deadline.
 
-Long requests take turns at the runner, piece by piece, so each long request slows down all others. If too many are
-admitted, all of them miss their deadlines, and their runs are wasted. Therefore the work of each request is estimated
-from the measured cost of runs. A new request is refused if it, or a request admitted before it, would miss its
-deadline:
+The runner alternates between long requests: it runs one piece of each request's tokens at a time. A request *takes
+turns* while it has pieces to run. Each long request therefore slows down all others. If too many are admitted, all of
+them miss their deadlines, and their runs are wasted. Therefore the work of each request is estimated from the measured
+cost of runs. A new request is refused if it, or a request admitted before it, would miss its deadline. The expected
+time until request i ends is
 
-    finish of i = pace * (sum over j of min(left of i, left of j))
+    pace * (sum over j of min(left of i, left of j))
 
-The formula assumes equal turns. `left` is the expected remaining work of a request, in seconds of runs. `pace` is the
-elapsed time per second of work. It differs from 1 because steps and short requests use the runner too, and the
-processor may be shared. The pace is measured as follows: elapsed time is divided equally among the requests that take
-turns. A stream that waits for its client takes no turns.
+because the requests take equal turns: until request i ends, the runner works no longer for request j than for request
+i. `left` is the expected remaining work of a request, in seconds of runs. `pace` is the elapsed time per second of
+work. The pace differs from 1 because steps and short requests use the runner too, and the processor may be shared.
+
+To measure the pace, each second of elapsed time is divided equally among the requests that take turns. A request's part
+of the elapsed time is its *turn time*. The pace is the turn time per second of work. A stream that waits for its client
+takes no turns.
 
 Estimates may be wrong. A request is always admitted if no other request takes turns.
 """
@@ -26,17 +30,18 @@ from operator import attrgetter
 from wane.service.errors import Overloaded
 
 LONG_S = 0.05
-"""A request with less expected work is not counted: it runs between the turns of long requests."""
+"""A request with less expected work, in seconds, is not counted, because it runs between the pieces of long requests.
+"""
 
 MEASURED_S = 0.5
-"""Work in seconds after which the pace is measured again."""
+"""The pace is measured again after this many seconds of work."""
 
 EMA_ALPHA = 1 / 4
 """Weight of the latest measurement of the pace."""
 
 MARGIN = 1.25
-"""Safety factor on the expected time. If an admitted request misses its deadline, it has slowed down all other
-requests. A refused request can be retried."""
+"""Safety factor on the expected time. The factor is above 1 because a request that misses its deadline has slowed down
+all other requests, whereas a refused request can be retried."""
 
 FASTEST, SLOWEST = 0.25, 8.0
 """Smallest and largest measured value of the pace."""
@@ -134,7 +139,8 @@ class Backlog:
             self.shares.remove(share)
 
     def turn_s(self) -> float:
-        """Returns the turn time so far: each elapsed second, divided by the number of shares that took turns in it."""
+        """Returns the turn time since the start: the sum of the elapsed seconds, each divided by the number of shares
+        that took turns in that second."""
         now = self._clock()
         if self.taking:
             self._turn_s += (now - self._at) / self.taking

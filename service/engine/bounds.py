@@ -3,12 +3,12 @@
 The never-interrupted model runs the same float32 graphs over all n tokens. An answer comes from a state that has read
 the last k of the n tokens.
 
-- k >= n: no token is missing. The bound is 0 if the graphs are bit-identical for the same tokens. This is checked when
+- k >= n: no token is missing. The bound is 0 if two runs over the same tokens are bit-identical. This is checked when
   a model is loaded (`Certificate.bit_identical`). Otherwise, the bound is the rounding of two runs.
-- k < n: the bound is the smaller of two. The first is the certificate's curve at k, which holds for all tokens. The
-  second is computed by the run for its own tokens. Both are theorems about the weights in exact arithmetic. The
-  rounding of two float32 runs (`Certificate.rounding`) is added to both. It is the measured error of one step,
-  propagated by the theorem.
+- k < n: the bound is the smaller of two bounds. The first bound is the certificate's curve at k, which holds for all
+  tokens. The second bound is an output of the run, and holds for the tokens of this run. Both bounds are theorems about
+  the weights in exact arithmetic. The rounding of two float32 runs (`Certificate.rounding`) is added to both bounds.
+  This rounding is computed from the measured error of one step and a proved bound of the growth of errors.
 - A model that is not contractive has only the bound of 0 for k >= n, because the effect of a rounding error or of a
   dropped token is unlimited. In all other cases its bound is None, and the most probable token is not proved.
 
@@ -30,9 +30,9 @@ class Bound(NamedTuple):
     """Bounds on `state`, the 2-norm distance at the output layer's input, and on `variation`, the total variation at
     temperature 1.
 
-    `runs` bounds the same distance as `state` between the answer's run and any float32 run of the never-interrupted
-    model. It includes rounding even if `state` is 0. If `runs` is None, the bound is unknown, and the most probable
-    token cannot be proved.
+    `runs` bounds the 2-norm distance at the output layer's input between the answer's run and any float32 run of the
+    never-interrupted model. Unlike `state`, which may be 0, `runs` always includes rounding. If `runs` is None, the
+    bound is unknown, and the most probable token cannot be proved.
     """
 
     state: float
@@ -44,8 +44,8 @@ def bound(certificate: Certificate, k: int, position: int, radius: float | None 
     """Returns the bound of an answer from a state that has read the last `k` of `position` tokens. None: there is no
     bound.
 
-    `radius` is an output of the run over these k tokens. It bounds the distance of this run's last state from that of
-    any run that ends in the same k tokens.
+    `radius` is an output of the run over these k tokens. It bounds the distance of this run's last state from the last
+    state of any run that ends in the same k tokens.
     """
     rounding = certificate.rounding.between_runs if certificate.contractive and certificate.rounding else None
     if k >= position and certificate.bit_identical:

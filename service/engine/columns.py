@@ -1,9 +1,10 @@
-"""Steps of one token in columns: a batch of steps is kept in arrays with one row for each step, from the state cache to
-the answers.
+"""Runs steps of one token in columns. The data of a batch of steps, from the states to the answers, is in arrays with
+one row for each step.
 
 A step is taken in columns if the session's state is resident, no other request holds the session's lock, and the step
-has no idempotency key, no window and no trace. The general procedure (`step.py`) takes the step instead if the batch
-finds a replay, a conflict, an evicted state or a failed run. The tests compare the columns with the general procedure.
+has no idempotency key, asks for no window and is not traced. The general procedure (`step.py`) takes the step instead
+if it is a replay or a conflict, if its state has been evicted, or if the run of its batch fails. The tests compare the
+answers of steps in columns with those of the general procedure.
 
 A step that has entered a batch is committed, even if its client has disconnected.
 """
@@ -60,7 +61,7 @@ class StepReceiver(Protocol):
     """Whether the receiver has stopped waiting."""
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
-        """Receives the answer of a committed step, which is the `row` of the results."""
+        """Receives the answer of a committed step, which is row `row` of `results`."""
         ...
 
     def step_failed(self, error: Exception, number: int) -> None:
@@ -75,7 +76,7 @@ class StepReceiver(Protocol):
 
 StepRow = tuple[str, int, int, int, int, float | None, StepReceiver, int, float]
 """A queued step: session, slot of the session's state, token, expected position (or NO_POSITION), top_k, deadline,
-receiver, the step's number at the receiver, and the time of queueing by `time.perf_counter`."""
+receiver, the step's number at the receiver, and when the step was queued, by `time.perf_counter`."""
 
 
 class StepResults:
@@ -166,7 +167,7 @@ class PendingStep(Pending[Answer]):
             self._general.cancel()
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:  # noqa: ARG002
-        """See `StepReceiver`. Calls back immediately, because all steps of the batch are committed."""
+        """See `StepReceiver`. Calls the callback immediately, because all steps of the batch are committed."""
         if not self.done:
             self._result = StepAnswer(results, row)
             Waiter._finish(self)
@@ -252,7 +253,7 @@ class StepColumns:
         queue_columns: Callable[[], None],
         cache: CacheMixture | None = None,
     ) -> None:
-        """`procedure` is the general procedure: it takes any admitted step, and releases the session's lock.
+        """`procedure` is the general procedure: it runs any admitted step, and releases the session's lock.
         `most_predictions` is the largest top_k that the step graph outputs; if 0, no step is taken in columns.
         `max_queue` limits the number of queued steps. `queue_columns` notifies the batcher that steps are queued.
         `cache` is the model's cache, if it has one.
@@ -276,11 +277,12 @@ class StepColumns:
         self._conflicts = metrics.step_conflicts.labels(model)
         self._too_late = metrics.queue_dropped.labels(model, "deadline")
         self._rows: list[StepRow] = []
-        self._flushes = 0  # number of flushes of the resident sessions when the first queued step was taken
+        self._flushes = 0  # `ResidentSessions.flushes` when the first of the queued steps was queued
         self._held: list[StepBatch] = []  # batches that run on the runner's thread or are queued for it
         self._timer: Timer | None = None
         self._timer_at = 0.0
-        self._bound_of_all = bounds.bound(certificate, 1, 1)  # for a state that has read the whole sequence
+        # The bound of an answer from a state that has read the whole sequence.
+        self._bound_of_all = bounds.bound(certificate, 1, 1)
         self._bound_of = lru_cache(KNOWN_BOUNDS)(lambda known: bounds.bound(certificate, known, known + 1))
 
     def __len__(self) -> int:
@@ -297,7 +299,7 @@ class StepColumns:
         receiver: StepReceiver,
         number: int = 0,
     ) -> bool:
-        """Queues a step. Returns False, without side effects, if it needs the general procedure."""
+        """Queues a step. Returns False, without side effects, if the step needs the general procedure."""
         slot = self._slots.get(session)
         if (
             slot is None
@@ -337,8 +339,8 @@ class StepColumns:
             good &= self._resident_still(batch)
         if good.all():
             return batch
-        # The general procedure runs in the next turn of the loop, because no request may take a state's slot before
-        # this batch has run or is held.
+        # The general procedure starts in the next iteration of the event loop, because no request may use the slot of a
+        # state in this batch before the batch has run or its slots are retained.
         asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
         batch = batch.part(good)
         return batch if len(batch) else None
@@ -365,8 +367,8 @@ class StepColumns:
             self._state_cache.retain(slot)
 
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
-        """Commits and answers the steps of a batch. `started_s` is the time by `time.perf_counter` when its run
-        started."""
+        """Commits and answers the steps of a batch. `started_s` is when the run of the batch started, by
+        `time.perf_counter`."""
         assert isinstance(ran, StepBatch), "not a batch of steps: this is a bug"
         batch, good = ran, np.ones(len(ran), np.bool_)
         if batch in self._held:
@@ -452,15 +454,15 @@ class StepColumns:
     def _leave_all(self, sessions: Sequence[str]) -> None:
         waiting = self._locks.waiting
         for session in sessions:
-            if waiting[session] is None:  # inlined `leave`
+            if waiting[session] is None:  # the code of `SessionLocks.leave`, inlined for speed
                 del waiting[session]
             else:
                 self._locks.leave(session)
         self._admission.leave(len(sessions))
 
     def _hand_back(self, batch: StepBatch, *, entered: bool) -> None:
-        """Passes the steps to the general procedure, which takes over their sessions' locks. A request that waits for a
-        lock therefore runs after the step.
+        """Passes the steps to the general procedure, which takes over the locks of the steps' sessions. A request that
+        waits for a lock therefore runs after the step.
 
         `entered`: the steps were in a batch that ran, so they commit even if they are abandoned.
         """
@@ -505,10 +507,10 @@ class StepColumns:
         return results
 
     def _largest(self, results: StepResults, outputs: Mapping[str, Array], width: int) -> None:
-        """Sets the most probable tokens, and whether the first of them is proved."""
+        """Sets the fields of `results` for the most probable tokens and for the proof of the first of these tokens."""
         ids = outputs[TOP_IDS][:, :width]
         logits = outputs[TOP_LOGITS][:, :width].astype(np.float64)
-        # The sum is rounded. The difference may therefore be above 0 for an almost certain token.
+        # The log-sum-exp is rounded, so for a token with a probability near 1 the difference may be above 0.
         logprobs = np.minimum(logits - outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
         results.ids, results.logprobs = ids.tolist(), logprobs.tolist()
         results.probabilities = np.exp(logprobs).tolist()
@@ -518,8 +520,8 @@ class StepColumns:
     def _largest_of_mixtures(
         self, results: StepResults, cache: CacheMixture, found: CacheShares, outputs: Mapping[str, Array], width: int
     ) -> None:
-        """Like `_largest`, for mixtures with a cache. Also sets the bounds of the mixtures. found: the cache's share of
-        the distributions."""
+        """Like `_largest`, for mixtures with a cache. Also sets the bounds of the mixtures. `found` holds the cache's
+        part of each row's mixture."""
         logits, ids = outputs["logits"], outputs[TOP_IDS]
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
         top = cache.top(logits, sums, ids, found, min(width, ids.shape[1]))

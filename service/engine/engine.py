@@ -88,10 +88,11 @@ from wane.service.types import (
 ENCODED_AT_ONCE = 4096  # number of characters; a longer text is encoded on a thread
 
 BEGUN_AT_ONCE = 32
-"""The largest number of predictions of one call that start in one turn of the event loop."""
+"""The largest number of predictions of one call that start in one iteration of the event loop."""
 
 IN_COLUMNS = (None, Mode.AUTO)
-"""Modes with which a step may be taken in columns. With these, the engine chooses how the session's state is rebuilt.
+"""Modes with which a step may be taken in columns. With these modes, the engine chooses how the session's state is
+rebuilt.
 """
 
 TOKENIZER_DIGITS = 16  # number of hex digits of the tokenizer's digest that a session record holds
@@ -122,9 +123,9 @@ class Engine:
     ) -> None:
         """`clock` returns seconds on the store's time scale. `cost_model` and `throughput` are measured if they are
         None. `direction` proves most probable tokens that `margin` does not prove, if a request sets `prove`.
-        `shadow_runner` runs the same model for shadows; if it is None, no live answers are sampled. `bits` is a digest
-        of the graphs' results on this machine. A state from the store is reused only if the digest stored with it is
-        equal to `bits`.
+        `shadow_runner` runs the same model to repeat sampled live answers in the other mode; if it is None, no live
+        answers are sampled. `bits` is a digest of the graphs' results on this machine. A state from the store is reused
+        only if the digest that is stored with the state is equal to `bits`.
 
         Raises ValueError if the settings do not fit the model.
         """
@@ -269,8 +270,8 @@ class Engine:
         return self._cost_model.document()
 
     def warm_up(self, propagation: Propagation | None = None) -> None:
-        """Warms up the engine for its first request. `measure` completes the measurements. Blocks, so it must not be
-        called on the event loop.
+        """Warms up the engine for its first request, and measures the cost of runs. `measure` later measures how to cut
+        long sequences into chunks. Blocks, so it must not be called on the event loop.
 
         `propagation` bounds the growth of small errors in a state. It is None unless every layer of the model is
         contractive.
@@ -287,8 +288,8 @@ class Engine:
         self._cost_model.measure(self._runner, self.state_cache, self.vocabulary.eos_id, lengths)
 
     async def measure(self) -> None:
-        """Measures, between requests, how to cut long sequences into chunks. Until it has finished, long sequences run
-        in order.
+        """Measures, between requests, how to cut long sequences into chunks. Until the measurement has ended, long
+        sequences run in order, without chunks.
 
         Raises Unavailable if the engine is closed. Also raises the runner's errors."""
         measuring = self._throughput.measure(self._runner, self.state_cache, self.manifest, self._max_batch)
@@ -323,17 +324,17 @@ class Engine:
         return tuple(tokens)
 
     def check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
-        """Checks tokens before a request is made of them. `document`: see `encode`. Raises TooLarge if there are too
-        many, InvalidRequest naming the `field` if the vocabulary lacks one."""
+        """Checks tokens before a request is built from them. `document`: see `encode`. Raises TooLarge if there are too
+        many tokens. Raises InvalidRequest, whose message names `field`, if a token is not in the vocabulary."""
         self._limits.tokens(tokens, field, document=document)
 
     def submit(self, request: PredictRequest | StepRequest) -> Pending[Answer]:
         """Starts a request and returns its pending answer. The request runs even if the answer is not awaited.
 
-        A `PredictRequest` predicts the token after its own tokens or after a session's tokens. It appends nothing. A
-        `StepRequest` appends tokens to a session and predicts the next token. Its answer has `position` and `replayed`.
-        A step has no effect if it is cancelled, or its deadline passes, before it enters a batch. After that, the step
-        commits, and a retry replays its answer.
+        A `PredictRequest` predicts the token after its own tokens or after a session's tokens. It does not append
+        tokens. A `StepRequest` appends tokens to a session and predicts the next token. The answer to a step has the
+        fields `position` and `replayed`. A step has no effect if it is cancelled, or its deadline passes, before it
+        enters a batch. After that, the step commits, and a retry replays its answer.
 
         Awaiting the answer may raise InvalidRequest, TooLarge, UnknownSession or PositionConflict.
         """
@@ -486,9 +487,10 @@ class Engine:
         raise AssertionError("a score ended without a summary: this is a bug")
 
     async def scoring(self, request: ScoreRequest) -> Stream[Item]:
-        """Like `score`, but returns a stream of results. Checks the request and runs the first piece before it returns.
+        """Like `score`, but returns a stream of results. Checks the request and computes the first result before it
+        returns.
 
-        The caller must close it (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
+        The caller must close the stream (`contextlib.aclosing`). Raises InvalidRequest, TooLarge.
         """
         self._limits.tokens(request.tokens, document=True)
         self._limits.places(request)
@@ -535,7 +537,7 @@ class Engine:
     async def generate(self, request: GenerateRequest) -> Stream[GeneratedToken | Finish]:
         """Checks the request and runs its prompt, then returns a stream of tokens that ends with a `Finish`.
 
-        The caller must close it (`contextlib.aclosing`). Raises InvalidRequest, TooLarge, UnknownSession,
+        The caller must close the stream (`contextlib.aclosing`). Raises InvalidRequest, TooLarge, UnknownSession,
         PositionConflict.
         """
         self.check_generation(request)
@@ -609,7 +611,7 @@ class Engine:
         }
 
     def publish(self) -> None:
-        """Sets the model's gauges to read from this engine. The registry calls it when it starts to serve this
+        """Sets the model's gauges to read from this engine. The registry calls this method when it starts to serve this
         engine."""
         metrics, pool = self._metrics, self.state_cache
         metrics.model_info.labels(self.name, self.version, self.device).set(1)
@@ -622,8 +624,8 @@ class Engine:
         self._keeping = asyncio.create_task(self.housekeeper.run())
 
     def retire(self) -> None:
-        """Marks the engine as replaced or unloaded. A caller that holds it must get the current engine from the
-        registry."""
+        """Marks the engine as replaced or unloaded. A caller that holds this engine must get the current engine from
+        the registry."""
         self.retired = True
         if self.shadow is not None:
             self.shadow.close()

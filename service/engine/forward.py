@@ -32,7 +32,7 @@ class RunResult:
     __slots__ = ("_hidden", "mixed", "row")
 
     def __init__(self, row: Row, hidden: NDArray[np.float32] | None = None, mixed: Mixed | None = None) -> None:
-        """`row` belongs to a run with logits. `hidden` is set only if the row has no `hidden`."""
+        """`row` must be from a run that outputs logits. `hidden` is set only if the row has no `hidden`."""
         self.row = row
         self.mixed = mixed
         self._hidden = hidden
@@ -51,7 +51,8 @@ class RunResult:
 
     @property
     def logits(self) -> NDArray[np.float32]:
-        """The logits of the answer's distribution: float32 (V). For a mixture they are its log-probabilities."""
+        """The logits of the answer's distribution: float32 (V). For a mixture with a cache, these are the mixture's
+        log-probabilities."""
         return self.network_logits if self.mixed is None else self.mixed.log_probabilities
 
     def bound(self, of_network: Bound | None) -> Bound | None:
@@ -122,7 +123,7 @@ class Forward:
         """Runs `tokens` from the state in `read`, and writes the next state to `write`. The state in `read` stays
         unchanged.
 
-        Runs many tokens in pieces, or as parallel chunks if chunks are faster. The resulting states are bit-identical.
+        Runs many tokens in pieces, or as parallel chunks if chunks are faster. Both ways give bit-identical states.
         """
         if len(tokens) == 1:
             row = await self._batcher.submit(Work("step", tokens, read=read, write=write, binding=binding), ticket)

@@ -60,9 +60,9 @@ class TextPieces:
 class TextStream:
     """Decodes generated tokens into text, which is returned as soon as later tokens cannot change it.
 
-    It withholds the bytes of an incomplete UTF-8 character, and a suffix that may be the beginning of a stop string.
-    The text never contains a stop string or anything after it. A sequence of events also stops at its `<eos>`. In text,
-    `<eos>` is only a line break.
+    `TextStream` withholds the bytes of an incomplete UTF-8 character, and a suffix that may be the beginning of a stop
+    string. The text never contains a stop string or anything after it. A sequence of events also stops at its `<eos>`.
+    In text, `<eos>` is only a line break.
 
     `tokens` holds every pushed token, including the token that stopped the text.
     """
@@ -128,8 +128,8 @@ class Prompt:
 
 
 class Source(Protocol):
-    """Computes the next-token distributions of a generation. `window` is k in mode window; None in mode recurrent.
-    `start` is the prompt. It is known after the prompt has run."""
+    """Computes the next-token distributions of a generation. `window` is the window's number of tokens in mode window;
+    None in mode recurrent. `start` is the prompt. It is known after the prompt has run."""
 
     @property
     def window(self) -> int | None: ...
@@ -138,7 +138,7 @@ class Source(Protocol):
     def start(self) -> Prompt: ...
 
     async def prompt(self) -> RunResult:
-        """Runs the prompt."""
+        """Runs the prompt. Returns the result with the first next-token distribution."""
         ...
 
     async def feed(self, token: int) -> RunResult:
@@ -147,8 +147,8 @@ class Source(Protocol):
 
 
 class RecurrentSource:
-    """Runs one step for each token, and writes the states to a slot. `read`: the slot of the state after the prompt, if
-    it is another one, which stays unchanged."""
+    """The source of mode recurrent. Runs one step for each token, and keeps the state in one slot. `read` is the slot of
+    the state after the prompt, if it is a different slot. That slot does not change."""
 
     window = None
 
@@ -178,7 +178,8 @@ class RecurrentSource:
 
 
 class WindowSource:
-    """Runs the last k tokens again for each generated token. `input_ids` end at the position of `start`."""
+    """The source of mode window. Runs the last k tokens again for each generated token. `input_ids` end at the position
+    of `start`."""
 
     def __init__(self, forward: Forward, input_ids: NDArray[np.int64], start: Prompt, k: int, ticket: Ticket) -> None:
         self.window = k

@@ -20,15 +20,15 @@ SLOTS_AT_ONCE = 256  # checking this many 4 KB states takes 1.5 ms, mostly for c
 
 
 class IntegrityReport(TypedDict):
-    """The numbers of complete passes over all states and of faults found. Each fault is logged, and its state must be
-    rebuilt."""
+    """The numbers of complete passes over all states and of faults found. Each fault is logged, and the state with the
+    fault is dropped."""
 
     rounds: int
     faults: int
 
 
 class Housekeeper:
-    """Expires and checks the states of one model. `look` does one pass; `run` does one every second.
+    """Expires and checks the states of one model. `look` does one pass, and `run` calls `look` every second.
 
     A fault never causes a wrong answer: a corrupt state is dropped, and the session's next request rebuilds it. Faults
     are counted and logged, because each fault is a bug or a memory error.

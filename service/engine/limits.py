@@ -84,7 +84,7 @@ class Limits:
             raise InvalidRequest("logit_bias forbids every token of the vocabulary", "logit_bias")
 
     def windows(self, windows: Sequence[int]) -> None:
-        """Calls `of_window` for each window."""
+        """Checks each window as `of_window` does."""
         for index, window in enumerate(windows):
             self.of_window(window, f"windows[{index}]")
 

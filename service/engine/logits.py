@@ -29,7 +29,7 @@ def predictions(
     """Returns the `count` most probable tokens in descending order. Among equal probabilities, the smaller id comes
     first.
 
-    `top` holds the largest values of `logits`. If it holds at least `count` of them, `logits` is not read.
+    `top` holds the largest values of `logits`. If `top` holds at least `count` values, `logits` is not read.
     """
     count = min(count, len(logits))
     found = None if top is None else top.first(count)
@@ -46,8 +46,8 @@ def predictions(
 
 
 def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
-    """Returns the first `count` tokens as predictions. Every answer calls it, so it avoids a constructor call for each
-    prediction."""
+    """Returns the first `count` tokens as predictions. This function runs for every answer, so it avoids a constructor
+    call for each prediction."""
     texts, partials = vocabulary.texts, vocabulary.partials
     ids = found.ids[:count]
     return tuple(

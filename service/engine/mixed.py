@@ -14,7 +14,7 @@ from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS
 
 
 class Mixed:
-    """The mixture after one sequence."""
+    """The mixture of the network's and the cache's distribution of the token that follows one sequence."""
 
     def __init__(
         self,

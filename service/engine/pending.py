@@ -25,8 +25,8 @@ class Pending(EagerTask[T]):
     """The pending result of a submitted request, with its deadline.
 
     If work that the request will commit has entered a batch, the request is completed even if its caller is cancelled.
-    Before that, `cancel()` and the deadline withdraw the request without side effects. They also end the search for a
-    proof, which runs after the commit.
+    Before that, `cancel()` and the deadline withdraw the request without side effects. Cancellation and the deadline
+    also end the search for a proof, which runs after the commit.
 
     The result is computed by a coroutine (`start`), or set by another object (`resolve`).
     """
@@ -48,12 +48,12 @@ class Pending(EagerTask[T]):
         return pending
 
     def start(self, coroutine: Coroutine[Any, Any, T], ticket: Ticket) -> None:
-        """Starts the coroutine that computes the result. All its work is submitted with `ticket`, which has the
-        deadline.
+        """Starts the coroutine that computes the result. The coroutine submits all its work with `ticket`, which holds
+        the deadline.
 
-        The callback runs in the event loop's next turn. Therefore all requests of a batch are committed before the
-        first answer is encoded. This takes a quarter less time for 64 steps than committing and encoding them one by
-        one.
+        The callback for the result runs in the event loop's next iteration. Therefore all requests of a batch are
+        committed before the first answer is encoded. This takes a quarter less time for 64 steps than committing and
+        encoding them one by one.
         """
         self._coroutine, self.ticket = coroutine, ticket
         self._run(coroutine.send, None)

@@ -25,7 +25,7 @@ from wane.service.types import Answer, Finish, GeneratedToken, GenerateRequest, 
 
 
 class Predictor:
-    """Predicts and generates from the zero state."""
+    """Answers predictions and generations without a session. Every run starts from the zero state."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Predictor:
         *,
         has_radius_output: bool,
     ) -> None:
-        """`has_radius_output`: the `window` graph outputs a bound for its own tokens."""
+        """`has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run."""
         self._manifest = manifest
         self._vocabulary = vocabulary
         self._limits = limits
@@ -124,8 +124,8 @@ class Predictor:
     def generate(
         self, request: GenerateRequest, identity: Identity, ticket: Ticket, share: Share, held: ExitStack
     ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-        """Yields each token when it is drawn, then a `Finish`. The slot of the generation's state is released by
-        `held`. Reports progress to `share`.
+        """Yields each token when it is drawn, then a `Finish`. Closing `held` releases the slot of the generation's
+        state. Reports progress to `share`.
 
         `auto` means recurrent here. The prompt's run leaves a state, and one step for each token is then the cheapest
         mode.

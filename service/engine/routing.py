@@ -33,15 +33,17 @@ def ways(
 ) -> tuple[int | None, ...]:
     """Returns the windows that `auto` tries for `position` tokens without a state. None stands for all tokens.
 
-    `window` is the requested k, `own` is the model's default k, and `largest` is the maximum. Without a tolerance,
-    `auto` takes the requested k. If there is none, it takes the default k if the certificate's curve at that k is at
-    most UNASKED, and otherwise all tokens. With a tolerance, `auto` takes the requested k if the curve at that k meets
-    the tolerance, and otherwise all tokens. If no k was requested, it takes the smallest k that meets the tolerance. It
-    runs all tokens instead of a window if that does not cost more, because their bound is the smallest.
+    `window` is the requested k, `own` is the model's default k, and `largest` is the largest allowed k. A window of k
+    tokens contains the sequence's last k tokens. `auto` chooses k as follows. With neither a tolerance nor a requested
+    k: the default k, if the certificate's curve at that k is at most UNASKED. With only a requested k: that k. With
+    only a tolerance: the smallest k whose value of the curve meets the tolerance. With both: the requested k, if its
+    value of the curve meets the tolerance. In all other cases `auto` runs all tokens. It also runs all tokens if that
+    does not cost more than the window, because an answer from all tokens has the smallest bound.
 
-    `has_radius_output`: the `window` graph outputs a bound for its own tokens, which may be far below the curve. The
-    first k is then an attempt: it answers if its own bound meets the tolerance, and otherwise the last entry answers. A
-    model that is not certified runs all tokens. A k that covers all tokens becomes None.
+    `has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run, which may be far
+    below the curve. The first window is then an attempt: its answer is returned if the bound that its run outputs meets
+    the tolerance. Otherwise the last returned window is run. A model that is not certified runs all tokens. A k that
+    covers all tokens becomes None.
     """
     if not certificate.certified or certificate.rounding is None:
         return (None,)
@@ -73,14 +75,15 @@ def rebuilt_from(
     cost: Cost,
 ) -> int | None:
     """Returns the number of latest tokens from which `auto` rebuilds a session's state at `position`. None: all `held`
-    tokens.
+    tokens, which the session keeps.
 
     A state from all tokens has the smallest bound, and it also serves later steps. `used` is the expected number of
-    these steps: the number of resident states found for each rebuilt state. `auto` runs all tokens if that does not
-    cost more than a window for the request and for each of these steps. Otherwise states are evicted before they save
-    enough. `auto` then rebuilds from the k tokens of a window that meets the tolerance. This costs as much as the
-    window, and leaves a state for the next step. A model that is not certified needs all tokens. If the request has no
-    tolerance, a model also needs all tokens if its curve at `own` exceeds UNASKED.
+    these steps: the number of resident states found for each rebuilt state. A rebuild from all tokens is chosen if it
+    does not cost more than one run over k tokens for the request and one for each of these steps, where a window of k
+    tokens meets the tolerance. Otherwise the state would be evicted before it had saved that cost. The state is then
+    rebuilt from the last k tokens. This costs as much as an answer in mode window, and leaves a state for the next
+    step. A model that is not certified needs all tokens. If the request has no tolerance, a model also needs all tokens
+    if its curve at `own` exceeds UNASKED.
     """
     k = None
     if certificate.certified and certificate.rounding is not None:

@@ -1,21 +1,21 @@
 """Scores a text: computes the log-probability of every token, given the tokens before it.
 
-The text runs in order, or as parallel chunks (`service/chunked/chunked.py`). A joint is the boundary of two chunks.
-There, the state from which the second chunk started may differ from the state at the end of the first chunk. The
-request limits this difference:
+The text runs in order (from the first token to the last, without chunks), or as parallel chunks
+(`service/chunked/chunked.py`). A joint is the boundary of two chunks. There, the state from which the second chunk
+started may differ from the state at the end of the first chunk. The request limits this difference:
 
-- With a tolerance, `error_bound` must meet it. If the certificate proves nothing about the model, there is no bound,
-  and only an exact run meets a tolerance.
+- With a tolerance, `error_bound` must meet the tolerance. If the certificate proves nothing about the model, there is
+  no bound, and only an exact run meets a tolerance.
 - Without a tolerance, the difference at every joint is at most RESIDUAL. `error_bound` is the proved bound, if there is
   one.
 
-In a truncated sequence every answer has its own bound: the bound for the number of tokens before it, plus the bound of
-what the joints add. A tolerance applies to the joints only.
+In a truncated sequence every answer has its own bound: the bound for the number of tokens before the answer, plus the
+bound of the error that the joints add. The tolerance then limits only the error that the joints add.
 
-The bound of a run with joints is the worst bound over all positions. It is the smaller of two bounds, each plus the
-rounding of two float32 runs. The first is the certificate's curve, at one token more than the chunks' warm-up, because
-the first answer of a chunk has also read its own token. The second is propagated from the measured differences at the
-joints (`models/certificate/propagation.py`).
+In a whole sequence, one bound holds for all answers of a run with joints. It is the smaller of two bounds, each plus
+the rounding of two float32 runs. The first is the certificate's curve, at one token more than the chunks' warm-up,
+because even the first answer of a chunk has read the warm-up and the chunk's first token. The second is computed from
+the measured differences at the joints (`models/certificate/propagation.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ RESIDUAL = 1e-5
 """The largest difference of any unit of the state at a joint, if the request has no tolerance."""
 
 FED_AT_ONCE = 16_384
-"""The number of tokens that are copied into an array in one turn of the event loop."""
+"""The number of tokens that are copied into an array in one iteration of the event loop."""
 
 LARGEST_EXPONENT = 700.0  # exp of a larger value overflows float64
 
@@ -74,8 +74,8 @@ class MixedScore:
         self._statistics = cache_statistics(input_ids, cache.length, truncated=truncated)
 
     def mix(self, start: int, network: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the mixture's log-probabilities of n tokens that follow the first `start` predicted tokens. network:
-        their log-probabilities by the network (n)."""
+        """Returns the mixture's log-probabilities of n tokens that follow the first `start` predicted tokens. `network`
+        holds the network's log-probabilities of these tokens (n)."""
         here = self._statistics.at(np.arange(start, start + len(network)))
         return here.log_probabilities(self.cache.model, network)
 
@@ -217,7 +217,7 @@ class Scorer:
         return await asyncio.get_running_loop().run_in_executor(self._executor, make)
 
     async def _input_ids(self, request: ScoreRequest) -> NDArray[np.int64]:
-        """Like `forward.sequence`, but spread over several turns of the event loop."""
+        """Like `forward.sequence`, but spread over several iterations of the event loop."""
         parts = [sequence(self._eos_id, request.tokens[:FED_AT_ONCE], truncated=request.truncated)]
         for start in range(FED_AT_ONCE, len(request.tokens), FED_AT_ONCE):
             await asyncio.sleep(0)
@@ -235,7 +235,7 @@ class Scorer:
             return await anext(pieces, None)
 
     async def _demand(self, tolerance: float | None) -> Demand:
-        """Returns the limits on the errors at joints that meet a tolerance."""
+        """Returns the limits on the differences at joints that keep the error within a tolerance."""
         if tolerance is None:
             return Demand(RESIDUAL)
         if tolerance == 0 or not self._bounded:
@@ -244,7 +244,8 @@ class Scorer:
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
-        # Joints with only rounding errors exceed the tolerance. Only exact joints or the certificate's curve meet it.
+        # Even joints with only rounding errors exceed the tolerance. Only exact joints or the certificate's curve meet
+        # the tolerance.
         if self._least > tolerance:
             return Demand(0.0, None, enough)
 

@@ -1,10 +1,10 @@
 """Repeats a sample of live answers in the other mode, to measure the agreement of both modes on live traffic.
 
-A sampled answer is copied together with its tokens, so that later steps of its session do not change it. The other mode
-runs in a separate process, one piece at a time. A piece starts only while the live runner is idle. Live work never
-queues behind a shadow. If the system supports low-priority processes, live work does not compete with a shadow for a
-processor. Samples are dropped and counted if there is no idle time to run them. Neither a client nor the shutdown waits
-for a shadow.
+A sampled answer is copied together with its tokens, so that later steps of the session do not change the copy. The run
+in the other mode is called a *shadow*. It takes place in a separate process, one piece of the tokens at a time. A piece
+starts only while the live runner is idle. Live work never queues behind a shadow. If the system supports low-priority
+processes, live work does not compete with a shadow for a processor. Samples are dropped and counted if there is no idle
+time to run them. Neither a client nor the shutdown waits for a shadow.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ logger = logging.getLogger("wane.engine")
 
 MOST_CASES = 64
 MOST_TOKENS = 1 << 18
-"""The largest number of queued answers and of their tokens (about two megabytes). Further samples are dropped."""
+"""The largest number of queued answers, and the largest total number of the queued answers' tokens (about two
+megabytes). Further samples are dropped."""
 
 PIECE_TOKENS = 64
 """The number of tokens that run between two checks for live work."""
@@ -72,8 +73,8 @@ class ShadowProcess(Protocol):
 class Case:
     """A sampled live answer. `tokens`, int64 (n), are the tokens that the other mode runs from the zero state.
 
-    `plan` is the plan of both modes. `live` is the live answer's part, and `recurrent` says whether its mode is
-    recurrent. `history`: int64, the tokens in the model's cache.
+    `plan` is the plan of both modes. `live` is the run of the live answer, and `recurrent` says whether that run was in
+    mode recurrent. `history`: int64, the tokens in the model's cache.
     """
 
     plan: AnswerPlan
@@ -155,8 +156,8 @@ class Shadow:
         self._thread.shutdown(wait=False)
 
     def _case(self, plan: AnswerPlan, input_ids: NDArray[np.int64], live: ModeResult) -> Case:
-        """Copies an answer into a case. Without the copy, the answer's row, which is a view, would keep the whole batch
-        in memory."""
+        """Copies a sampled answer into a `Case`. Without the copy, the answer's row, which is a view, would keep the
+        whole batch in memory."""
         result = RunResult.of(live.result.network_logits.copy(), live.result.hidden.copy(), live.result.radius)
         cache, history = self._answer_builder.cache, NO_TOKENS
         if cache is not None and live.result.mixed is not None:
@@ -211,7 +212,8 @@ class Shadow:
         self._wake()
 
     def _answer(self, case: Case) -> Iterator[Agreement | None]:
-        """Runs a case. Yields None after each piece except the last, then the agreement of the two answers."""
+        """Runs the tokens of a sampled answer in the other mode, piece by piece. Yields None after each piece except
+        the last. After the last piece, yields the agreement of the two answers."""
         if case.recurrent:
             lengths = np.array([len(case.tokens)])
             outputs = self._runner.run("window", {"tokens": case.tokens[None], "lengths": lengths})

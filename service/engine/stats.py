@@ -162,8 +162,8 @@ class ModeStats:
             seconds.observe(value_ms / 1e3)
 
     def made(self, phases: Iterable[Sequence[float]], variations: Sequence[float | None], proved: int) -> None:
-        """Counts answers. phases: their durations in milliseconds, for each phase; variations: their error bounds;
-        proved: the number of proved answers."""
+        """Counts answers. phases: the durations of the answers in milliseconds, for each phase; variations: the error
+        bounds of the answers; proved: the number of proved answers."""
         for (durations, seconds), values_ms in zip(self._phases, phases, strict=False):
             seconds.observe_all(durations.add_all(values_ms), sum(values_ms) / 1e3)
         for variation, count in Counter(variations).items():
@@ -207,8 +207,8 @@ class Stats:
         self._of(mode).took(latency)
 
     def made(self, answer: Answer, operation: str | None) -> None:
-        """Counts an answer. `operation` is None if the caller was cancelled. All answers of one turn of the event loop
-        are counted together."""
+        """Counts an answer. `operation` is None if the caller was cancelled. All answers of one iteration of the event
+        loop are counted together."""
         if not self._made:
             asyncio.get_running_loop().call_soon(self._count_made)
         self._made.append((answer, operation))

@@ -42,14 +42,14 @@ from wane.service.types import (
     id_of,
 )
 
-RETRIES = 3  # retries of a step after another writer committed first
+RETRIES = 3  # largest number of retries of a step after another writer committed first
 NO_TOKENS = np.empty(0, np.int64)
 REBUILD_EMA_ALPHA = 1 / 64  # weight of the latest request in the moving average of `share_found`
 MOST_USES = 1e3  # upper limit of the expected number of uses of a rebuilt state
 
 
 class SessionSteps:
-    """Answers requests to sessions. This is the only part of the engine that uses both sessions and runs."""
+    """Answers requests to sessions. Only this part of the engine both accesses sessions and runs the model."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class SessionSteps:
         *,
         has_radius_output: bool,
     ) -> None:
-        """`has_radius_output`: the `window` graph outputs a bound for its own tokens."""
+        """`has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run."""
         self._manifest = manifest
         self._limits = limits
         self._pool = pool
@@ -386,7 +386,7 @@ class SessionSteps:
         self, record: SessionRecord, request: StepRequest, ticket: Ticket
     ) -> tuple[float, ...]:
         """Returns the log-probabilities of the last step's tokens. Raises InvalidRequest if the session does not keep a
-        token before them."""
+        token before the last step's tokens."""
         before_ids = record.tail.ids()[: -len(request.tokens)]
         if not len(before_ids):
             raise InvalidRequest(
@@ -406,8 +406,8 @@ class SessionSteps:
     ) -> tuple[float, ...]:
         """Returns the log-probability of each of the step's tokens, run one after the other.
 
-        `before_ids`: the known tokens before the step, which ends at `position` without it. `base`: a state to continue
-        from, whose slot the caller holds.
+        `before_ids` are the known tokens before the step, and `position` is the session's position before the step.
+        `base` is a state to continue from; the caller holds its slot.
         """
         forward, tokens = self._forward, np.array(request.tokens, np.int64)
         cache = self._answer_builder.cache if request.cache else None
@@ -441,8 +441,8 @@ class SessionSteps:
     def _rebuilding(
         self, position: int, input_ids: NDArray[np.int64], dropped_tokens: int, tolerance: float | None = None
     ) -> tuple[NDArray[np.int64], int]:
-        """Returns the tokens that a rebuild of the state after `input_ids` runs, and the number of tokens that this
-        state will lack.
+        """Returns the tokens from which the state after `input_ids` is rebuilt, and the number of the sequence's first
+        tokens that the rebuilt state will not have read.
 
         `input_ids` ends at `position` and lacks the first `dropped_tokens` tokens."""
         found = self._share_found()
@@ -461,21 +461,21 @@ class SessionSteps:
     def _base(self, record: SessionRecord, *, needed: bool) -> tuple[CachedState | None, bool]:
         """Returns the state to continue from, or None, and whether the answer's state counts as rebuilt.
 
-        Prefers a resident state, which may be some tokens behind the session. If there is none and a state is `needed`,
-        returns the store's copy."""
+        Prefers a resident state, which may be some tokens behind the session. If there is no resident state and a state
+        is `needed`, returns the state from the store's snapshot."""
         resident = self._sessions.cached(record, behind=True)
         if resident is not None or not needed:
             return resident, resident is None
         return self._sessions.restore(record), True
 
     def _unseen(self, record: SessionRecord, base: CachedState, request: StepRequest) -> NDArray[np.int64]:
-        """Returns the tokens that a state has not read: the session's tokens after the state, and the step's own
-        tokens."""
+        """Returns the tokens that the state `base` has not read: the session's tokens after the state's position, and
+        the step's own tokens."""
         tokens = np.array(request.tokens, np.int64)
         return tokens if base.position == record.position else np.concatenate([self._missed(record, base), tokens])
 
     def _missed(self, record: SessionRecord, base: CachedState) -> NDArray[np.int64]:
-        """Returns the session's tokens that a state has not read."""
+        """Returns the session's tokens that the state `base` has not read."""
         missed = record.position - base.position
         if not missed:
             return NO_TOKENS
@@ -507,8 +507,8 @@ class SessionSteps:
         *,
         cache: bool = True,
     ) -> AnswerPlan:
-        """Plans the answer of a session. The session keeps its last `held` tokens. Its state has read all tokens except
-        the first `dropped_tokens`.
+        """Plans the answer of a session. The session keeps its last `held` tokens. The session's state has read all
+        tokens except the first `dropped_tokens`.
 
         Raises InvalidRequest if the window exceeds the `held` tokens.
         """

@@ -14,7 +14,8 @@ from wane.service.types import Answer, StepRequest, id_of
 
 
 class StepCall(Waiter[None]):
-    """Collects the results of one call's steps in columns, by step number. It is done when every step has a result."""
+    """Collects the results of one call's steps in columns, by step number. The receiver is done when every step has a
+    result."""
 
     __slots__ = ("_general", "results", "waits_for")
 

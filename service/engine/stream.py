@@ -1,4 +1,4 @@
-"""Streams of results, such as a generation's tokens or a score's pieces."""
+"""Streams of results, such as a generation's tokens or a score's log-probabilities."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Stream(Generic[T]):
     async def begin(cls, items: AsyncGenerator[T, None], share: Share, held: ExitStack) -> Self:
         """Waits for the first result. A request that cannot be served therefore fails before its response starts.
 
-        The stream takes over the resources in `held`, and releases them when it ends or is closed. `share` takes turns
-        only while a result is awaited.
+        The stream takes over the resources in `held`, and releases them when it ends or is closed. The backlog counts
+        `share` only while the caller waits for a result.
         """
         first = await anext(items)
         share.pause()

@@ -2,42 +2,45 @@
 
 The gradient proof also bounds the total variation.
 
-**Margin proof** (`MarginProof`). With output rows V_a, logits are l_a = V_a . h + b_a. If the h of the two models are
-at most E apart, the lead l_a - l_b of token a over token b differs by at most |V_a - V_b|_2 E. So the most probable
-token a is proved if, for every other token b,
+**Margin proof** (`MarginProof`). The logit of token a is l_a = W_a . h + c_a, where h is the output layer's input, W_a
+the token's row of the output layer's matrix, and c_a its bias. If the h of the two models are at most E apart, the lead
+l_a - l_b of token a over token b differs by at most |W_a - W_b|_2 E. So the most probable token a is proved if, for
+every other token b,
 
-    l_a - l_b  >  |V_a - V_b|_2 E + rounding of the four logits.
+    l_a - l_b  >  |W_a - W_b|_2 E + rounding of the four logits.
 
 A token b for which this inequality fails is a rival. The gradient proof may still rule out a rival.
 
-The rounding is a theorem too. The error of a float32 sum of n terms, in any order, is at most gamma = n u / (1 - n u)
-times the sum of the terms' magnitudes, where u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002,
-section 4.2). Here the sum of the magnitudes is |V_a|_2 |h|_2 + |b_a|. For the other run, |h|_2 + E replaces |h|_2. The
-whole inequality is evaluated in float64.
+The rounding is bounded by a theorem too. The error of a float32 sum of n terms, in any order, is at most gamma = n u /
+(1 - n u) times the sum of the terms' magnitudes, where u = 2^-24 (Higham, Accuracy and Stability of Numerical
+Algorithms, 2002, section 4.2). Here the sum of the magnitudes is at most |W_a|_2 |h|_2 + |c_a| (Cauchy-Schwarz). For
+the other run, |h|_2 + E replaces |h|_2. The whole inequality is evaluated in float64.
 
 **Gradient proof** (`DirectionProof`). It runs on request, if the margin proof leaves rivals. The margin proof lets the
-output layer's input move in any direction within a radius. For a window of a gated model more is known: how far each
-unit of each state may be from this run's. A lead is a function of these units. It therefore moves by at most
-`sum_i |gradient_i| error_i` plus the remainder of the first-order expansion (`models/certificate/top1.py`). Let h be
-computed in exact arithmetic from the state and the stream that the graph output. Token a is the most probable token of
-the never-interrupted float32 run if, for every rival b,
+output layer's input move in any direction within a radius. For a window of a gated model more is known: a bound error_i
+of how far unit i of the states may be from its value in this run. A lead is a function of these units. The lead
+therefore changes by at most `sum_i |gradient_i| error_i` plus the remainder of the first-order expansion
+(`models/certificate/top1.py`). From here on, h is computed in exact arithmetic from the states and the stream (the
+first layer's input) that the graph output. Token a is the most probable token of the never-interrupted float32 run if,
+for every rival b,
 
-    (V_a - V_b) . h + b_a - b_b  >  moved + |V_a - V_b|_2 E + rounding of two logits.
+    (W_a - W_b) . h + c_a - c_b  >  moved + |W_a - W_b|_2 E + rounding of two logits.
 
 Some of these terms are theorems, and some are measured:
 
 - `moved` bounds the difference between the lead at h and the lead of any *exact* run that ends in these tokens. It is a
-  theorem if the stream, states and errors that the graph output are within R of an exact window's. Both runs are then
-  around h, at a distance that includes R. `moved` is evaluated in float64, and the float64 rounding is included.
+  theorem if the stream, states and errors that the graph output differ by at most R from those of an exact run over the
+  window. `moved` includes the effect of R. It is evaluated in float64, and the float64 rounding is included.
 - R, for states, is the certificate's `rounding.states`. The stream is computed from the last few tokens by convolution
-  layers, and the errors are products of gates. The rounding of both is measured when the model is loaded, with windows
-  of random tokens, of one repeated token and of cycles. It is multiplied by the safety factor of the certificate's
-  rounding.
-- E is the certificate's rounding of two runs at `hidden`: the measured error of one step, propagated by the theorem.
-  Half of E bounds the distance of either run from exact arithmetic. The total variation of the two float32 runs
-  therefore exceeds that of h and the exact run by at most tanh(D E / 4), where D is the diameter of the output matrix.
-- The rounding of the logits is a theorem (above). Only the logits of the never-interrupted run need it. The logits of
-  the answering run do not, because a is its most probable token by definition.
+  layers, and the errors are products of gates. For the stream and the errors, R is measured when the model is loaded,
+  with windows of random tokens, of one repeated token and of cycles. The measured rounding is multiplied by the safety
+  factor of the certificate's rounding.
+- E is the certificate's rounding of two runs at `hidden`. It is computed from the measured error of one step and a
+  proved bound of the error's growth. Half of E bounds the distance of either run from exact arithmetic. The total
+  variation of the two float32 runs therefore exceeds that of h and the exact run by at most tanh(D E / 4), where D is
+  the diameter of the output matrix.
+- The rounding of the logits is a theorem (above). It is added only for the logits of the never-interrupted run. The
+  logits of the answering run need no rounding term, because a is the answering run's most probable token by definition.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ from wane.models.weights import Weights, head_weight
 from wane.service.batching.batch import Row, Top, WindowTrace
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
-UNIT = 2.0**-24  # u of float32
+UNIT = 2.0**-24  # unit roundoff of float32
 OUTWARD = 1 + 1e-9  # factor that exceeds the float64 rounding of distances and norms by far
 
 
@@ -94,7 +97,7 @@ class MarginProof:
         return self.has_no_rival(logits, hidden, error, int(logits.argmax())) if settled is None else settled
 
     def proves_of_row(self, row: Row, error: float) -> bool:
-        """Like `proves`, for a row with logits and hidden."""
+        """Like `proves`, for a batch's row that has logits and `hidden`."""
         largest = row.largest(2)
         settled: bool | None = None
         if largest is not None:
@@ -140,7 +143,7 @@ class MarginProof:
 
         Returns True if the lead over the second token is large enough for any row of the output matrix: then no other
         token can be first. This decides nearly all answers if `error` is a rounding error. Returns False if the second
-        token is a rival, because one rival disproves.
+        token is a rival, because the proof fails with one rival.
         """
         largest = None if top is None else top.first(2)
         if largest is not None:
@@ -223,9 +226,10 @@ class MarginProof:
         (B).
 
         probabilities (B, K >= 2): in descending order; hidden (B, H): the output layer's inputs; weights (B): the
-        weights of the networks' distributions; errors (B): infinite where nothing can be proved. The difference of two
-        logits changes by at most `spread`. The total variation of the network's distribution is therefore at most
-        tanh(spread / 4), and the difference of two tokens' probabilities changes by at most twice that.
+        weights of the networks' distributions; errors (B): infinite where nothing can be proved. The difference of any
+        two logits changes by at most `spread`. The total variation of the network's distribution is therefore at most t
+        = tanh(spread / 4) (`models/certificate/total_variation.py`), so each of its probabilities changes by at most t.
+        The difference of two probabilities of the mixture changes by at most 2 * weight * t.
         """
         exact = hidden.astype(np.float64)
         lengths = np.sqrt(np.einsum("bh,bh->b", exact, exact)) * OUTWARD + errors
@@ -236,7 +240,7 @@ class MarginProof:
 
 
 WINDOWS = 12
-"""Number of windows for which the float32 rounding of stream and errors is measured."""
+"""Number of windows for which the float32 rounding of the stream and of the error bounds is measured."""
 
 
 class DirectionProof:
@@ -246,8 +250,8 @@ class DirectionProof:
     def __init__(
         self, manifest: Manifest, weights: Weights, request: RequestBound, margin: MarginProof, runner: Runner
     ) -> None:
-        """Measures the graph's rounding: compares its output with that of `request`, the float64 oracle, for WINDOWS
-        windows.
+        """Measures the graph's rounding: compares the graph's output with the output of `request`, the float64 oracle,
+        for WINDOWS windows.
 
         `request`, `margin` and the graphs of `runner` belong to `weights`.
         """
@@ -286,7 +290,7 @@ class DirectionProof:
         """Returns whether `first` is proved to be the most probable token of every run that ends in the trace's tokens.
         Also returns the bound of the total variation between the network's distribution and that of any such run. If
         `first` is None, no proof is tried. weight: the network's weight in the mixture with a cache; added (V): the
-        part of the probabilities that comes from the cache. Without a cache they are 1 and None."""
+        part of the probabilities that comes from the cache. Without a cache `weight` is 1 and `added` is None."""
         bound = self._bound(trace)
         if not np.isfinite(bound.radius[0]):
             return False, 1.0
@@ -314,7 +318,8 @@ class DirectionProof:
         return first_is_proved(first, weight, added, wider, lead_moved)
 
     def _bound(self, trace: WindowTrace) -> WindowBound:
-        """Returns the window and its bound for any exact run that ends in the trace's tokens."""
+        """Returns the values at the end of the window, and bounds of their distance from those of any exact run that
+        ends in the trace's tokens."""
         return self._request.resume(
             trace.stream[None].astype(np.float64),
             np.array([trace.length]),
@@ -324,8 +329,8 @@ class DirectionProof:
         )
 
     def _measured(self, runner: Runner, window: int) -> float:
-        """Returns the largest deviation of the stream, or shortfall of an error, for windows of random, repeated and
-        cycling tokens."""
+        """Returns the larger of two 2-norms, over windows of random, repeated and cycling tokens: the largest rounding
+        error of the stream, and the largest amount by which the graph's error bounds of a layer are too small."""
         random = np.random.default_rng(3)
         tokens = random.integers(self._architecture.vocabulary_size, size=(WINDOWS, window), dtype=np.int64)
         for row, period in enumerate((1, 1, 1, 2, 2, 3)):

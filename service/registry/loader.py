@@ -50,7 +50,8 @@ class LoadedBundle:
 
 
 def read(path: Path) -> Bundle:
-    """Reads a bundle and verifies everything except its graphs. Replaces a certificate that does not hold. Blocks.
+    """Reads a bundle and verifies everything except its graphs. Replaces a certificate that does not hold by an empty
+    one. Blocks.
 
     Raises BundleError.
     """

@@ -110,9 +110,9 @@ class ModelRegistry:
         """Opens the session store, then loads all models one by one. The default model is first.
 
         A model answers requests as soon as it is loaded. `on_default` is called after the default model is loaded. A
-        model that cannot be loaded is skipped, and `failures` holds the error. If the default model cannot be loaded,
-        or any model while the settings require all models, this raises RegistryError, BundleError or DeviceError. The
-        caller must then close the registry.
+        model that cannot be loaded is skipped, and `failures` holds the error. Raises RegistryError, BundleError or
+        DeviceError if a model that the settings require cannot be loaded: the default model, or any model if the
+        settings require all models. The caller must then close the registry.
 
         A model whose certificate does not hold is served as uncertified. Its certificate then contains the reason.
         """
@@ -199,9 +199,9 @@ class ModelRegistry:
         """Returns the engine of a session. `session` is the session's internal name (see `types.py`). Waits while the
         session's model is loading.
 
-        Raises UnknownSession, DeadlineExceeded, InvalidRequest if `model` is not the session's model, TokenizerChanged
-        if the session's tokens are from a tokenizer that is not loaded, and Unavailable if the session's model could
-        not be loaded.
+        Raises UnknownSession and DeadlineExceeded. Raises InvalidRequest if `model` is not the session's model. Raises
+        TokenizerChanged if the session's tokens are from a tokenizer that is not loaded. Raises Unavailable if the
+        session's model could not be loaded.
         """
         if not self._open.is_set():
             await self.wait_for(deadline=deadline)
@@ -322,7 +322,7 @@ class ModelRegistry:
 
     async def close(self) -> None:
         """Rejects new requests and requests that wait for a model. Waits for the requests in flight, then closes every
-        engine. A second call waits for the first call."""
+        engine. A second call waits until the first call has ended."""
         if self._closing is None:
             self._status = "draining"
             self._metrics.ready.set(0)
@@ -343,7 +343,8 @@ class ModelRegistry:
         except TimeoutError:
             logger.warning("shutdown: requests were still running after %d ms", self._settings.drain_timeout_ms)
         await asyncio.gather(*(engine.close() for engine in engines))
-        if self.session_store is not None:  # closed before the wait for loads, which may exceed the shutdown timeout
+        # The store is closed before the wait for loads, because that wait may exceed the shutdown timeout.
+        if self.session_store is not None:
             await self.session_store.close()
         await asyncio.gather(*self.lifecycle.tasks, return_exceptions=True)
 
@@ -371,7 +372,7 @@ class ModelRegistry:
         bundles = sorted(map(look, paths), key=lambda one: (one.name, int(one.version or 0)))
         found = {one.name: one for one in bundles}
         for one in bundles:
-            # an unreadable bundle whose folder has the name of another bundle's model
+            # This bundle is unreadable, and its folder has the name of another bundle's model.
             if one.reason is not None and found[one.name] is not one:
                 if self._settings.require_all:
                     raise RegistryError(one.reason)

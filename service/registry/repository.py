@@ -55,8 +55,8 @@ class Repository:
         return paths
 
     def signatures(self) -> dict[Path, Signature]:
-        """Returns the signature of every bundle. A changed signature shows a changed bundle, without a read of its
-        files."""
+        """Returns the signature of every bundle. A changed signature shows that the bundle has changed, without reading
+        its files."""
         found: dict[Path, Signature] = {}
         for path in self._present():
             try:
@@ -121,7 +121,8 @@ class RepositoryPoller:
     """
 
     def __init__(self, repository: Repository, load: Callable[[str], Awaitable[object]]) -> None:
-        """Regards the current bundles as loaded. `load` receives the name of a model. Blocks."""
+        """Regards the current bundles as loaded. `load` is called with the name of a model whose bundle has changed.
+        Blocks."""
         self._repository = repository
         self._load = load
         self._known = self._seen = repository.signatures()

@@ -2,14 +2,15 @@
 
 A model's new version is loaded, verified and warmed up while the old version serves. Then the new version replaces the
 old version between two iterations of the event loop. The new version answers later requests. The old version answers
-the requests in flight, and is closed after the last of them. If a load fails, the old version stays.
+the requests in flight, and is closed after the last of these requests. If a load fails, the old version stays.
 
 If the new version has the same tokenizer, sessions continue on it, and their states are rebuilt from their last tokens.
 Otherwise sessions stay on the old version. The old version is then kept until it has been unused for a session's time
 to live.
 
-Requests in flight are counted by epoch (`Epochs`). A replaced engine is closed after the last request that arrived
-before the replacement, whichever engine that request uses.
+Requests in flight are counted by epoch (`Epochs`). A new epoch begins whenever an engine is replaced or unloaded. A
+replaced engine is closed after the last request that arrived before the replacement, whichever engine that request
+uses.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class RetiredEngines:
         task.add_done_callback(lambda _: self._gone(engine))
 
     def linger(self, engine: Engine) -> None:
-        """Keeps an engine for its sessions."""
+        """Keeps a replaced engine to serve the sessions of its tokenizer."""
         self.lingering[engine] = asyncio.create_task(self._retire_unused(engine))
 
     async def _end(self, engine: Engine) -> None:
@@ -147,7 +148,7 @@ async def tidy() -> None:
     milliseconds, because it skips objects that are older than the server's readiness. Without the trim, the C library
     would keep tens of megabytes per engine.
     """
-    await asyncio.sleep(0)  # until the caller has dropped its reference to the engine
+    await asyncio.sleep(0)  # waits until the caller has dropped its reference to the engine
     gc.collect()
     await asyncio.to_thread(loader.trim)
 
@@ -159,8 +160,8 @@ class ModelLifecycle:
     """Loads and unloads models one at a time. Every change holds `lock`.
 
     `engines`: the served engines by model. `loading`: the bundle that is being loaded, or None. `failures`: by model,
-    the error of its last load, if that failed. `tasks`: the unfinished loads. `store`: the session store, which must be
-    open before the first load.
+    the error of the last load of the model, if that load failed. `tasks`: the unfinished loads. `store`: the session
+    store, which must be open before the first load.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 class TokenHistory:
     """Token ids as little-endian unsigned integers of `width` bytes, oldest first; immutable.
 
-    The history begins with `<eos>` as long as it holds the whole sequence. It has no `<eos>` if the beginning of the
-    sequence was cut off or was never known.
+    The history begins with `<eos>` as long as it holds the whole sequence. The history has no `<eos>` if the beginning
+    of the sequence was cut off or was never known.
     """
 
     data: bytes

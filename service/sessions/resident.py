@@ -1,5 +1,5 @@
-"""Sessions whose steps run in columns. Each has a row in arrays with one row for every slot of the state cache, and its
-writes to the store are deferred.
+"""Sessions whose steps run in columns (`service/engine/columns.py`). Their data is in arrays with one row for every
+slot of the state cache, and their writes to the store are deferred.
 
 A step of one token appends the token, and increments the session's position and revision. For a session with a resident
 state, these changes are buffered: the position and the revision in the state cache, and the tokens in a row of RECENT
@@ -23,10 +23,11 @@ from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.state.cache import StateCache
 
 RECENT = 32
-"""The largest number of buffered tokens of a session. The store is written to once in this number of steps."""
+"""The largest number of buffered tokens of a session. A session is written to the store once in this number of steps.
+"""
 
 WRITTEN_AT_ONCE = 256
-"""The number of sessions that `close` writes in one turn of the event loop."""
+"""The number of sessions that `close` writes in one iteration of the event loop."""
 
 
 class ResidentSessions:
@@ -45,7 +46,7 @@ class ResidentSessions:
         cache: CacheMixture | None = None,
     ) -> None:
         """`ttl_s`: idle time in seconds after which a session expires. `clock` returns seconds. `cache` is the model's
-        cache, if it has one. The last tokens of every session are then kept for it."""
+        cache, if it has one. The last tokens of every session are then kept as the cache's content."""
         self._state_cache = state_cache
         self._store = store if isinstance(store, MemoryStore) else None
         self._ttl_s = ttl_s
@@ -59,14 +60,15 @@ class ResidentSessions:
         length = 0 if cache is None else cache.length
         self._rings = np.zeros((state_cache.capacity, length), np.uint8 if cache is None else cache.dtype)
         self.flushes = 0
-        """Number of flushes of sessions to the store."""
+        """Number of times that a session was flushed to the store."""
         self.hits = 0
         """Number of steps that were committed since the caller last set this to 0."""
         state_cache.on_drop = self._on_drop
 
     def add(self, record: SessionRecord) -> None:
-        """Buffers the session's next steps, if its state is in the cache and the store is in memory. The state and the
-        store must be at `record`."""
+        """From now on, holds the tokens of the session's steps in a buffer instead of writing each to the store. Does
+        nothing unless the session's state is in the state cache and the store is a `MemoryStore`. The cached state and
+        the stored session must both have the revision of `record`."""
         slot = self._state_cache.slot_of(record.session)
         if self._store is not None and slot is not None:
             self._store.buffer(record.session, self)
@@ -105,12 +107,12 @@ class ResidentSessions:
             assert self._store is not None, "a session is buffered, but the store is not in memory: this is a bug"
             for row in np.flatnonzero(counts == RECENT).tolist():
                 slot = int(slots[row])
-                if self.buffered[slot]:  # False if the store flushed it to free memory
+                if self.buffered[slot]:  # False if the store flushed the session to free memory
                     self._counts[slot] = 0
                     self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
 
     def shares(self, slots: NDArray[np.intp]) -> CacheShares:
-        """Returns the cache's shares of the next predictions of B sessions."""
+        """Returns the cache's part of the next distribution of each of B sessions."""
         assert self._cache is not None, "the model has no cache: this is a bug"
         return self._cache.shares(self._rings[slots], self._newest(slots))
 

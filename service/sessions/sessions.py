@@ -1,9 +1,9 @@
 """Creates, reads, steps and deletes sessions, and keeps their resident states up to date.
 
 The store is authoritative, and the state pool is a cache. A resident state is valid as long as the session still begins
-with the tokens from which the state was computed. A state that is behind the session is brought up to date: the tokens
-after it are run. A snapshot from the store may replace a missing state. If there is no state and no snapshot, the next
-request that needs the state rebuilds it from the stored tokens.
+with the tokens from which the state was computed. If a state has not read the session's latest tokens, these tokens are
+run to bring the state up to date. A snapshot from the store may replace a missing state. If there is no state and no
+snapshot, the next request that needs the state rebuilds it from the stored tokens.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def has_last_key(record: SessionRecord, request: StepRequest) -> bool:
 
 
 def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
-    """Returns the error with the session's position."""
+    """Returns a PositionConflict that contains the session's position."""
     asked = "other clients kept changing it" if start is None else f"the step starts at {start}"
     return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
 
@@ -202,7 +202,7 @@ class Sessions:
         return record
 
     async def check_out(self, request: StepRequest) -> tuple[SessionRecord, StepKind]:
-        """Reads the session from the store. Returns it and the kind of the step. Raises UnknownSession,
+        """Reads the session from the store. Returns the session and the kind of the step. Raises UnknownSession,
         PositionConflict."""
         record = await self.read(request.session)
         return record, classify_step(record, request)
@@ -214,7 +214,8 @@ class Sessions:
             return False
         if self._checkpoint_interval_tokens is None or record.snapshot is not None:
             return True
-        return self.cached(record, behind=True, use=False) is not None  # if False, the store may have a snapshot
+        # If the state is not resident, the store may have a snapshot, so the session must be read from the store.
+        return self.cached(record, behind=True, use=False) is not None
 
     def cached(self, record: SessionRecord, *, behind: bool = False, use: bool = True) -> CachedState | None:
         """Returns the resident state of the session in `record`, or None. Drops a state that is not valid for `record`.
@@ -268,7 +269,7 @@ class Sessions:
         )
 
     def count_state_replay(self) -> None:
-        """Counts a state for which tokens were run that another process had appended."""
+        """Counts a resident state that was brought up to date with tokens that another process had appended."""
         self._state_replays.inc()
 
     def count_rebuilt(self) -> None:

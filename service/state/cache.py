@@ -4,7 +4,8 @@ The cache counts as one user of the slot of each resident state. If no slot is f
 used resident state whose slot has no other user.
 
 The cache can be checked while it is in use (`faults`). A resident state does not change between two updates by the
-cache. If the number of writes to its slot or its checksum changes in another way, the state is corrupt.
+cache. If the number of writes to the state's slot or the state's checksum changes between two updates, the state is
+corrupt.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ NEXT_TO_EVICT = 64  # number of least recently used states whose order is verifi
 
 
 class CachedState(NamedTuple):
-    """A session's state in the pool, at `revision` and `position`. It lacks the first `dropped_tokens` tokens of the
-    session."""
+    """A session's state in the pool, at `revision` and `position`. The state has not read the session's first
+    `dropped_tokens` tokens."""
 
     slot: int
     revision: int
@@ -35,8 +36,8 @@ class CachedState(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A failed check. `session` is the session with the corrupt state. None: the cache's indexes or counts are
-    inconsistent."""
+    """A failed check. `session` is the session with the corrupt state. If `session` is None, the cache's indexes or
+    counts are inconsistent."""
 
     text: str
     session: str | None = None

@@ -3,8 +3,8 @@
 Slots are reference-counted: users retain and release a slot. A slot without users is free. A new state is written to a
 new slot, and replaces the earlier state when it is committed. A failed run therefore changes nothing.
 
-Slots are counted on the event loop's thread. `gather` and `scatter` may run on the runner's thread, because they only
-access slots that are retained for their batch.
+Slots are counted on the event loop's thread. `gather` and `scatter` may run on the runner's thread, because these two
+only access slots that are retained for the batch.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class StatePool:
         self.users.append(0)
 
     def retain(self, slot: int) -> None:
-        """Adds a user. The reserved slots are never freed, and their users are not counted."""
+        """Adds a user to a slot. The reserved slots are never freed, and their users are not counted."""
         if slot >= RESERVED:
             assert self.users[slot], "a free slot cannot be retained: this is a bug"
             self.users[slot] += 1
 
     def release(self, slot: int) -> None:
-        """Removes a user. Frees the slot if it was the last user."""
+        """Removes a user. Frees the slot if it has no other user."""
         if slot >= RESERVED:
             users = self.users[slot] = self.users[slot] - 1
             assert users >= 0, "a slot was released once too often: this is a bug"
@@ -147,8 +147,8 @@ class StatePool:
     ) -> dict[str, Array]:
         """Returns copies of the states in B slots: for each tensor's name, float32 (B, *shape).
 
-        If `room` is given, the copies are written to it, and are valid until its next use. This is faster, because
-        allocating memory takes longer than copying the states.
+        If `room` is given, the copies are written to these buffers, and are valid until the next use of the buffers.
+        This is faster, because allocating memory takes longer than copying the states.
         """
         rows = np.asarray(slots, np.intp)
         if room is None:
@@ -186,7 +186,7 @@ class StatePool:
         return b"".join([values[slot].tobytes() for values in self.arrays.values()])
 
     def unpack(self, slot: int, packed: bytes) -> None:
-        """Writes the result of `pack` to a slot. Raises ValueError if its size is not the size of this model's
+        """Writes the result of `pack` to a slot. Raises ValueError if the result does not have the size of this model's
         states."""
         if len(packed) != self.slot_bytes:
             raise ValueError(f"the state has {len(packed)} bytes, but this model's states have {self.slot_bytes}")
@@ -216,8 +216,8 @@ class StatePool:
     # Integrity
 
     def miscounts(self) -> list[str]:
-        """Returns the faults of the reference counts. Each slot that was ever used must either be in use or be once in
-        the list of free slots."""
+        """Returns the faults of the reference counts. Each slot that was ever used must either be in use or occur
+        exactly once in the list of free slots."""
         users = np.frombuffer(self.users.tobytes(), np.int32)[: self._untouched]
         free = np.frombuffer(self.free.tobytes(), np.int32)
         if len(free) and not RESERVED <= free.min() <= free.max() < self._untouched:

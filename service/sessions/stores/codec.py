@@ -39,7 +39,8 @@ def write_snapshot(snapshot: Snapshot) -> bytes:
 
 
 def read_snapshot(data: bytes) -> Snapshot | None:
-    """Decodes a snapshot. Returns None if the bytes are invalid. The state is then rebuilt from the stored tokens."""
+    """Decodes a snapshot. Returns None if the bytes are invalid. In this case the state is rebuilt from the stored
+    tokens."""
     if len(data) < _SNAPSHOT_HEAD.size:
         return None
     position, dropped_tokens, length = _SNAPSHOT_HEAD.unpack_from(data)
@@ -55,8 +56,8 @@ def model_fingerprint(manifest: Manifest, bits: bytes) -> bytes:
 
 
 def due(before: int, after: int, every: int) -> bool:
-    """Returns whether a step from position `before` to `after` reaches a checkpoint. There is a checkpoint every
-    `every` tokens."""
+    """Returns whether a step from position `before` to `after` reaches a checkpoint. A checkpoint is a position that is
+    a multiple of `every` tokens."""
     return after // every > before // every
 
 
@@ -85,7 +86,7 @@ def head(record: SessionRecord) -> bytes:
 
 def mark(revision: int, about: bytes = b"") -> bytes:
     """Returns the mark by which a session at `revision` is recognised. If the session's head is given in `about`, the
-    mark differs from that of another writer at the same revision."""
+    mark differs from the mark of a session that another writer stored at the same revision."""
     return REVISION.pack(revision) + about[_STAMP]
 
 

@@ -29,9 +29,10 @@ AT_ONCE = 256  # number of sessions that are written concurrently when the store
 
 @dataclass(slots=True, eq=False)
 class UnsyncedSession:
-    """A session that is newer in this process than in the store. The store's session is at one of `marks`, unless
-    another process changed it. `since` is the position up to which both are equal. A rewind can lower it. `counts`: the
-    session was created in this process, and counts against its owner's quota."""
+    """A session that is newer in this process than in the store. The mark of the store's session is one of `marks`,
+    unless another process changed that session. `since` is the position up to which the two sessions are equal. A
+    rewind can lower this position. `counts` says whether the session was created in this process and counts against its
+    owner's quota."""
 
     record: SessionRecord
     marks: list[bytes]
@@ -52,7 +53,8 @@ class FallbackStore:
         self._ttl_s = ttl_s
         self._clock = clock
         self._unsynced: dict[str, UnsyncedSession] = {}
-        self._discarded_unsynced: dict[str, tuple[int, float]] = {}  # value: position in the store, time of the discard
+        # By session: its position in the store, and the time when its tokens were discarded.
+        self._discarded_unsynced: dict[str, tuple[int, float]] = {}
         self._settling: asyncio.Task[None] | None = None
         self._discarded = metrics.sessions_conflict_discarded
         metrics.sessions_not_durable.set_function(lambda: len(self._unsynced))
@@ -73,8 +75,8 @@ class FallbackStore:
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
         """See `Store`. While the store is unreachable, only sessions that are not durable count against an owner's
-        quota. When the store is reachable again, the sessions created in the meantime count there, even if they exceed
-        the quota."""
+        quota. When the store is reachable again, the sessions created in the meantime count against the quota in the
+        store, even if they exceed it."""
         session = record.session
         if session in self._unsynced:
             return False
@@ -255,7 +257,8 @@ class FallbackStore:
             return record
         self._unsynced.pop(session, None)
         if unsynced.counts:
-            self._shared.trips.tell(*self._shared.counting(session))  # repeated, as in `RedisStore.make`
+            # The session is counted before and after the write, as in `RedisStore.make`.
+            self._shared.trips.tell(*self._shared.counting(session))
         if kept is None:
             self._discarded.inc()
             now = self._shared.get_cached(session)
@@ -267,8 +270,8 @@ class FallbackStore:
         self._settling = asyncio.get_running_loop().create_task(self._settle_all())
 
     async def _settle_all(self) -> None:
-        """Writes all sessions that are not durable to the store. A session that does not fit is written again at its
-        next use."""
+        """Writes all sessions that are not durable to the store. If the store has no memory for a session, the session
+        is written at its next use."""
 
         async def settle(unsynced: UnsyncedSession) -> None:
             async with unsynced.lock:

@@ -153,7 +153,7 @@ class Shard:
         self._entries[session] = packed
 
     def get(self, session: str, now_s: float) -> bytes | None:
-        """Returns the session unless it has expired. Its place in the order does not change."""
+        """Returns the session unless it has expired. The session's place in the order of last use does not change."""
         packed = self._entries.get(session)
         return packed if packed is not None and now_s <= TOUCHED.unpack_from(packed)[0] + self._ttl_s else None
 
@@ -190,7 +190,7 @@ class Shard:
 logger = logging.getLogger("wane.store")
 
 SHARDS = 64
-ASIDE = ".read"  # suffix of a file after its sessions were read
+ASIDE = ".read"  # suffix that is added to the name of a file whose sessions were read
 EXPIRED_AT_ONCE = 1000  # largest number of expired sessions that one call removes, which limits the time of a call
 
 
@@ -375,8 +375,8 @@ class MemoryStore:
             logger.info("%d sessions were written to %s", len(alive), self._file)
 
     def _put_aside(self, file: Path) -> None:
-        """Renames the file after its sessions are loaded. It must not `await`, so that the sessions are always either
-        in the file or in this store."""
+        """Renames the file after its sessions are loaded. This method must not `await`, so that the sessions are always
+        either in the file or in this store."""
         file.replace(file.with_name(file.name + ASIDE))
         self._is_open = True
 
@@ -399,8 +399,8 @@ class MemoryStore:
         revision: int,
         last: LastStep | None = None,
     ) -> SessionRecord:
-        """Stores the session at `revision`, with `now_s` as its last use, and returns it. `packed` is its earlier
-        value."""
+        """Stores the session at `revision`, with `now_s` as its last use, and returns the new record. `packed` is the
+        session's earlier packed value."""
         session, model, version, mode = before[:4]
         record = SessionRecord(session, model, version, mode, position, tail, revision, last, 0.0, before.vocabulary)
         self.used_bytes += len(tail.data) - len(before.tail.data)
@@ -434,7 +434,7 @@ class MemoryStore:
         left = EXPIRED_AT_ONCE
         for shard in shards:
             while left and (session := shard.over(now_s)) is not None:
-                if self._find(session) is None:  # its write buffer may have had a later use
+                if self._find(session) is None:  # its write buffer may have a more recent time of use
                     self._forget(session)
                 left -= 1
 
@@ -444,7 +444,7 @@ class MemoryStore:
             oldest = [oldest for shard in self._shards if (oldest := shard.oldest()) is not None]
             session, packed = min(oldest, key=lambda entry: touched_s(entry[1]))
             buffer = self._buffered.pop(session, None)
-            if buffer is not None:  # its write buffer may have a later use
+            if buffer is not None:  # its write buffer may have a more recent time of use
                 self._write(session, *buffer.flush(session))
                 continue
             self._forget(session)

@@ -5,16 +5,16 @@ kept, is another key with the suffix `:state`. The braces put both keys on the s
 when the session has been idle for the time to live.
 
 If an owner has a quota, a sorted set, `wane:<namespace>:{<owner>/}:sessions`, counts the owner's sessions. The set may
-be on another node than a session, so the set and a session are never changed together. The creator of a session adds it
-to the set both before and after it creates the session, so that every session is counted. A session is removed from the
-set only if it has expired and its score has not changed since that check. A request that creates the session again
-changes the score, and no score is used twice.
+be on another node than a session, so the set and a session are never changed together. The process that creates a
+session adds the session to the set both before and after it creates the session, so that every session is counted. A
+session is removed from the set only if it has expired and its score has not changed since that check. A request that
+creates the session again changes the score, and no score is used twice.
 
 Every change is one script that atomically compares the revision, makes the change, and sets the time to live. A caller
 that got no answer may run the script again: it changes nothing if the session already has the new revision. This
-requires that revisions are never used twice. The upper half of a revision is random. It is drawn again when a session
-is created or rewound. It is also drawn again by the first change after a restart of Redis, because Redis may have lost
-acknowledged changes.
+requires that revisions are never used twice. The upper half of a revision is random. The random half is drawn again
+when a session is created or rewound. It is also drawn again by the first change after a restart of Redis, because Redis
+may have lost acknowledged changes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ COUNTED = 1
 """The claim script's reply if it counted the session. Otherwise the reply lists sessions that may have expired, with
 their scores."""
 DOUBT_BITS = 40
-"""Number of bits of a random score. As a time in milliseconds since 1970, such a score is far in the past."""
+"""Number of bits of a random score, which marks a session's expiry time as uncertain. As a time in milliseconds since
+1970, such a score is far in the past."""
 DONE = (1, 2)
 """The append script's replies if it appended the tokens: at the next revision (1), or at the alternative revision (2).
 """
@@ -50,8 +51,8 @@ NOBODY = b""
 
 
 class Unanswered(Unavailable):
-    """Redis did not answer a change of the session. `before` is the session before the change. The session is now at
-    one of `marks`, unless another process changed it."""
+    """Redis did not answer a change of the session. `before` is the session before the change. The mark of the stored
+    session is now one of `marks`, unless another process changed the session."""
 
     def __init__(self, message: str, before: SessionRecord, marks: Sequence[bytes]) -> None:
         super().__init__(message)
@@ -89,8 +90,8 @@ class RedisStore:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`namespace` is part of every key. `budget_bytes`: the size of the cache. `timeout_s`: the timeout of a round
-        trip. Raises ValueError if the address is invalid."""
+        """`namespace` is part of every key. `budget_bytes`: the largest size of the cache of sessions. `timeout_s`: the
+        timeout of a round trip in seconds. Raises ValueError if the address is invalid."""
         self.trips = RedisPipeline(url, timeout_s, metrics)
         self.prefix = f"wane:{namespace}:"
         self.session_history_tokens = session_history_tokens
@@ -103,22 +104,24 @@ class RedisStore:
         return await self.make(record._replace(revision=branch()), counts=most is not None)
 
     async def make(self, fresh: SessionRecord, *, counts: bool) -> bool:
-        """Adds a new session. Returns False if its id exists. `fresh` must have a new revision. `counts`: the session
-        was claimed before."""
+        """Adds a new session. Returns False if a session with this id exists. `fresh` must have a new revision.
+        `counts` says whether `claim` has counted the session against its owner's quota."""
         made = False
         try:
             made = await self.replace(fresh, [NOBODY], since=0) is not None  # deletes an earlier session's state
         finally:
-            if counts:  # if no session was created, the claim is released unless the session exists
+            # If no session was created, its time in the set becomes uncertain. A later `claim` then removes the entry
+            # unless the session exists.
+            if counts:
                 self.trips.tell(*(self.counting(fresh.session) if made else self._doubting(fresh.session)))
         return made
 
     async def claim(self, session: str, most: int) -> None:
         """Counts a new session against its owner's quota, `most`. Raises QuotaExceeded.
 
-        Redis does not notify when a session expires. The set therefore holds, for each session, the time when it
-        expires if it is not used. If the set is full, the sessions are looked up whose time has passed or is uncertain.
-        Expired sessions are removed from the set. The other sessions get their current time.
+        Redis does not notify when a session expires. The set therefore holds, for each session, the time when the
+        session expires if it is not used. If the set is full, the sessions whose time has passed or is uncertain are
+        looked up. Expired sessions are removed from the set. The time of the other sessions is updated.
         """
         owner = owner_of(session)
         looked: list[tuple[Argument, ...]] = []
@@ -169,10 +172,10 @@ class RedisStore:
     async def append(
         self, record: SessionRecord, tokens: Sequence[int], step: LastStep, snapshot: Snapshot | None = None
     ) -> SessionRecord | None:
-        """See `Store`. If the comparison fails, caches the current session.
+        """See `Store`. If the session is not at the revision of `record`, caches the current session.
 
         A script that was sent twice may have succeeded the first time and failed the second time, because another
-        process appended in between. Raises Unanswered in this case, because the result of the first time is unknown.
+        process appended in between. Raises Unanswered in this case, because the result of the first run is unknown.
         """
         session, revision = record.session, record.revision
         after = extended(record, appended(revision), tokens, step, self.session_history_tokens)
@@ -217,9 +220,10 @@ class RedisStore:
     async def replace(
         self, record: SessionRecord, marks: Sequence[bytes], since: int | None = None
     ) -> SessionRecord | None:
-        """Replaces a session that is at one of `marks` with `record`, which must have a new revision. Returns None,
-        without side effects, if the session is at none of the marks. `since`: the position up to which both are equal,
-        by default the record's position. The stored state is deleted if its position is later."""
+        """Replaces a session whose mark is one of `marks` with `record`, which must have a new revision. Returns None,
+        without side effects, if the session's mark is none of `marks`. `since` is the position up to which the stored
+        session and `record` are equal, by default the position of `record`. The stored state is deleted if its position
+        is after `since`."""
         data = codec.write(record)
         done = await self.trips.run(
             REPLACE,
@@ -262,8 +266,8 @@ class RedisStore:
         return f"{self.prefix}{{{owner}{SLASH}}}:sessions"
 
     def _doubting(self, session: str, *only: str) -> tuple[str, ...]:
-        """Returns the command that makes a session's time uncertain. With "XX", it does so only if the session is
-        counted."""
+        """Returns the command that makes a session's expiry time in the set uncertain. With "XX", the command has no
+        effect if the session is not in the set."""
         return "ZADD", self._owned(owner_of(session)), *only, str(secrets.randbits(DOUBT_BITS)), session
 
     def keys(self, session: str) -> tuple[str, str]:
@@ -279,7 +283,7 @@ class RedisStore:
             raise Unavailable(f"{error}: is a replica of a later version running?") from error
 
     def _lost(self, session: str, found: Any) -> None:
-        """Caches the session that a failed comparison found."""
+        """Caches the session that a script found instead of the expected revision."""
         self._remembered.saw(moved=True)
         record = self._read(session, found)
         if record is None:

@@ -1,8 +1,8 @@
 """Pipelines commands to Redis into round trips, and tracks whether Redis is reachable.
 
-The commands of one turn of the event loop are sent together. The commits of one batch therefore take one round trip.
-While MOST_TRIPS round trips are in flight, commands wait for the next round trip. A round trip is a pipeline, not a
-transaction: each command is atomic by itself. In a cluster, each command is sent to the node of its key.
+The commands of one iteration of the event loop are sent together. The commits of one batch therefore take one round
+trip. While MOST_TRIPS round trips are in flight, commands wait for the next round trip. A round trip is a pipeline, not
+a transaction: each command is atomic by itself. In a cluster, each command is sent to the node of its key.
 
 While Redis is unreachable, every command fails immediately, without waiting for a timeout.
 """
@@ -51,8 +51,8 @@ AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDo
 
 
 class Script:
-    """A Lua script in this file's folder. It is called by its digest. Its source is sent if Redis does not know the
-    digest."""
+    """A Lua script in this file's folder. The script is called by its digest. The source is sent if Redis does not know
+    the digest."""
 
     def __init__(self, name: str) -> None:
         self.source = Path(__file__).with_name(f"{name}.lua").read_text(encoding="utf-8")
@@ -72,8 +72,8 @@ class RedisPipeline:
     """Sends commands to one Redis server or one Redis cluster."""
 
     def __init__(self, url: str, timeout_s: float, metrics: Metrics) -> None:
-        """`url` is in redis-py's format. If its scheme ends in `+cluster`, it is the address of a node of a cluster.
-        `timeout_s`: the timeout of a round trip. Raises ValueError if the address is invalid."""
+        """`url` is in redis-py's format. If the scheme ends in `+cluster`, `url` is the address of a node of a cluster.
+        `timeout_s`: the timeout of a round trip in seconds. Raises ValueError if the address is invalid."""
         scheme, _, rest = url.partition("://")
         options: dict[str, Any] = {
             "socket_timeout": timeout_s,

@@ -40,8 +40,8 @@ def branch() -> int:
 
 
 def follows(revision: int, earlier: int) -> bool:
-    """Returns whether only appends lie between two revisions. If so, the session still begins with its tokens at
-    `earlier`."""
+    """Returns whether only appends lie between two revisions. If so, the session still begins with the tokens that it
+    had at revision `earlier`."""
     return revision >= earlier and revision >> _BRANCH_BITS == earlier >> _BRANCH_BITS
 
 
@@ -65,7 +65,7 @@ def of_key(key: str | None) -> bytes | None:
 
 class LastStep(NamedTuple):
     """The last step of a session: its starting position, and digests of its tokens and its key. A retry of the step is
-    recognised by these."""
+    recognised by these values."""
 
     start: int
     tokens: bytes
@@ -73,8 +73,8 @@ class LastStep(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A state that the store keeps with a session. It is the state at `position`, and lacks the first `dropped_tokens`
-    tokens.
+    """A state that the store keeps with a session. The state is the one at `position`, and has not read the session's
+    first `dropped_tokens` tokens.
 
     `model_fingerprint` identifies the weights and graphs that computed the state. Only the same weights and graphs may
     continue from it.
@@ -113,8 +113,8 @@ class SessionRecord(NamedTuple):
 
     @property
     def dropped_tokens(self) -> int:
-        """The number of tokens that are missing from `tail`, because they were cut off or were never known. If 0,
-        `tail` holds the whole sequence. `<eos>` is cut off together with the first token."""
+        """The number of tokens that are missing from `tail`, because they were cut off or were never known. If this
+        number is 0, `tail` holds the whole sequence. `<eos>` is cut off together with the first token."""
         return max(self.position - len(self.tail), 0)
 
     @property
@@ -144,15 +144,15 @@ class Store(Protocol):
     session expires when it is idle for longer than the store's time to live. A store raises Unavailable if its backend
     is unreachable.
 
-    `session_history_tokens`: the number of latest tokens that a session keeps. If the number is increased, existing
-    sessions keep their next tokens in addition.
+    `session_history_tokens`: the number of latest tokens that a session keeps. If this number is increased, the
+    histories of existing sessions grow with their next tokens.
     """
 
     session_history_tokens: int
 
     async def create(self, record: SessionRecord, most: int | None = None) -> bool:
-        """Adds a new session. Returns False if its id exists. Raises Overloaded if there are too many sessions, and
-        QuotaExceeded if the session's owner already has `most` sessions."""
+        """Adds a new session. Returns False if a session with this id exists. Raises Overloaded if there are too many
+        sessions, and QuotaExceeded if the session's owner already has `most` sessions."""
         ...
 
     async def get(self, session: str) -> SessionRecord | None:
@@ -163,8 +163,8 @@ class Store(Protocol):
         """Returns the session as this process last saw it, without a request to the backend. A later append or rewind
         checks whether the session is still the same.
 
-        If `to_step`, also returns None if an append would probably fail. It also raises PositionConflict, once, if
-        tokens that were acknowledged as not durable were lost since the last step.
+        If `to_step`, also returns None if an append would probably fail. The call also raises PositionConflict, once,
+        if tokens that were acknowledged as not durable were lost since the last step.
         """
         ...
 
@@ -174,7 +174,7 @@ class Store(Protocol):
 
     def kind(self, session: str) -> tuple[str, str] | None:
         """Returns the session's model and vocabulary as this process last saw them, without a request to the backend.
-        None if it has not seen the session."""
+        Returns None if this process has not seen the session."""
         ...
 
     async def append(

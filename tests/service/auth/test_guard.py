@@ -31,6 +31,7 @@ from wane.service.settings import Settings
 ALICE, BOB, OPS, SCRAPER = (f"{name}-0123456789abcdefgh" for name in ("alice", "bob", "ops", "scraper"))
 KEYS = f"alice:{ALICE},bob:{BOB},ops:{OPS}:admin,scraper:{SCRAPER}:metrics"
 OPEN = {"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"}
+OPENAI = {"/v1/completions", "/tokenize", "/detokenize", "/tokenizer_info"}
 STEP = {"tokens": [1]}
 STREAM = "/v1/sessions/s/stream"
 
