@@ -1,5 +1,5 @@
-"""Reads request bodies. Enforces their deadline and size limit, parses them strictly, and names the invalid field in
-errors.
+"""Reads request bodies. Enforces a deadline and a size limit for each body, parses it strictly, and names the invalid
+field in errors.
 
 **Values are counted before the body is decoded.** A JSON decoder takes a second for four megabytes of empty lists. It
 holds the interpreter lock the whole time, on any thread. Counting the values with numpy takes a few milliseconds and
@@ -53,7 +53,7 @@ Mask = NDArray[np.bool_]
 
 
 class BodyLimits(NamedTuple):
-    """The largest numbers of values, fields, objects and lists in a body."""
+    """The limits of a body: the largest number of values, of fields, and of objects and lists together."""
 
     values: int
     fields: int
@@ -82,12 +82,12 @@ def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
 
 
 def _quotes(data: NDArray[np.uint8]) -> Mask:
-    """Marks the quotes that begin or end strings: the quotes after an even number of backslashes (or no backslash)."""
+    """Marks the quotes that begin or end strings. The number of backslashes directly before such a quote is even or 0."""
     quotes: Mask = data == QUOTE
     backslashes: Mask = data == BACKSLASH
     if backslashes.any():
         ordinals = np.arange(1, len(data) + 1, dtype=np.int64)
-        # The number of consecutive backslashes that end at each byte.
+        # For each byte, the number of consecutive backslashes up to and including this byte.
         run = ordinals - np.maximum.accumulate(ordinals * ~backslashes)
         quotes[1:] &= run[:-1] & 1 == 0
     return quotes
@@ -127,8 +127,8 @@ OTHERS = {
     "too_short": "holds {actual_length} values, but must hold at least {min_length}",
 }
 MENDABLE = frozenset({"missing", "too_short", "value_error"})
-"""Errors that pydantic may report for a partial body although the complete body is valid. A `value_error` is a violated
-rule about several fields."""
+"""Types of errors that pydantic may report for a partial body although the complete body is valid. A `value_error`
+means that a rule about several fields is violated."""
 
 
 class BodyShape(NamedTuple):
@@ -180,7 +180,7 @@ def unknown_field(document: Mapping[str, Any], model: type[Body]) -> str | None:
     """Returns the path of the first unknown field in `document` or its nested objects. Unknown fields are those that
     `model` does not define.
 
-    The model itself would create an error for every unknown field, and would report a misspelt required field as
+    pydantic's own check would create an error for every unknown field, and would report a misspelt required field as
     missing.
     """
     names, bodies, lists, _ = shape(model)
@@ -213,8 +213,8 @@ def invalid_request(error: ValidationError, model: type[Body]) -> InvalidRequest
 
 
 def invalid_part(error: ValidationError, model: type[Body]) -> InvalidRequest | None:
-    """Converts pydantic's errors for a partial body like `invalid_request`. Returns None if the rest of the body may
-    correct every error."""
+    """Converts pydantic's errors for the beginning of a body as `invalid_request` does. Returns None if the rest of the
+    body may correct every error."""
     found = error.errors(include_url=False, include_input=False)
     mendable = {one["loc"][:1] for one in found if one["type"] in MENDABLE}
     certain = [one for one in found if one["loc"][:1] not in mendable]
@@ -234,7 +234,7 @@ def _first_failure(found: Sequence[Any], model: type[Body]) -> InvalidRequest:
 
 
 def _place(loc: Sequence[int | str], model: type[Body]) -> tuple[str, ...]:
-    """Returns the path of an error in the body. It is pydantic's `loc` without the names of union branches."""
+    """Returns the path of an invalid field in the body, which is pydantic's `loc` without the names of union branches."""
     place: list[str] = []
     body: type[Body] | None = model
     for part in loc:
@@ -247,7 +247,7 @@ def _place(loc: Sequence[int | str], model: type[Body]) -> tuple[str, ...]:
 
 
 def _complaint(found: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the description of the errors at one path. A message has the path first, then this description."""
+    """Returns the description of the errors at one path. An error message consists of the path and this description."""
     first = found[0]
     if first["type"] in KINDS:
         kinds = (KINDS[one["type"]].format_map(one.get("ctx", {})) for one in found if one["type"] in KINDS)
@@ -265,15 +265,15 @@ LARGE_BYTES = 1 << 15
 milliseconds."""
 
 MOST_FIELDS = 16
-"""An upper bound on the number of fields of one object in a body, and on the number of their values other than token
-ids."""
+"""An upper bound on the number of fields of one object in a body. It also bounds the number of values in these fields,
+without token ids."""
 
 
 class Decoder:
     """Decodes bodies and WebSocket messages. A separate thread decodes large bodies, one at a time.
 
-    Decoding holds the interpreter lock on any thread. Therefore, the decoder decodes a large body only up to the limits
-    of a request, and never two large bodies at the same time. The thread ends when the decoder closes.
+    Decoding holds the interpreter lock on any thread. Therefore, the decoder stops decoding a large body at the limits
+    of a request, and never decodes two large bodies at the same time. The thread ends when the decoder closes.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -292,8 +292,8 @@ class Decoder:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_large, raw, model)
 
     async def run(self, function: Callable[..., R], *given: object, deadline: float | None = None) -> R:
-        """Calls a function that reads a part of a body, on the decoder's thread. Raises DeadlineExceeded, and its
-        errors."""
+        """Calls `function`, which processes a part of a body, on the decoder's thread. Raises DeadlineExceeded and the
+        function's errors."""
         with until(deadline):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function, *given)
 
@@ -344,8 +344,7 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
 
 
 async def read(request: Request) -> bytes:
-    """Reads the whole body, which arrives in one ASGI message for most requests. Raises BodyTimeout, DeadlineExceeded,
-    Abandoned."""
+    """Reads the whole body. Most bodies arrive in one ASGI message. Raises BodyTimeout, DeadlineExceeded, Abandoned."""
     here = context(request.scope)
     deadline = here.deadline
     if deadline is not None and here.body_timeout_s < here.timeout_s:
@@ -368,7 +367,7 @@ async def read(request: Request) -> bytes:
 
 
 ONE_TOKEN = StreamBody(tokens=[0])
-"""The options of a step that `only_token` recognises."""
+"""The step that `only_token` recognises, with default values for all options."""
 
 SHORT = 64  # in bytes; a longer message has several tokens or another field
 
@@ -400,9 +399,9 @@ PLAIN_STEP = frozenset({"session", "tokens", "expected_position"})
 
 
 def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
-    """Returns the plain steps of a call, and whether the call requests columns. Returns None for a body with more than
-    `most` steps, with another kind of step, or with two steps of one session. Returns None for an invalid body, too.
-    Most calls have only plain steps, and this function is faster than a pydantic model."""
+    """Returns the steps of a call if all of them are of type `PlainStep`, and whether the call requests columns.
+    Returns None if the body is invalid, has more than `most` steps, has another kind of step, or has two steps of one
+    session. Most calls have only such steps, and this function is faster than a pydantic model."""
     try:
         document = orjson.loads(raw)
     except ValueError:
@@ -483,7 +482,7 @@ def json_body(model: type[Body], *, required: bool = True) -> dict[str, Any]:
 
 
 def _without_references(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema with its definitions in the places of the references to them."""
+    """Returns a schema in which each reference is replaced by the definition that it refers to."""
     definitions = schema.pop("$defs", {})
 
     def resolved(part: Any) -> Any:

@@ -112,7 +112,7 @@ def _operation(path: str, method: str, operation: Schema, components: Schema) ->
 
 
 def _stream(components: Schema) -> Iterator[str]:
-    """Renders the WebSocket route. Its messages have the fields of a step's body, and its answers the fields of a
+    """Renders the WebSocket route. A message has the fields of a step's request body, and an answer has the fields of a
     step's answer."""
     schema = StreamBody.model_json_schema()
     yield f"<details><summary><b>WS</b> <code>{STREAM}</code></summary>"

@@ -42,7 +42,7 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         exchange = HttpExchange(self.policy, scope)
-        # This must be set even if it is None, because pipelined requests share a context.
+        # The variable must be set even to None, because pipelined requests share a context.
         token = CURRENT.set(exchange.traced)
         status: int | None = None
         sent_bytes = 0
@@ -94,8 +94,8 @@ class RequestMiddleware:
 
     def bounded(self, here: RequestContext, receive: Receive) -> Receive:
         """Returns a `receive` that raises TooLarge if the body exceeds the limit. Raises TooLarge immediately if the
-        declared length exceeds the limit. A body of declared length is not counted, because the server reads at most
-        the declared length.
+        declared length exceeds the limit. The bytes of a body with a declared length are not counted, because the
+        server reads at most the declared length.
         """
         declared = here.headers.get(b"content-length", b"")
         if declared.isdigit():

@@ -7,8 +7,8 @@ The native protocol uses a problem document (RFC 9457, application/problem+json)
      "request_id": "...", "position": 12}
 
 Every failure of a native route has this format, including an unknown path, an unknown method and an unexpected error.
-Under /v2, failures have the format of the Open Inference Protocol, whose clients read the text in `error`. The protocol
-has no status 422: an error that is 422 elsewhere is 400 there.
+Under /v2, failures have the format of the Open Inference Protocol, whose clients read the text in `error`. That
+protocol has no status 422, so an error with status 422 in the native protocol has status 400 under /v2.
 
     {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
 """
@@ -128,7 +128,7 @@ def is_inference_protocol(path: str) -> bool:
 
 
 def described(scope: Scope, error: Exception) -> Failure:
-    """Returns the facts of `error` like `describe`, and logs the traceback of an unexpected error."""
+    """Returns the result of `describe`, and logs the traceback of an unexpected error."""
     failure = describe(error)
     if failure.code == INTERNAL:
         fields = {"request_id": context(scope).request_id}

@@ -28,8 +28,8 @@ async def score(request: Request) -> Response:
     chunks.
 
     With `stream`, the answer is a sequence of events. `progress` has `done` and `total`. `tokens` has `position`,
-    `tokens`, `logprobs` and, for a `truncated` input, `error_bounds`. These events come in the order of the tokens, as
-    soon as their values are final. The last event is `finish`. A failure is an event `error`.
+    `tokens`, `logprobs` and, for a `truncated` input, `error_bounds`. `tokens` events are sent in the order of the
+    tokens, each as soon as its values are final. The last event is `finish`. A failure is an event `error`.
     """
     body = await decode(request, ScoreBody)
     engine = await model_engine(request, body.model)
