@@ -1,11 +1,11 @@
-"""The Open Inference Protocol's inference: requests, answers, metadata, statistics."""
+"""The JSON documents of inference in the Open Inference Protocol: requests, answers, metadata and statistics."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field, WithJsonSchema
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.schemas.common import Body, Natural, Tolerance, Window, WireMode, says
 
@@ -16,7 +16,8 @@ Value = bool | float | str | None
 
 
 class InputTensor(Body):
-    """An input. Its values are in `data`, or in the binary part of the body if `parameters` has `binary_data_size`."""
+    """An input tensor. If `parameters` has `binary_data_size`, the values are in the binary part of the body. Otherwise
+    the values are in `data`."""
 
     name: Annotated[str, WithJsonSchema({"type": "string", "enum": ["tokens", "text", "events", "lengths"]})]
     shape: Annotated[list[Any], SHAPE]
@@ -37,7 +38,7 @@ class InputTensor(Body):
 
 
 class OutputTensor(Body):
-    """A requested output. `parameters.binary_data` overrides the request's `binary_data_output`."""
+    """A requested output tensor. `parameters.binary_data` overrides the request's `binary_data_output`."""
 
     name: str
     parameters: Annotated[
@@ -49,7 +50,7 @@ class OutputTensor(Body):
 
 
 class InferParameters(Body):
-    """The parameters of an inference. See `PredictBody` for those that both protocols have."""
+    """The parameters of an inference. `PredictBody` describes the parameters that the native protocol has, too."""
 
     mode: WireMode | None = Field(default=None, description="as in /v1/predict; default: auto, or a sequence's own")
     window: Window | None = None
@@ -105,13 +106,14 @@ class InferBody(Body):
 
 
 class BinarySizeDocument(TypedDict):
-    """The size of a tensor in the binary part."""
+    """The parameters of an output tensor: its size in bytes in the binary part of the answer."""
 
     binary_data_size: int
 
 
 class OutputTensorDocument(TypedDict):
-    """An output, with `data` in row-major order, or with its size in the binary part of the answer."""
+    """An output tensor. Its values are in `data` in row-major order, or in the binary part of the answer, and then
+    `parameters` has their size."""
 
     name: str
     datatype: Literal["INT64", "FP32", "BOOL"]
@@ -121,7 +123,7 @@ class OutputTensorDocument(TypedDict):
 
 
 class InferenceDocument(TypedDict):
-    """The requested outputs, in the request's order."""
+    """The answer to an inference. It has the requested outputs in the order of the request."""
 
     model_name: str
     model_version: str
@@ -130,7 +132,7 @@ class InferenceDocument(TypedDict):
 
 
 class ServerDocument(TypedDict):
-    """The server and the protocol's extensions that it has."""
+    """The server's name and version, and the protocol extensions that the server supports."""
 
     name: str
     version: str
@@ -150,7 +152,7 @@ class ServerReadyDocument(TypedDict):
 
 
 class TensorDocument(TypedDict):
-    """A tensor of the signature; -1: any size."""
+    """An input or output tensor of a model. A dimension of -1 has any size."""
 
     name: str
     datatype: str
@@ -158,7 +160,7 @@ class TensorDocument(TypedDict):
 
 
 class ModelMetadataDocument(TypedDict):
-    """A model's signature, which is the same for every model but for the sizes of its outputs."""
+    """A model's name, version, inputs and outputs. Models differ only in the sizes of their outputs."""
 
     name: str
     versions: list[str]
@@ -168,7 +170,7 @@ class ModelMetadataDocument(TypedDict):
 
 
 class ConfiguredInputDocument(TypedDict):
-    """An input of the configuration."""
+    """An input in a model's configuration."""
 
     name: str
     data_type: str
@@ -177,7 +179,7 @@ class ConfiguredInputDocument(TypedDict):
 
 
 class ConfiguredOutputDocument(TypedDict):
-    """An output of the configuration."""
+    """An output in a model's configuration."""
 
     name: str
     data_type: str
@@ -185,19 +187,19 @@ class ConfiguredOutputDocument(TypedDict):
 
 
 class VersionsDocument(TypedDict):
-    """The served versions."""
+    """The rule that selects the versions to serve."""
 
     versions: list[int]
 
 
 class VersionPolicyDocument(TypedDict):
-    """Only certain versions are served."""
+    """The versions that are served, as a list."""
 
     specific: VersionsDocument
 
 
 class InstanceGroupDocument(TypedDict):
-    """Where the model runs."""
+    """The kind of device that the model runs on, and the number of model instances."""
 
     name: str
     kind: str
@@ -205,7 +207,7 @@ class InstanceGroupDocument(TypedDict):
 
 
 class TextDocument(TypedDict):
-    """The value of a parameter."""
+    """The value of a parameter in a model's configuration."""
 
     string_value: str
 
@@ -225,14 +227,14 @@ class ModelConfigDocument(TypedDict):
 
 
 class TimedDocument(TypedDict):
-    """How often, and how long in all, in nanoseconds."""
+    """The number of requests, and the sum of their durations in nanoseconds."""
 
     count: int
     ns: int
 
 
 class InferStatisticsDocument(TypedDict):
-    """Requests by outcome, and the successful ones' time by phase."""
+    """The number and the duration of requests by outcome, and of the successful requests by phase."""
 
     success: TimedDocument
     fail: TimedDocument
@@ -245,8 +247,9 @@ class InferStatisticsDocument(TypedDict):
 
 
 class ModelStatisticsDocument(TypedDict):
-    """The requests to `infer` since the model version was loaded. `last_inference`: milliseconds since 1970, or 0;
-    `inference_count`: sequences; `execution_count`: requests."""
+    """Statistics of the requests to `infer` since the model version was loaded. `last_inference` is when the last
+    request was answered, in milliseconds since 1970, or 0 if there was none. `inference_count` is the number of
+    sequences, and `execution_count` the number of requests."""
 
     name: str
     version: str
@@ -258,6 +261,6 @@ class ModelStatisticsDocument(TypedDict):
 
 
 class StatisticsDocument(TypedDict):
-    """The statistics of one model or of all."""
+    """The inference statistics of one model or of all models."""
 
     model_stats: list[ModelStatisticsDocument]

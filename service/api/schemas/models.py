@@ -74,7 +74,7 @@ class ModelFactsDocument(TypedDict):
 
 
 class ModelCardDocument(ModelFactsDocument):
-    """One model with its whole certificate and the measured duration of its runs on this server."""
+    """One model with its whole certificate, and with the durations of its runs that were measured on this server."""
 
     certificate: Certificate
     costs: Costs
