@@ -82,7 +82,8 @@ def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
 
 
 def _quotes(data: NDArray[np.uint8]) -> Mask:
-    """Marks the quotes that begin or end strings. The number of backslashes directly before such a quote is even or 0."""
+    """Marks the quotes that begin or end strings. The number of backslashes directly before such a quote is even or
+    0."""
     quotes: Mask = data == QUOTE
     backslashes: Mask = data == BACKSLASH
     if backslashes.any():
@@ -234,7 +235,8 @@ def _first_failure(found: Sequence[Any], model: type[Body]) -> InvalidRequest:
 
 
 def _place(loc: Sequence[int | str], model: type[Body]) -> tuple[str, ...]:
-    """Returns the path of an invalid field in the body, which is pydantic's `loc` without the names of union branches."""
+    """Returns the path of an invalid field in the body, which is pydantic's `loc` without the names of union
+    branches."""
     place: list[str] = []
     body: type[Body] | None = model
     for part in loc:

@@ -162,7 +162,8 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
 
 
 def _step(engine: Engine, results: StepResults, row: int) -> AnswerDocument:
-    """Returns the same document as `answer` for one step of a batch. The step's values are in row `row` of `results`."""
+    """Returns the same document as `answer` for one step of a batch. The step's values are in row `row` of
+    `results`."""
     vocabulary, most = results.vocabulary, results.top_k[row]
     texts, ids, bound = vocabulary.texts, results.ids[row][:most], results.bounds[row]
     found: list[PredictionDocument] = [

@@ -240,7 +240,8 @@ class MessageExchange(Exchange):
         self.deadline = math.inf
 
     def admit(self) -> None:
-        """Charges the API key for the message, and sets the deadline for the answer. Raises RateLimited, Unauthorized."""
+        """Charges the API key for the message, and sets the deadline for the answer. Raises RateLimited,
+        Unauthorized."""
         here = self.context
         if here.principal is not None:
             here.principal.charge(1)

@@ -189,7 +189,8 @@ async def version_metadata(request: Request, name: str, version: Version) -> Res
 
 
 async def _served(request: Request, name: str, version: str | None = None) -> Engine:
-    """Returns the engine of a model, like `model_engine`. Raises UnknownModel if `version` is not the served version."""
+    """Returns the engine of a model, like `model_engine`. Raises UnknownModel if `version` is not the served
+    version."""
     return _of_version(await model_engine(request, name), version)
 
 
