@@ -68,8 +68,8 @@ PROBLEM = {
 
 
 class Application(FastAPI):
-    """FastAPI with the project's OpenAPI description. It describes every route, and calls the routes that
-    `service/api/dispatch.py` does not call."""
+    """FastAPI with the project's OpenAPI description. The description contains every route. Requests that
+    `service/api/dispatch.py` does not answer are answered by this application."""
 
     def __init__(self, *, policy: RequestPolicy, settings: Settings, **described: Any) -> None:
         super().__init__(middleware=[Middleware(RequestMiddleware, policy=policy)], **described)

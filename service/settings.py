@@ -18,10 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, V
 PREFIX = "WANE_"
 IN_MEMORY = "memory"
 STATE_CHECKPOINT_INTERVAL_TOKENS = 32
-SECRET = re.compile("(?<=//)[^/]*(?=@)|(?<=password=)[^&']*")  # matches the user and the password in an address
-NOT_AN_OPTION = frozenset({"api_keys"})  # because other users of the machine can read the command line
+SECRET = re.compile("(?<=//)[^/]*(?=@)|(?<=password=)[^&']*")  # matches the user name and the password in an address
+NOT_AN_OPTION = frozenset({"api_keys"})  # settings without a command-line option, because other users of the machine
+# can read the command line
 POLICIES = ("auto", "tail", "state")
-# Variables with the same prefix that the client and the tests use.
+# Variables with the prefix WANE_ that the client and the tests use.
 FOREIGN = frozenset({"WANE_API_KEY", "WANE_DATA", "WANE_REQUIRE_STACK"})
 
 UNITS = {"_us": "microseconds", "_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
@@ -31,7 +32,7 @@ SHIPPED = Path(__file__).parents[1] / "models" / "bundles"
 
 
 class SettingsError(Exception):
-    """A setting is unknown or out of range. The message names the setting. The process then exits."""
+    """A setting is unknown or out of range. The message names the setting. The server process exits after this error."""
 
 
 class Settings(BaseModel):
@@ -218,7 +219,7 @@ class Settings(BaseModel):
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds one option for each field. The parsed namespace does not have the options that were not given."""
+        """Adds one option for each field. An option that was not given is absent from the parsed namespace."""
         group = parser.add_argument_group("settings", "each setting is an option and a WANE_... variable")
         for name, field in cls.model_fields.items():
             if name in NOT_AN_OPTION:
@@ -302,8 +303,8 @@ class Settings(BaseModel):
         return value
 
     def states_every(self, model: str, *, certified: bool) -> int | None:
-        """Returns the number of tokens between two states of a session of `model` in the shared store. Returns None if
-        the store gets no states."""
+        """Returns the number of tokens between two stored states of one session of `model` in the shared store. Returns
+        None if the store holds no states."""
         general, *single = self.store_policy.split(",")
         policy = dict(one.split("=") for one in single).get(model, general)
         if policy == "auto":

@@ -31,7 +31,7 @@ class ClientDisconnected(Exception):
 
 
 class ReceiveQueue:
-    """A replacement of uvicorn's asyncio.Queue for one reader. `with receive_queue:` cancels the body of the `with`
+    """A queue for one reader, in place of uvicorn's asyncio.Queue. `with receive_queue:` cancels the body of the `with`
     when the client disconnects, and raises Abandoned.
     """
 
@@ -60,7 +60,7 @@ class ReceiveQueue:
                 self._interrupt_soon()
 
     def put_now(self, message: Message) -> None:
-        """Like `put_nowait`, but the reader resumes before this returns."""
+        """Adds a message like `put_nowait`, but the reader resumes before this method returns."""
         self._messages.append(message)
         self._wake()
 

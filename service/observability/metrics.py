@@ -32,14 +32,14 @@ class Observed:
     __slots__ = ("_bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds`: the upper bound of each bucket except the last, which has none."""
+        """`bounds` has the upper bound of each bucket except the last bucket, which has no bound."""
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
         self.exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, trace_id: str | None = None) -> None:
-        """Counts one value. `trace_id`: the id of its trace, if the trace is sampled."""
+        """Counts one value. `trace_id` is the id of the value's trace, or None if the trace is not sampled."""
         bucket = bisect_left(self._bounds, value)
         self.counts[bucket] += 1
         self.total += value
@@ -47,7 +47,7 @@ class Observed:
             self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def observe_all(self, buckets: Sequence[int], total: float) -> None:
-        """Counts one value for each bucket index in `buckets`. `total`: the sum of the values."""
+        """Counts one value for each bucket index in `buckets`. `total` is the sum of these values."""
         counts = self.counts
         for bucket in buckets:
             counts[bucket] += 1
@@ -55,7 +55,7 @@ class Observed:
 
 
 class Histogram(Collector):
-    """A histogram that is cheaper to observe than prometheus_client's."""
+    """A histogram whose `observe` takes less time than that of prometheus_client's histogram."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Histogram(Collector):
         self._bounds = tuple(buckets)
         self._observed: dict[tuple[str, ...], Observed] = {}
         if not labels:
-            self.labels()  # exported as 0 from the start
+            self.labels()  # so that its counts are exported as 0 from the start
         registry.register(self)
 
     def labels(self, *values: str) -> Observed:
@@ -114,14 +114,14 @@ REQUEST_SECONDS = (
 )
 # Runs are shorter than requests, so the bounds end at 1 s.
 RUN_SECONDS = REQUEST_SECONDS[:21]
-# Powers of two up to 1024. The setting max_batch_size limits the size of a batch.
+# Bounds of batch sizes: powers of two up to 1024. The setting max_batch_size limits the size of a batch.
 BATCH_ITEMS = tuple(float(2**power) for power in range(11))
-# The share of a batch's positions that are padding. It is at most one half (`service/batching/batch.py`).
+# The share of a batch's positions that are padding. The share is at most one half (`service/batching/batch.py`).
 PADDING_SHARE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
 # The total variation distance of two distributions, in [0, 1]. One bound per decade, from float32 rounding to disjoint
 # distributions.
 TOTAL_VARIATION = tuple(10.0**-power for power in range(8, -1, -1))
-# The same bounds and a bucket for exact answers.
+# Bounds for error bounds: the bounds of total variation, and a bucket for exact answers.
 ERROR_BOUND = (0.0, *TOTAL_VARIATION)
 
 
@@ -178,7 +178,7 @@ class Metrics:
         )
         self.model_info = gauge("wane_model_info", "1 for each loaded model.", "model", "version", "device")
 
-        # Answers by operation (predict, step, score, generate, compare) and by mode.
+        # Metrics of answers, by operation (predict, step, score, generate, compare) and by mode.
         self.answers = counter("wane_answers", "Requests answered by an engine.", "model", "operation", "mode")
         self.answer_seconds = histogram(
             "wane_answer_seconds",
@@ -280,7 +280,7 @@ class Metrics:
             "wane_agreement_bound_violations", "Pairs that differ by more than their bound. Must stay 0.", "model"
         )
 
-        # Shadow requests: sampled live answers that are computed in the other mode too.
+        # Shadow requests. For a sample of the answered requests, the server also computes the answer in the other mode.
         self.shadow = counter(
             "wane_shadow",
             "Sampled answers, by outcome: compared, dropped (no idle time), failed.",
@@ -291,7 +291,7 @@ class Metrics:
 
     def count_request(self, route: str, method: str, status: int, seconds: float, trace_id: str | None = None) -> None:
         """Counts an HTTP request. All requests of one iteration of the event loop are added to the metrics together.
-        `trace_id`: the id of the request's trace, if the trace is sampled."""
+        `trace_id` is the id of the request's trace, or None if the trace is not sampled."""
         if not self._counted:
             asyncio.get_running_loop().call_soon(self._count_requests)
         labels = route, method, status
