@@ -456,10 +456,10 @@ class ModeAnswer:
 
 @dataclass(slots=True)
 class Answer:
-    """The predictions of the next token, and how they were made.
+    """The predictions of the next token, and how they were computed.
 
-    `mode` is the mode that was used. `window` is the k of a windowed answer. `top1_proved` is true if the
-    never-interrupted model provably has the same first prediction. `position` is present for sessions only, and
+    `mode` is the mode that was used. `window` is the window size k of an answer from a window. `top1_proved` is true if
+    the never-interrupted model provably has the same first prediction. `position` is present for sessions only, and
     `replayed` for steps only. `durable` is present if replicas share the session store. `durable` says whether the
     store has the session's tokens. `cache_tokens` is present if the answer is a mixture with the model's cache.
     `cache_tokens` is the number of tokens in the cache. `logits`, float32 (V), are present if the request asked for

@@ -1,9 +1,9 @@
 """Reads request bodies. Enforces a deadline and a size limit for each body, parses it strictly, and names the invalid
 field in errors.
 
-**Values are counted before the body is decoded.** A JSON decoder takes a second for four megabytes of empty lists. During
-this time the decoder holds the interpreter lock, even on another thread. Counting the values with numpy takes a few
-milliseconds and releases the lock, so the event loop can run.
+**Values are counted before the body is decoded.** A JSON decoder takes a second for four megabytes of empty lists.
+During this time the decoder holds the interpreter lock, even on another thread. Counting the values with numpy takes a
+few milliseconds and releases the lock, so the event loop can run.
 
 **Error messages are Wane's own.** They name the field by its path and say what its value must be. The path has the
 notation of the engine's messages, such as `steps[0].tokens[1]`. pydantic's own paths contain the names of a union's

@@ -1,6 +1,6 @@
 """HTTP with limits and timeouts. Each response is sent with one write.
 
-Slow clients, oversized requests and excess connections receive 408, 429, 431 or 503. No route sees them.
+Slow clients, oversized requests and excess connections receive 408, 429, 431 or 503. Such requests never reach a route.
 
 A request that arrives completely in one read may be passed to a `RequestDispatcher`. The dispatcher answers it without
 ASGI messages and without a task. All other requests are passed to the ASGI application.

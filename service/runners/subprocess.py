@@ -34,9 +34,10 @@ class RunnerLost(Exception):
 
 
 class SubprocessRunner:
-    """Runs one bundle's graphs on one CPU thread of another process. Only `kill` may be called during another call.
+    """Runs one bundle's graphs on one CPU thread of another process. During a call, another thread may call `kill`
+    only.
 
-    `cpu_s`: the total CPU time of the runs in seconds.
+    `cpu_s` is the total CPU time of the runs in seconds.
     """
 
     def __init__(self, bundle: Path) -> None:
