@@ -32,7 +32,8 @@ SHIPPED = Path(__file__).parents[1] / "models" / "bundles"
 
 
 class SettingsError(Exception):
-    """A setting is unknown or out of range. The message names the setting. The server process exits after this error."""
+    """A setting is unknown or out of range. The message names the setting. The server process exits after this
+    error."""
 
 
 class Settings(BaseModel):

@@ -14,7 +14,8 @@ INTERRUPTED = 130  # the convention of shells: 128 plus the signal number of SIG
 
 
 class Command(NamedTuple):
-    """A subcommand: its line in `wane --help`, the module whose `main` runs it, and the extra that it requires, if any."""
+    """A subcommand: its line in `wane --help`, the module whose `main` runs it, and the extra that it requires, if
+    any."""
 
     help: str
     module: str

@@ -133,7 +133,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             self.timer = self.loop.call_later(self.settings.body_timeout_s, self.too_slow)
 
     def has_room(self) -> bool:
-        """Returns whether the receive budget has room for the received bytes. Closes the WebSocket if there is no room."""
+        """Returns whether the receive budget has room for the received bytes. Closes the WebSocket if there is no
+        room."""
         if self.share.is_now(self.coming_bytes() + self.unanswered_bytes):
             return True
         self.break_off(RejectReason.FULL, TRY_AGAIN, "too much is being received")

@@ -101,7 +101,8 @@ def flush() -> None:
 
 
 def log_access(message: str, fields: dict[str, object]) -> None:
-    """Logs a message like `ACCESS.info`. This function is faster, because it does not look up the caller's source line."""
+    """Logs a message like `ACCESS.info`. This function is faster, because it does not look up the caller's source
+    line."""
     if ACCESS.isEnabledFor(logging.INFO):
         extra = {"fields": fields}
         ACCESS.handle(ACCESS.makeRecord(ACCESS.name, logging.INFO, __file__, 0, message, (), None, extra=extra))
