@@ -1,4 +1,5 @@
-"""Builds the ASGI application from its middleware and routes. Defines its startup and its shutdown."""
+"""Builds the ASGI application from the middleware and the routes. Defines what the application does at startup and at
+shutdown."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ def create_app(
         except Exception as error:
             on_load_failure(error)
             await registry.close()
-        if registry.ready:  # `ready` also means that the server is not draining
+        if registry.ready:  # `ready` is false while the server is draining
             on_ready()
             names = [engine.name for engine in registry.list()]
             SERVICE.info("ready", extra={"fields": {"device": registry.device, "models": names}})

@@ -1,5 +1,5 @@
-"""Runs the server process, which is uvicorn with one worker. The process drains before it shuts down: it finishes the
-requests in flight. numpy uses one thread, unless the operator sets another number.
+"""Runs the server process, which is uvicorn with one worker. Before the process shuts down, it drains, which means that
+it finishes the requests in flight. numpy uses one thread, unless the operator sets another number.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def spare_the_collector() -> None:
 def protocols(
     settings: Settings, metrics: Metrics, dispatcher: Dispatcher | None = None, *, plain_uvicorn: bool = False
 ) -> dict[str, Any]:
-    """Returns uvicorn's options for protocol classes and trusted proxies. uvicorn trusts local clients by default.
+    """Returns uvicorn's options for protocol classes and trusted proxies. By default, uvicorn trusts the forwarding
+    headers of local clients.
 
     `plain_uvicorn` selects uvicorn's own protocol classes, which are slower and have no limits for slow clients.
     """
@@ -120,8 +121,8 @@ def protocols(
     common = {"ws_per_message_deflate": False, "ws_max_size": settings.max_body_bytes, **proxies}
     if plain_uvicorn:
         return {"http": "auto", "ws": "auto", **common}
-    # These imports are here because an untested release of uvicorn or websockets may lack names that these modules
-    # import.
+    # These modules are imported inside the function, because an untested release of uvicorn or websockets may lack
+    # names that the modules import.
     from wane.service.net.http_protocol import HttpProtocol, ProxyHeaders
     from wane.service.net.websocket_protocol import WebSocketProtocol
 

@@ -1,7 +1,9 @@
-"""The server's settings, in one frozen object. They are read from `WANE_...` variables and from the command line.
+"""The server's settings, in one frozen object. The settings are read from `WANE_...` variables and from the command
+line.
 
 The command line overrides the environment, and the environment overrides the defaults. An unknown `WANE_...` variable
-is an error, because a misspelt limit would otherwise silently keep its default. The names of settings have their units.
+is an error, because a misspelt limit would otherwise silently keep its default. The name of a setting ends in the
+setting's unit.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ PREFIX = "WANE_"
 IN_MEMORY = "memory"
 STATE_CHECKPOINT_INTERVAL_TOKENS = 32
 SECRET = re.compile("(?<=//)[^/]*(?=@)|(?<=password=)[^&']*")  # matches the user name and the password in an address
-NOT_AN_OPTION = frozenset({"api_keys"})  # settings without a command-line option, because other users of the machine
-# can read the command line
+# settings without a command-line option, because other users of the machine can read the command line
+NOT_AN_OPTION = frozenset({"api_keys"})
 POLICIES = ("auto", "tail", "state")
 # Variables with the prefix WANE_ that the client and the tests use.
 FOREIGN = frozenset({"WANE_API_KEY", "WANE_DATA", "WANE_REQUIRE_STACK"})

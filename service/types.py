@@ -115,9 +115,9 @@ class PredictRequest:
 
     `window` is k, the number of tokens that modes auto, window and both run. The default is the model's own k.
     `tolerance` is the largest accepted error bound of an answer in mode auto. With a session, auto means the session's
-    own mode, and an answer whose bound exceeds the tolerance is an error. A field that the mode does not use is
-    invalid. If `truncated`, the tokens are the end of a longer sequence, and the start token is not fed. If `prove`,
-    search for a proof of the most probable token when its margin is too small for a proof. If `cache`, mix the
+    own mode, and an answer whose bound exceeds the tolerance is an error. A request with a field that its mode does not
+    use is invalid. If `truncated`, the tokens are the end of a longer sequence, and the start token is not fed. If
+    `prove`, search for a proof of the most probable token when its margin is too small for a proof. If `cache`, mix the
     network's distribution with the distribution of the model's cache, if the model has a cache. If `logits`, the answer
     has `logits`.
     """
@@ -211,7 +211,7 @@ class StepRequest:
 class ScoreRequest:
     """Compute the log-probability of each token, given the tokens before it. `tolerance` is the largest error that the
     method parallel may add. The method sequential adds no error. If `truncated`, the tokens are the end of a longer
-    sequence. The start token is not fed, so the first token has no prediction. `cache`: see `PredictRequest`.
+    sequence. The start token is not fed, so the first token has no prediction. `PredictRequest` describes `cache`.
     """
 
     tokens: tuple[int, ...]
@@ -232,7 +232,7 @@ class GenerateRequest:
     """Generate up to `max_tokens` tokens that continue `tokens`. A `temperature` of 0 selects always the most probable
     token. If `top_k` and `top_p` are None, every token can be sampled. The same `seed` gives the same text. The text
     ends before the first of the `stop` strings. Mode auto means recurrent. `window` is for mode window. If `truncated`,
-    the tokens are the end of a longer sequence, and the start token is not fed. `cache`: see `PredictRequest`.
+    the tokens are the end of a longer sequence, and the start token is not fed. `PredictRequest` describes `cache`.
     """
 
     tokens: tuple[int, ...]
@@ -277,7 +277,7 @@ class GenerateRequest:
 @dataclass(frozen=True, slots=True)
 class CompareRequest:
     """Measure recurrent mode and windows of several sizes. Recurrent mode and each window predict the token after
-    `tokens`, `repeat` times. `cache`: see `PredictRequest`."""
+    `tokens`, `repeat` times. `PredictRequest` describes `cache`."""
 
     tokens: tuple[int, ...]
     windows: tuple[int, ...] = (8, 16, 32, 64)
@@ -414,9 +414,9 @@ class Prediction(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """The latency of a request in the engine: the time in the queue, the time of the run, and the total. It does not
-    include reading the request and tokenising its text. `batch_items` is the number of requests in the largest batch
-    that contained the request.
+    """The latency of a request in the engine: the time in the queue, the time of the run, and the total. This latency
+    does not include reading the request and tokenising its text. `batch_items` is the number of requests in the largest
+    batch that contained the request.
     """
 
     queue_ms: float
@@ -501,7 +501,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class SessionView(Served):
-    """A session as its owner sees it. `position` is the number of its tokens, without the start token <eos>.
+    """A session as its owner sees it. `position` is the number of the session's tokens, without the start token <eos>.
 
     `state` is the source of the state for an answer in the session's own mode at this time. `state` is `resident`, or
     `rebuilt` for a session without a resident state, or `window`. `error_bound` is the error bound of such an answer.
@@ -547,7 +547,7 @@ class ScoreSummary(Served):
     `warm_up` tokens before its first scored token. `rounds` is 1 plus the number of times that some of the chunks were
     run again. `max_residual` is the largest difference between a unit of a chunk's start state and the same unit of the
     previous chunk's end state. If `max_residual` is 0, the result is bit for bit that of a sequential run.
-    `error_bound` is the largest error bound of all positions. `perplexity` is over the tokens that have a
+    `error_bound` is the largest error bound of all positions. `perplexity` is computed from the tokens that have a
     log-probability. `perplexity` is null if no token has a log-probability.
     """
 

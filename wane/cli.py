@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 FAILED = 2
-INTERRUPTED = 130  # the convention of shells: 128 plus the signal number of SIGINT
+INTERRUPTED = 130  # exit status of an interrupted command, as in shells: 128 plus the signal number of SIGINT
 
 
 class Command(NamedTuple):

@@ -1,12 +1,12 @@
 """Waits for results without an `asyncio.Task`.
 
-An `asyncio.Task` starts one iteration of the event loop after its creation, and resumes one iteration after its result
-is ready. These delays matter, because most requests wait for one batch only. An `EagerTask` starts within its
-constructor, and resumes within the call that resolves its `Waiter`. A coroutine that never waits is finished when the
-constructor returns.
+An `asyncio.Task` starts one iteration of the event loop after its creation. It resumes one iteration after the result
+that it waits for is ready. These delays matter, because most requests wait for one batch only. An `EagerTask` starts
+within its constructor, and resumes within the call that resolves its `Waiter`. A coroutine that never waits is finished
+when the constructor returns.
 
 An `EagerTask` can run any coroutine that does not need the current `asyncio.Task`. `asyncio.timeout` and
-`asyncio.TaskGroup` need it. `until` (`service/aio/deadline.py`) works in both kinds of task.
+`asyncio.TaskGroup` need the current `asyncio.Task`. `until` (`service/aio/deadline.py`) works in both kinds of task.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def _set(future: asyncio.Future[None], _: object) -> None:
 
 
 class EagerTask(Waiter[T]):
-    """Runs a coroutine immediately, and resumes it within the calls that resolve its waiters."""
+    """Runs a coroutine immediately. Resumes the coroutine within the call that resolves the `Waiter` that the coroutine
+    awaits."""
 
     __slots__ = ("_context", "_coroutine", "_waits_for")
 

@@ -47,7 +47,8 @@ class Timers:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._ticks: dict[int, set[Timer]] = {}
-        self._latest: tuple[float, int] = -1.0, 0  # the latest requested time, and its tick
+        self._latest: tuple[float, int] = -1.0, 0  # the most recently requested time, and the tick in which its timers
+        # fire
 
     def at(self, when: float, ring: Callable[[], None]) -> Timer:
         """Returns a timer that calls `ring` at `when`, in seconds on the event loop's clock. If `when` has passed,
@@ -58,7 +59,7 @@ class Timers:
             tick = math.ceil(when / TICK_S)
             wide = (tick - int(loop.time() / TICK_S)).bit_length() - EXACT_BITS
             if wide > 0:
-                tick = -(-tick >> wide) << wide  # rounds up to the next multiple
+                tick = -(-tick >> wide) << wide  # rounds up to the next multiple of 2^wide
             self._latest = when, tick
         timers = self._ticks.get(tick)
         if timers is None:

@@ -108,7 +108,8 @@ def _check_numbers(digits: Mask) -> None:
         raise NotJson(f"the body has a number of {runs[longest]} digits at byte {at}; at most {MOST_DIGITS} are read")
 
 
-# The keys are pydantic's error types. If every branch of a union fails, the message lists what each branch accepts.
+# The keys are pydantic's error types. The values say what a field must be. If every branch of a union fails, the
+# message lists what each branch accepts.
 KINDS = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -143,7 +144,7 @@ class BodyShape(NamedTuple):
 
 @cache
 def shape(model: type[Body]) -> BodyShape:
-    """Returns the shape of a body type. Computes it once for each type."""
+    """Returns the `BodyShape` of a body type. Computes the shape once for each type."""
     bodies: dict[str, type[Body]] = {}
     lists: dict[str, type[Body]] = {}
     for name, field in model.model_fields.items():
@@ -164,9 +165,9 @@ def _body_type(annotation: Any) -> type[Body] | None:
 
 
 def too_long_list(document: Mapping[str, Any], model: type[Body], settings: Settings, *, partial: bool = False) -> None:
-    """Raises TooLarge or InvalidRequest for the first list in `document` that exceeds its limit. The pydantic model
-    would validate the list's items first, of which a body may have a million. With `partial`, `document` is the
-    beginning of a body, and its last list may be incomplete."""
+    """Raises TooLarge or InvalidRequest for the first list in `document` that exceeds its limit. A pydantic model would
+    validate the items of a list before its length, and a list may have a million items. If `partial` is true,
+    `document` is the beginning of a body, and its last list may be incomplete."""
     for name, at_most in shape(model).longest.items():
         found, most = document.get(name), at_most.value(settings)
         if not isinstance(found, list) or most is None or len(found) <= most:
@@ -214,8 +215,8 @@ def invalid_request(error: ValidationError, model: type[Body]) -> InvalidRequest
 
 
 def invalid_part(error: ValidationError, model: type[Body]) -> InvalidRequest | None:
-    """Converts pydantic's errors for the beginning of a body as `invalid_request` does. Returns None if the rest of the
-    body may correct every error."""
+    """Converts pydantic's errors for the beginning of a body to one error, as `invalid_request` does. Returns None if
+    the rest of the body may correct every error."""
     found = error.errors(include_url=False, include_input=False)
     mendable = {one["loc"][:1] for one in found if one["type"] in MENDABLE}
     certain = [one for one in found if one["loc"][:1] not in mendable]
@@ -267,8 +268,8 @@ LARGE_BYTES = 1 << 15
 milliseconds."""
 
 MOST_FIELDS = 16
-"""An upper bound on the number of fields of one object in a body. It also bounds the number of values in these fields,
-without token ids."""
+"""An upper bound on the number of fields of one object in a body. It is also an upper bound on the number of the
+fields' values, without token ids."""
 
 
 class Decoder:
@@ -431,7 +432,7 @@ def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
 
 
 def parsed(raw: bytes | str, *, partial: bool = False) -> Any:
-    """Parses JSON. With `partial`, the JSON may be incomplete. Raises NotJson."""
+    """Parses JSON. If `partial` is true, the JSON may be incomplete. Raises NotJson."""
     try:
         return from_json(raw, allow_partial=partial, cache_strings="keys")
     except ValueError as error:
@@ -455,8 +456,9 @@ def valid(document: Any, model: type[B]) -> B:
 async def tokens_of(
     engine: Engine, given: str | list[int], deadline: float | None, *, document: bool = False
 ) -> tuple[int, ...]:
-    """Returns the token ids of a text, or the given token ids. A `document` is an input for scoring, which has a larger
-    limit. Raises TooLarge, DeadlineExceeded, and InvalidRequest for a text without tokens."""
+    """Returns the token ids of a text, or the given token ids. If `document` is true, the input is for scoring, which
+    has a larger limit on the number of tokens. Raises TooLarge, DeadlineExceeded, and InvalidRequest for a text without
+    tokens."""
     if isinstance(given, list):
         return tuple(given)
     tokens = await engine.encode(given, deadline, document=document)
@@ -466,7 +468,7 @@ async def tokens_of(
 
 
 def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[str, Any]:
-    """Returns the OpenAPI description of headers, with a text and a JSON schema for each. A route that reads the
+    """Returns the OpenAPI description of headers, with a text and a JSON schema for each header. A route that reads the
     headers itself is faster than a route with the framework's header parameters."""
     return {
         "parameters": [

@@ -67,7 +67,7 @@ class Dispatcher:
         return exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a matching request as an ASGI application. It must run behind the middleware."""
+        """Answers a matching request as an ASGI application. The dispatcher must run behind the middleware."""
         scope["app"] = self._app
         request = Request(scope, receive, send)
         body = await read(request)

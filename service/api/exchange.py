@@ -1,9 +1,9 @@
 """Handles one HTTP request from its head to its response, for every path that a request can take through the server.
 
-Before the endpoint, an exchange reads the request id (x-request-id, traceparent), checks the path (404) and the API key
-(401, 403, 429), and sets the deadline (x-request-timeout-ms).
-After the endpoint, it adds x-request-id and security headers, converts an exception to a problem document, updates the
-metrics, ends the span, and writes one line to the access log.
+Before the endpoint runs, an exchange reads the request id (x-request-id, traceparent), checks the path (404) and the
+API key (401, 403, 429), and sets the deadline (x-request-timeout-ms). After the endpoint has ended, the exchange adds
+x-request-id and security headers, converts an exception to a problem document, updates the metrics, ends the span, and
+writes one line to the access log.
 
 One of three sinks sends the response: ASGI's `send` (`middleware.py`), a single write of the HTTP protocol
 (`dispatch.py`), or a WebSocket frame (`routes/stream.py`).
@@ -81,7 +81,8 @@ class RequestContext:
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:
-        """Reads the headers. The request id is the client's `x-request-id`, else the trace id, else a new id."""
+        """Returns the context of a request with these headers. The request id is the client's `x-request-id`, else the
+        trace id, else a new id."""
         headers = dict(reversed(scope["headers"]))
         parent: Parent | None = None
         trace_id: str | None = None
@@ -305,8 +306,8 @@ class HttpExchange(Exchange):
             own = copy_context()
             own.run(CURRENT.set, self.traced)
         self._task = EagerTask(self._run(respond, sink), own)
-        self._task.on_done(EagerTask.result)  # `result` raises the error of a failed task, and the event loop logs the
-        # error
+        # `result` raises the error of a failed task, and the event loop logs the error
+        self._task.on_done(EagerTask.result)
 
     def hang_up(self) -> None:
         """Handles the client's disconnection. Cancels the request's work that has not entered a batch yet."""
@@ -358,9 +359,9 @@ def log_line(scope: Scope, here: RequestContext, seconds: float) -> dict[str, ob
 
 
 def refuse_control(path: str) -> None:
-    """Raises NotFound for a path with a control character. The routes' regular expressions match before a trailing
-    newline. A path with a newline at its end would therefore match a route, but differ from the path that other checks
-    compare."""
+    """Raises NotFound for a path with a control character. In a regular expression, `$` also matches before a newline
+    at the end of the text. A path with such a newline would therefore match a route, but differ from the path that
+    other checks compare."""
     if CONTROL.search(path):
         raise NotFound("not found: the path has a control character")
 

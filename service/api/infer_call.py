@@ -51,7 +51,7 @@ class InferCall:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the request asks for the log-probabilities of its own tokens."""
+        """Whether the request asks for the log-probabilities of the tokens that it gives."""
         return TOKEN_LOGPROBS in self.names
 
 

@@ -1,9 +1,9 @@
 """The only ASGI middleware, around every route.
 
 It rejects a body whose declared or received length exceeds the limit (413), and converts the exceptions of routes to
-responses. It checks a WebSocket's API key before its route runs. It also accepts a WebSocket without a valid key or
-route, sends the reason in a message, and closes the WebSocket with 1008. The reason for a failed handshake would be
-lost, because browsers do not show it to the page.
+responses. The middleware checks a WebSocket's API key before the WebSocket's route runs. If the key or the path is
+invalid, the middleware still accepts the WebSocket, sends the reason in a message, and closes the WebSocket with 1008.
+A page would not learn the reason for a rejected handshake, because browsers do not show it to the page.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ TRY_AGAIN = 1013
 class RequestMiddleware:
     """Wraps an application.
 
-    Once a response has started, no other response is possible. An exception is then raised again, and the server closes
-    the connection. The response to a request that the server cancels during shutdown is a 503.
+    Once a response has started, no other response is possible. If the application then raises an exception, the
+    middleware raises it again, and the server closes the connection. The response to a request that the server cancels
+    during shutdown is a 503.
     """
 
     def __init__(self, app: ASGIApp, *, policy: RequestPolicy) -> None:

@@ -31,8 +31,8 @@ from wane.service.observability.logs import SERVICE
 
 
 class ProblemDocument(TypedDict):
-    """A problem document (RFC 9457). `code` is stable, and `retryable` says whether a retry may succeed. Some codes add
-    fields."""
+    """A problem document (RFC 9457). `code` does not change between releases, and `retryable` says whether a retry may
+    succeed. Documents with certain codes have additional fields."""
 
     type: str
     title: str
@@ -82,7 +82,7 @@ def describe(error: Exception) -> Failure:
         if isinstance(error, Overloaded | Unavailable):
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         if isinstance(error, TooLarge | BodyTimeout | Unauthorized):
-            headers["connection"] = "close"  # because the rest of the body is not read
+            headers["connection"] = "close"  # the connection is closed, because the rest of the body is not read
         if isinstance(error, Unauthorized):
             headers["www-authenticate"] = BASIC if error.basic else BEARER
         return Failure(error.http_status, error.code, error.message, error.retryable, error.extra(), headers)

@@ -1,6 +1,6 @@
-"""Sequences of the Open Inference Protocol: a sequence of model M with id I is the session `M:I`.
+"""Sequences of the Open Inference Protocol. A sequence of model M with id I is the session `M:I`.
 
-A model's name has no colon, so the first colon ends the model's name.
+The first colon ends the model's name, because a model's name has no colon.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def sequence_engine(request: Request, engine: Engine, key: str, sequence: 
 
 async def start_sequence(request: Request, engine: Engine, key: str) -> None:
     """Deletes the sequence if it exists, and starts it at position 0. Raises SessionExists if other clients start the
-    same sequence at the same time, in every attempt."""
+    same sequence during each of STARTS attempts."""
     until = deadline(request)
     for attempt in range(STARTS):
         try:

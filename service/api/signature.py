@@ -1,8 +1,7 @@
 """The signature (inputs and outputs) of models in the Open Inference Protocol, and the documents that describe a model.
 
 All models have the same inputs and outputs. Only two sizes differ between models: V is the size of the vocabulary, and
-K is the number of listed tokens. K is 16, or the vocabulary's size or the setting `top_k_limit` if one of these is
-smaller.
+K is the number of listed tokens. K is the smallest of 16, the vocabulary's size and the setting `top_k_limit`.
 
     inputs    tokens INT64 [-1, -1] | text BYTES [-1] | events BYTES [-1, -1];  lengths INT64 [-1]
     outputs   top_ids INT64 [-1, K], top_logprobs FP32 [-1, K], logits FP32 [-1, V], token_logprobs FP32 [-1, -1],

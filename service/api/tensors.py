@@ -1,6 +1,6 @@
 """Reads tensors of the Open Inference Protocol from requests, and writes them into answers.
 
-A body with binary tensors begins with a JSON header. Its length is in the request header
+A body with binary tensors begins with a JSON header. The length of the JSON header is in the request header
 `Inference-Header-Content-Length`. The bytes of the binary tensors follow, in the order of the `inputs` in the JSON
 header. A tensor is binary if its `parameters` have a `binary_data_size`. Numbers are little-endian. A BYTES value is
 encoded as its length in 4 bytes, followed by its bytes.

@@ -24,7 +24,8 @@ Signature = tuple[int, int, int]
 
 
 class KeySource:
-    """Reads the API keys at startup, and reloads the key file. `keyring` is None if the server has no keys."""
+    """Reads the API keys at startup, and reloads the key file when it changes. `keyring` is None if the server has no
+    keys."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises KeysError if a list of keys is invalid or the file cannot be read."""

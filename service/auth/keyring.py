@@ -52,13 +52,14 @@ class TokenBucket:
 
 
 SELECTOR_BYTES = 16
-"""The number of digest bytes by which a key is looked up. Then the whole digests are compared in constant time."""
+"""The number of digest bytes by which a key is looked up. After the lookup, the whole digests are compared in constant
+time."""
 
 
 class Principal:
-    """The holder of an API key. The object stays the same when the key's limits change or the key gets more
-    permissions. `revoked` becomes true when the key is removed, loses a permission or changes its name. The client of
-    an open WebSocket must then authenticate again."""
+    """The holder of an API key. The same object is kept when the key's limits change or the key gets more permissions.
+    `revoked` becomes true when the key is removed, loses a permission or changes its name. The client of an open
+    WebSocket must then authenticate again."""
 
     __slots__ = ("_bucket", "_clock", "key", "owner", "revoked")
 

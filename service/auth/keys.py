@@ -1,6 +1,6 @@
 """Parses API keys from a file and from the environment, with their owners, permissions and limits.
 
-A line of the file is one key. `wane key NAME` makes a key and its line. Every line ends in a newline.
+A line of the file is one key. `wane key NAME` creates a key and prints its line. Every line ends in a newline.
 
     # name:sha256:digest, then any of: scope (use, metrics, admin; joined by +), rate and burst (requests), sessions
     alice:sha256:9f86d081884c7d65...
@@ -10,8 +10,8 @@ A line of the file is one key. `wane key NAME` makes a key and its line. Every l
 In the environment, a key is `name:key` or `name:key:scope`, with commas between keys. An owner may have several keys,
 which give access to the same sessions. A new key can therefore replace an old key without an interruption.
 
-A key has 256 random bits, which nobody can guess even with a fast hash. Therefore SHA-256 is enough. A password would
-require a slow hash.
+The file has SHA-256 hashes of keys. A fast hash is enough, because a key has 256 random bits, which nobody can guess. A
+password would require a slow hash.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class Client:
         tracing: Tracing | None = None,
     ) -> None:
         """`key` is the API key. The default is the value of the environment variable WANE_API_KEY. `tracing` records a
-        span for every call. The parent of each span is the value of the environment variable TRACEPARENT, if it is set.
+        span for every call. If the environment variable TRACEPARENT is set, each span has the parent that this variable
+        names.
         """
         self._url = url
         self._tracing = tracing

@@ -109,7 +109,7 @@ def choose(client: Client, name: str | None) -> Document:
 
 
 def requests_needed(steps: int) -> int:
-    """Returns the number of times that `measure` calls `advance`."""
+    """Returns the number of times that `measure` calls `advance` for a text of `steps` tokens."""
     return 3 * steps + min(steps, COMPARED_POSITIONS)
 
 
@@ -119,8 +119,8 @@ def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[i
     model = card["id"]
 
     def window(index: int) -> Document:
-        # The input has one token more than the window, because an input that fits into the window is run from the start
-        # token.
+        # The request has one token more than the window, because an input that fits in the window would be run from the
+        # start token.
         part = tokens[max(0, index - k) : index + 1]
         return client.post("/v1/predict", {"model": model, "tokens": part, "mode": "window", "window": k})
 

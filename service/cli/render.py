@@ -55,8 +55,8 @@ def agreement_table(compared: Measurements) -> Table:
 
 
 def report_tables(report: Document) -> list[Table]:
-    """Returns the tables of a report. They show the latency of each model and mode, and the agreement and sessions of
-    each model."""
+    """Returns the tables of a report. The tables show the latency of each model and mode, and the agreement and the
+    sessions of each model."""
     of = f"{report['replicas']} replicas, {report['device']}" if "replicas" in report else report["device"]
     latency = _table(f"Latency, ms ({of})", ("model", "mode", "phase"), ("requests", "p50", "p90", "p99"))
     agreement = _table(

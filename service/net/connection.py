@@ -1,10 +1,10 @@
 """Limits what one connection can cost the server: size limits, timeouts, the receive budget and counters of rejected
 connections.
 
-uvicorn has no timeout for a slow client. This module adds timeouts for receiving the head of a request, for receiving
-its body, and for the client's reading of a response. It also limits the number of connections. `http_protocol.py` and
-`websocket_protocol.py` enforce these limits. A rejected connection never becomes a request, so this module counts and
-logs it.
+uvicorn has no timeout for a slow client. This module adds timeouts for receiving the head of a request, for receiving a
+request's body, and for the time in which the client reads a response. It also limits the number of connections.
+`http_protocol.py` and `websocket_protocol.py` enforce these limits. The request metrics and the access log do not
+include rejected connections, so this module counts and logs them.
 
 The receive budget covers large bodies only. The memory for heads and small messages is bounded by the limit on
 connections. A session's next step is therefore accepted even while many large bodies are being received.
@@ -66,7 +66,7 @@ class RejectReason(StrEnum):
     LONG_HEAD = "long_head"  # 431
     LONG_TRAILERS = "long_trailers"  # 431: too many bytes of trailers or of chunk lengths
     SLOW_HEAD = "slow_head"  # 408
-    SLOW_BODY = "slow_body"  # 408: if no route waits for the body, else the middleware answers; 1008: a slow message
+    SLOW_BODY = "slow_body"  # 408: a slow body that no route waits for; 1008: a slow message
     FULL = "full"  # 429 or 1013: the receive budget is used up
     MALFORMED = "malformed"  # 400: invalid HTTP; 1002: an invalid frame; 1007: invalid UTF-8
     HANDSHAKE = "handshake"  # 400, 405, 414, 426 or 431: a WebSocket handshake that is invalid or too late

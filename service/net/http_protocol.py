@@ -2,12 +2,12 @@
 
 Slow clients, oversized requests and excess connections receive 408, 429, 431 or 503. Such requests never reach a route.
 
-A request that arrives completely in one read may be passed to a `RequestDispatcher`. The dispatcher answers it without
-ASGI messages and without a task. All other requests are passed to the ASGI application.
+A request that arrives completely in one read may be passed to a `RequestDispatcher`. The dispatcher answers such a
+request without ASGI messages and without an `asyncio.Task`. All other requests are passed to the ASGI application.
 
-uvicorn writes the head and the body of a response separately, and uvloop makes a system call for each. The second
-system call is a large part of a response's cost. `BufferedTransport` joins all writes of one iteration of the event
-loop.
+uvicorn writes the head and the body of a response separately, and uvloop makes a system call for each write. The second
+system call takes a large part of the CPU time of a response. `BufferedTransport` joins all writes of one iteration of
+the event loop.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class BufferedTransport:
         self._held: list[bytes] = []
         self._bytes = 0
         self._has_ended = False
-        self.delays_closing: Callable[[], bool] = _never  # returns True if the protocol itself will close the
-        # connection
+        # returns True if the protocol itself will close the connection
+        self.delays_closing: Callable[[], bool] = _never
 
     def write(self, data: bytes) -> None:
         if not self._held:
@@ -134,8 +134,8 @@ class ProxyHeaders(ProxyHeadersMiddleware):
     def apply(self, scope: Any) -> None:
         """Applies the forwarding headers of trusted proxies to a request's scope."""
         unused: Any = None
-        with suppress(StopIteration):  # the middleware awaits only `_no_app`, so one `send` runs the coroutine to its
-            # end
+        # the middleware awaits only `_no_app`, so one `send` runs the coroutine to its end
+        with suppress(StopIteration):
             self(scope, unused, unused).send(None)
 
 
@@ -144,8 +144,8 @@ async def _no_app(*_: Any) -> None:
 
 
 CLOSE = (b"connection", b"close")
-TRAILERS: Any = deque(maxlen=0)  # used in place of a connection's list of trailer fields; it drops every field that is
-# appended
+# used in place of a connection's list of trailer fields; it drops every field that is appended
+TRAILERS: Any = deque(maxlen=0)
 
 HEAD_END = b"\r\n\r\n"
 PARSER_REASONS = {"Pause on PRI/Upgrade": "this is HTTP/2, and the server speaks HTTP/1.1"}
@@ -182,8 +182,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.in_flight: InFlight | None = None  # the request that the dispatcher is answering
         self.last_whole: object = None  # the scope of the last request that was received whole
         self.completed = False  # the latest bytes completed a request
-        self.head_bytes = 0  # number of received bytes of an incomplete head, without a read that also completed a
-        # request
+        # number of received bytes of an incomplete head, without a read that also completed a request
+        self.head_bytes = 0
         self.head_end = b""  # the last bytes of the incomplete head
         self.framing_bytes = 0  # number of bytes received since the last content byte of an incomplete body
         # the request that may keep its connection alive only once its body is complete
@@ -230,8 +230,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             if self.held is not None:
                 self.begin(*self.held)
             if self.in_flight is not None and len(self.pipeline) <= 1:
-                # uvicorn pauses reading while a pipelined request waits. The server would then notice neither a
-                # disconnection nor more of the body.
+                # uvicorn pauses reading while a pipelined request waits. While reading is paused, the server would
+                # notice neither a disconnection nor further bytes of the body.
                 self.flow.resume_reading()
 
     def take_in(self, data: bytes) -> None:
@@ -280,8 +280,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             self.keepalive_hold = self.cycle
 
     def feed(self, data: bytes) -> None:
-        """Parses received bytes. Replaces uvicorn's `data_received`, which answers a malformed request before the
-        earlier requests are answered, and which drops the bytes after an upgrade request."""
+        """Parses received bytes. Replaces uvicorn's `data_received`. That method answers a malformed request before the
+        earlier requests are answered, and drops the bytes after an upgrade request."""
         self._unset_keepalive_if_required()
         rest: bytes | memoryview = data
         behind: bytes | memoryview = b""  # bytes to parse after `rest`
@@ -306,7 +306,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                     return
                 else:
                     rest, behind = self.head_without_upgrade(), rest
-                    # The old parser rejects further bytes if the head says `Connection: close`.
+                    # The earlier parser object rejects further bytes if the head has `Connection: close`.
                     self.parser = HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
@@ -315,7 +315,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         CONNECT request and for a head that asks for another protocol. If the result is True, uvicorn does not start the
         request.
 
-        httptools reads no body after such a head. It would parse a declared body as the next request.
+        The parser, httptools, reads no body after such a head. It would parse the declared body of such a request as
+        the next request.
         """
         return self.scope["method"] != "CONNECT" or self.declares_body()
 
@@ -392,8 +393,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             at_last()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Replaces uvicorn's `on_header`, which keeps the white space around a value. RFC 9110, 5.5 excludes it from
-        the value."""
+        """Replaces uvicorn's `on_header`, which keeps the white space around a value. RFC 9110, 5.5 excludes this white
+        space from the value."""
         name = name.lower()
         value = value.strip(b" \t")
         if name == b"expect" and value.lower() == b"100-continue":
@@ -421,7 +422,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             self.in_flight = in_flight
 
     def came_whole(self, cycle: RequestResponseCycle) -> bool:
-        """Whether the whole request was received and its client reads the responses."""
+        """Whether the whole request was received, and the client reads its responses."""
         return not (cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue or self.flow.write_paused)
 
     def on_chunk_header(self) -> None:
@@ -504,8 +505,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
 
     def delays_closing(self) -> bool:
         """Returns whether a request is still being received. If so, closes the connection after DEAF_S seconds, and
-        drops received bytes until then. The reason for the delay is that the kernel resets a connection that is closed
-        with unread bytes, and the client would then not receive the response."""
+        drops received bytes until then. Without this delay, the connection might be closed with unread bytes. The
+        kernel would then reset it, and the client would not receive the response."""
         if (self.scope is self.last_whole and not self.is_unread) or self.lingers or self.transport.is_closing():
             return False
         self.discarding = self.lingers = True

@@ -18,13 +18,13 @@ from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, Timeo
 from wane.service.net.receive_queue import CHANNEL, MOST_EARLY, ClientDisconnected, Message, ReceiveQueue
 
 PIECE_BYTES = 1 << 12  # the number of received bytes that are parsed in one call
-MOST_FRAMES, FRAMES_S = 1000, 10.0  # the largest number of fragments and pings in FRAMES_S seconds during which no
-# message is completed
+# the largest number of fragments and pings in FRAMES_S seconds during which no message is completed
+MOST_FRAMES, FRAMES_S = 1000, 10.0
 PROTOCOL, NOT_UTF8, POLICY, TRY_AGAIN = 1002, 1007, 1008, 1013
 WHOLE_TEXT = 0x81  # the first byte of a text message in one frame
 MASKED = 0x80  # the flag of a masked frame, in the byte that also holds a short length
-SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF  # the longest payload whose length fits in the second byte, and in the two
-# bytes after it
+# the longest payload whose length fits in the second byte, and in the two bytes after it
+SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF
 LENGTH_BYTES = {126: 2, 127: 8}  # the number of bytes of a length field, by the value of the second byte
 MASK_BYTES = 4
 
@@ -35,8 +35,8 @@ class FrameBoundary:
     __slots__ = ("_head", "_missing_bytes")
 
     def __init__(self) -> None:
-        self._head = b""  # the received bytes of a frame whose length field is incomplete
-        self._missing_bytes = 0  # the bytes of the current frame that are not received yet
+        self._head = b""  # received bytes of a frame whose length field is incomplete
+        self._missing_bytes = 0  # the number of bytes of the current frame that are not received yet
 
     @property
     def is_within_frame(self) -> bool:
@@ -162,8 +162,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             self.tell(RejectReason.HANDSHAKE, HTTPStatus(self.response.status_code))
 
     def refuse_handshake(self) -> None:
-        """Rejects a handshake whose head the HTTP parser accepted and the websockets library could not parse. uvicorn
-        would wait for more bytes."""
+        """Rejects a handshake whose head the HTTP parser accepted, but the websockets library could not parse. Without
+        this rejection, uvicorn would wait for more bytes."""
         answer = b"".join(self.conn.data_to_send()) or bare_answer(HTTPStatus.BAD_REQUEST)
         self.tell(RejectReason.HANDSHAKE, HTTPStatus(int(answer.split(b" ", 2)[1])))
         self.discarding = True
@@ -204,7 +204,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return super().send(message)
 
     async def send_text(self, text: bytes) -> None:
-        """Sends a text message. Builds the frame without the websockets library, because nothing is compressed."""
+        """Sends a text message. Builds the frame without the websockets library. This is possible because frames are
+        not compressed."""
         if not self.writable.is_set():
             await self.writable.wait()
         if self.disconnected or self.conn.state is not State.OPEN:

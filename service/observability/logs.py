@@ -90,7 +90,7 @@ def configure(level: str) -> None:
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel("WARNING")  # Wane logs the start and stop of the server itself
-    # The lines contain no thread or process, so a record need not look them up.
+    # The log lines name no thread and no process, so a log record need not look up these names.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 

@@ -1,4 +1,5 @@
-"""Traces requests with OpenTelemetry. Requires the extra `otel`. Enabled by `OTEL_EXPORTER_OTLP_ENDPOINT`.
+"""Traces requests with OpenTelemetry. Tracing requires the extra `otel`, and is enabled by the variable
+`OTEL_EXPORTER_OTLP_ENDPOINT`.
 
     POST /v1/sessions/{session}/tokens      the request in the middleware. Its parent is the client's span
       queue                                 from queueing until the run starts. One for each of the request's batches
@@ -6,8 +7,8 @@
                                             to every sampled request in the batch
         run                                 the run of the model's graph
 
-A batch is exported once, in the trace of its first sampled request. The `queue` spans of its other sampled requests
-link to it.
+A batch is exported once, in the trace of its first sampled request. The `queue` spans of the batch's other sampled
+requests link to the batch's span.
 
 This module decides whether a request is sampled before it calls OpenTelemetry. The decision reads two bytes of
 `traceparent` or a random number, so a request that is not sampled has no further cost. The spans of a sampled request
@@ -222,7 +223,7 @@ class Tracing:
         return cls(provider, Sampling(environment.get(SAMPLER, ""), environment.get(SHARE, "")))
 
     def begin(self, parent: Parent | None, tracestate: Sequence[bytes], started_s: float) -> Traced | None:
-        """Starts the span of a request. Returns None if the request is not sampled."""
+        """Starts the span of a request. Returns the request's `Traced`, or None if the request is not sampled."""
         if not self._sampling.takes(parent):
             return None
         from opentelemetry.trace import SpanKind

@@ -86,7 +86,8 @@ def _share_arena() -> None:
     """Registers one memory arena for the intermediate values of all CPU graphs. onnxruntime accepts one arena per
     process.
 
-    Without a shared arena each graph has its own arena, and an arena never shrinks after the graph's largest run.
+    Without a shared arena each graph has its own arena, and the memory of an arena stays at the size of the graph's
+    largest run.
     """
     place = onnxruntime.OrtMemoryInfo(
         "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT

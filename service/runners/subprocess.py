@@ -1,11 +1,12 @@
 """Runs a bundle's graphs in a separate process that runs only on idle processors.
 
-A low-priority thread is no alternative. Such a thread may hold the interpreter's lock (GIL) while it waits for a
-processor, and would then block all other threads. Every message between the processes is a line of JSON, followed by
-the bytes of the arrays that the line describes. Nothing is unpickled.
+A thread with a low priority would not be sufficient. Such a thread may hold the interpreter's lock (GIL) while it waits
+for a processor, and would then block all other threads. Every message between the processes is a line of JSON, followed
+by the bytes of the arrays that the line describes. No message is decoded with pickle, which could run code from the
+message.
 
-`python -m wane.service.runners.subprocess BUNDLE` starts this process. It reads requests from its standard input,
-answers on its standard output, and exits at the end of its input.
+`python -m wane.service.runners.subprocess BUNDLE` starts this process. The process reads requests from its standard
+input, writes answers to its standard output, and exits at the end of its input.
 """
 
 from __future__ import annotations

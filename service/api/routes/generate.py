@@ -29,8 +29,8 @@ router = APIRouter(tags=["generate"])
     responses=events.DESCRIPTION,
 )
 async def generate(request: Request) -> Response:
-    """Generates a continuation of a text. With `stream`, the answer is an event `token` for each token, then an event
-    `finish`. A failure is an event `error`."""
+    """Generates a continuation of a text. If `stream` is true, the answer is an event `token` for each token, then an
+    event `finish`. A failure is an event `error`."""
     body = await decode(request, GenerateBody)
     engine = await model_engine(request, body.model)
     with until_hangup(request):

@@ -133,14 +133,14 @@ async def all_statistics(request: Request) -> Response:
 @router.head("/models/{name}/stats", include_in_schema=False)
 @router.get("/models/{name}/stats", response_model=StatisticsDocument)
 async def statistics(request: Request, name: str) -> Response:
-    """Returns the statistics of a model's inference requests since it was loaded."""
+    """Returns the statistics of a model's inference requests since the model was loaded."""
     return _statistics(request, [await _served(request, name)])
 
 
 @router.head("/models/{name}/versions/{version}/stats", include_in_schema=False)
 @router.get("/models/{name}/versions/{version}/stats", response_model=StatisticsDocument)
 async def version_statistics(request: Request, name: str, version: Version) -> Response:
-    """Like `/v2/models/{name}/stats`, if this version is served."""
+    """Answers like `/v2/models/{name}/stats`, if this version is served."""
     return _statistics(request, [await _served(request, name, version)])
 
 
@@ -159,7 +159,7 @@ async def config(request: Request, name: str) -> Response:
 @router.head("/models/{name}/versions/{version}/config", include_in_schema=False)
 @router.get("/models/{name}/versions/{version}/config", response_model=ModelConfigDocument)
 async def version_config(request: Request, name: str, version: Version) -> Response:
-    """Like `/v2/models/{name}/config`, if this version is served."""
+    """Answers like `/v2/models/{name}/config`, if this version is served."""
     return encode.reply(signature.configuration(await _served(request, name, version), settings(request)))
 
 
@@ -184,7 +184,7 @@ async def metadata(request: Request, name: str) -> Response:
 @router.head("/models/{name}/versions/{version}", include_in_schema=False)
 @router.get("/models/{name}/versions/{version}", response_model=ModelMetadataDocument)
 async def version_metadata(request: Request, name: str, version: Version) -> Response:
-    """Like `/v2/models/{name}`, if this version is served."""
+    """Answers like `/v2/models/{name}`, if this version is served."""
     return encode.reply(signature.metadata(await _served(request, name, version), settings(request)))
 
 
@@ -213,7 +213,7 @@ def _counter(request: Request) -> InferenceCounter:
 @router.post("/models/{name}/infer", response_model=InferenceDocument, openapi_extra=INFER, responses=ANSWERS)
 async def infer(request: Request, name: str) -> Response:
     """Predicts the next token after each sequence, scores the given tokens, or both. The requested outputs determine
-    which. With a `sequence_id`, appends the tokens to that sequence."""
+    which of these is computed. With a `sequence_id`, appends the tokens to that sequence."""
     return await _infer(request, await _served(request, name))
 
 
@@ -221,7 +221,7 @@ async def infer(request: Request, name: str) -> Response:
     "/models/{name}/versions/{version}/infer", response_model=InferenceDocument, openapi_extra=INFER, responses=ANSWERS
 )
 async def version_infer(request: Request, name: str, version: Version) -> Response:
-    """Like `/v2/models/{name}/infer`, if this version is served."""
+    """Answers like `/v2/models/{name}/infer`, if this version is served."""
     return await _infer(request, await _served(request, name, version))
 
 
@@ -260,7 +260,8 @@ class InferResults:
 
     @property
     def latency(self) -> Latency:
-        """The latency of the slowest row. It is the latency of the engine's work, because rows run together."""
+        """The latency of the slowest row. It is the latency of the engine's work for the request, because all rows run
+        at the same time."""
         found = [one.latency for one in self.answers] + [one.latency for one in self.scores]
         return max(found, key=lambda latency: latency.total_ms, default=NO_LATENCY)
 

@@ -83,9 +83,9 @@ LINKS = {
         ("delete", "", "delete"),
     )
 }
-"""The routes of a created session, for the OpenAPI description."""
+"""The links from a created session to its routes, for the OpenAPI description."""
 
-TOP_K = ONE_TOKEN.top_k  # the `top_k` of a step that gives none
+TOP_K = ONE_TOKEN.top_k  # the value of `top_k` for a step without `top_k`
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -151,8 +151,8 @@ async def delete(request: Request, session: SessionId) -> Response:
 
 @router.post("/{session}/tokens", response_model=AnswerDocument, openapi_extra=json_body(StepBody) | STEP_HEADERS)
 async def append(request: Request, session: SessionId) -> Response:
-    """Appends tokens to a session, and predicts the next token. `expected_position` and `idempotency_key` make retries
-    of a step safe."""
+    """Appends tokens to a session, and predicts the next token. With `expected_position` or `idempotency_key`, a retry
+    of a step does not append its tokens again."""
     scope = request.scope
     here = context(scope)
     token = only_token(scope.get(WHOLE_BODY))
@@ -285,7 +285,7 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
 
 async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[encode.StepResult]:
     """Submits every step to the engine of the step's session. All steps of one session run on the same engine, even if
-    another version of its model is loaded during the call."""
+    another version of the session's model is loaded during the call."""
     models, until = registry(request), deadline(request)
     results: list[encode.StepResult | None] = [None] * len(bodies)
     engines: dict[str, Engine] = {}

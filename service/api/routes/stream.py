@@ -1,4 +1,5 @@
-"""Serves a session over a WebSocket. Each message is a step, and gets a prediction as its answer, in order.
+"""Serves a session over a WebSocket. Each message is a step or a rewind. The server answers each message with a
+prediction, in the order of the messages.
 
     -> {"tokens": [5]}              <- {"predictions": [...], "position": 1, ...}    like the answer of POST .../tokens
     -> {"rewind": 0}                <- {"predictions": [...], "position": 0, ...}    the prediction at that position
@@ -115,8 +116,8 @@ class Stream:
         self.log["model"] = engine.name
         self.answered = 0
         self.channel = channel_of(socket)
-        self.waits_since_s = math.inf  # when the wait for a message began, on the event loop's clock; infinite while a
-        # message is being answered
+        # when the wait for a message began, on the event loop's clock; infinite while a message is being answered
+        self.waits_since_s = math.inf
 
     async def run(self) -> None:
         """Answers messages until the WebSocket is closed."""

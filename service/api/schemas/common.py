@@ -37,8 +37,8 @@ AT_MOST = "x-at-most"
 
 
 def anchored(pattern: str) -> str:
-    """Returns a schema's pattern that matches only whole texts. Without anchors, a JSON Schema pattern matches any part
-    of a text."""
+    """Returns a JSON Schema pattern that matches only whole texts. Without anchors, a JSON Schema pattern matches any
+    part of a text."""
     return f"^(?:{pattern})$"
 
 
@@ -48,7 +48,7 @@ def says(**keywords: object) -> Any:
 
 
 def modes(of: Iterable[Mode]) -> WithJsonSchema:
-    """Returns the schema of a field whose value is one of these modes."""
+    """Returns the JSON schema of a field whose value is one of the given modes."""
     return WithJsonSchema({"type": "string", "enum": [mode.value for mode in of]})
 
 
@@ -66,7 +66,8 @@ class AtMost:
         return most
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Adds the limit for `service/api/openapi.py`, which replaces a setting's name with its value."""
+        """Adds the limit to the field's schema. `service/api/openapi.py` later replaces a setting's name with the
+        setting's value."""
         return {**handler(schema), AT_MOST: self.limit}
 
 

@@ -50,7 +50,7 @@ class OutputTensor(Body):
 
 
 class InferParameters(Body):
-    """The parameters of an inference. `PredictBody` describes the parameters that the native protocol has, too."""
+    """The parameters of an inference. `PredictBody` describes the parameters that also exist in the native protocol."""
 
     mode: WireMode | None = Field(default=None, description="as in /v1/predict; default: auto, or a sequence's own")
     window: Window | None = None
@@ -112,8 +112,8 @@ class BinarySizeDocument(TypedDict):
 
 
 class OutputTensorDocument(TypedDict):
-    """An output tensor. Its values are in `data` in row-major order, or in the binary part of the answer, and then
-    `parameters` has their size."""
+    """An output tensor. The values are in `data` in row-major order, or in the binary part of the answer. In the latter
+    case, `parameters` has the size of the values."""
 
     name: str
     datatype: Literal["INT64", "FP32", "BOOL"]
@@ -193,7 +193,7 @@ class VersionsDocument(TypedDict):
 
 
 class VersionPolicyDocument(TypedDict):
-    """The versions that are served, as a list."""
+    """The rule that only the listed versions are served."""
 
     specific: VersionsDocument
 
