@@ -47,8 +47,7 @@ class Timers:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._ticks: dict[int, set[Timer]] = {}
-        self._latest: tuple[float, int] = -1.0, 0  # the most recently requested time, and the tick in which its timers
-        # fire
+        self._latest: tuple[float, int] = -1.0, 0  # the latest requested time, and the tick of its timers
 
     def at(self, when: float, ring: Callable[[], None]) -> Timer:
         """Returns a timer that calls `ring` at `when`, in seconds on the event loop's clock. If `when` has passed,

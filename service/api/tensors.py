@@ -61,18 +61,24 @@ def inflated(raw: bytes, encoding: str, most: int) -> bytes:
     for a damaged body, and TooLarge for more than `most` bytes."""
     wbits = WBITS.get(encoding.strip().lower())
     if wbits is None:
-        raise UnsupportedMedia(f"content-encoding {truncate_repr(encoding)} is not read; gzip and deflate are")
+        raise UnsupportedMedia(
+            f"content-encoding {truncate_repr(encoding)} is not supported; the server accepts gzip and deflate"
+        )
     inflater = zlib.decompressobj(wbits)
     try:
         body = inflater.decompress(raw, most + 1)
     except zlib.error as error:
-        raise InvalidRequest(f"content-encoding is {encoding}, but the body is not: {error}", ENCODING) from error
+        raise InvalidRequest(
+            f"content-encoding is {encoding}, but the body is not valid {encoding}: {error}", ENCODING
+        ) from error
     if len(body) > most:
-        raise TooLarge(f"the body is too long once it is inflated; at most {most} bytes are accepted")
+        raise TooLarge(f"the decompressed body is too long; at most {most} bytes are accepted")
     if not inflater.eof:
-        raise InvalidRequest(f"content-encoding is {encoding}, but the body ends before its end", ENCODING)
+        raise InvalidRequest(f"content-encoding is {encoding}, but the {encoding} data is incomplete", ENCODING)
     if inflater.unused_data:
-        raise InvalidRequest(f"content-encoding is {encoding}, but bytes follow its end", ENCODING)
+        raise InvalidRequest(
+            f"content-encoding is {encoding}, but the body has bytes after the {encoding} data", ENCODING
+        )
     return body
 
 

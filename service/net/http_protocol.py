@@ -340,7 +340,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.is_unread = True
         if self.upgrades:
             self.discarding = self.upgrades = False
-            text = b"more was sent before the handshake was answered"
+            text = b"the client sent data before the handshake was answered"
             self.refuse(RejectReason.HANDSHAKE, HTTPStatus.BAD_REQUEST, text)
 
     def is_long_head(self, data: bytes) -> bool:

@@ -137,7 +137,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         room."""
         if self.share.is_now(self.coming_bytes() + self.unanswered_bytes):
             return True
-        self.break_off(RejectReason.FULL, TRY_AGAIN, "too much is being received")
+        self.break_off(RejectReason.FULL, TRY_AGAIN, "the server receives too many bytes")
         return False
 
     def coming_bytes(self) -> int:

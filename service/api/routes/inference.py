@@ -197,7 +197,7 @@ async def _served(request: Request, name: str, version: str | None = None) -> En
 def _of_version(engine: Engine, version: str | None) -> Engine:
     if version not in (None, engine.version):
         raise UnknownModel(
-            f"model {engine.name} has version {engine.version}, and not {truncate_repr(version)}, which is not served"
+            f"model {engine.name} has version {engine.version}; version {truncate_repr(version)} is not served"
         )
     return engine
 
@@ -371,7 +371,9 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
     parameters = asked.body.parameters
     for name in ("window", "tolerance", "truncated"):
         if is_given(parameters, name):
-            raise InvalidRequest(f"{name} is given with a sequence_id; it is for requests without", name)
+            raise InvalidRequest(
+                f"{name} is given with a sequence_id, but is only for requests without a sequence_id", name
+            )
     start = bool(parameters.sequence_start)
     if start and parameters.expected_position:
         raise InvalidRequest(

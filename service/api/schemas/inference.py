@@ -52,15 +52,22 @@ class OutputTensor(Body):
 class InferParameters(Body):
     """The parameters of an inference. `PredictBody` describes the parameters that also exist in the native protocol."""
 
-    mode: WireMode | None = Field(default=None, description="as in /v1/predict; default: auto, or a sequence's own")
+    mode: WireMode | None = Field(
+        default=None, description="as in /v1/predict; default: auto, or the mode of the sequence"
+    )
     window: Window | None = None
     tolerance: Tolerance | None = None
-    truncated: bool | None = Field(default=None, description="true: the tokens end a longer sequence")
+    truncated: bool | None = Field(default=None, description="true: the tokens are the end of a longer sequence")
     expected_position: Natural | None = Field(
-        default=None, description="the sequence's position before the request; the same request sent again is a replay"
+        default=None,
+        description="the sequence's position before the request; a repeated request gets the same answer",
     )
-    priority: Natural | None = Field(default=None, description="checked and then ignored: requests wait in one queue")
-    timeout: Natural | None = Field(default=None, description="microseconds until the deadline; 0: none of its own")
+    priority: Natural | None = Field(
+        default=None, description="must be valid, but has no effect: all requests wait in one queue"
+    )
+    timeout: Natural | None = Field(
+        default=None, description="timeout of the request in microseconds; 0: only the server's timeout applies"
+    )
     sequence_id: (
         Annotated[
             int | str,
@@ -74,10 +81,18 @@ class InferParameters(Body):
             ),
         ]
         | None
-    ) = Field(default=None, description="id of the sequence, which is the session `MODEL:ID`; 0 and '': none")
-    sequence_start: bool | None = Field(default=None, description="true: the sequence starts anew")
-    sequence_end: bool | None = Field(default=None, description="true: the sequence is deleted after the answer")
-    binary_data_output: bool | None = Field(default=None, description="true: outputs are binary by default")
+    ) = Field(
+        default=None,
+        description="id of the sequence, which is the session `MODEL:ID`; 0 and '' mean no sequence",
+    )
+    sequence_start: bool | None = Field(
+        default=None, description="true: start the sequence at position 0, and drop an existing sequence with this id"
+    )
+    sequence_end: bool | None = Field(default=None, description="true: delete the sequence after the answer")
+    binary_data_output: bool | None = Field(
+        default=None,
+        description="true: the values of all outputs are binary, unless an output has its own `binary_data`",
+    )
 
 
 class InferBody(Body):
@@ -97,9 +112,11 @@ class InferBody(Body):
         },
     )
 
-    id: str | None = Field(default=None, description="is in the answer too")
+    id: str | None = Field(default=None, description="the request's id, which the answer repeats")
     parameters: Annotated[InferParameters, says(default={})] = InferParameters()
-    inputs: list[InputTensor] = Field(description="one of tokens, text and events; and lengths for a ragged batch")
+    inputs: list[InputTensor] = Field(
+        description="exactly one of tokens, text and events; also lengths, if rows have different lengths"
+    )
     outputs: list[OutputTensor] | None = Field(
         default=None, description="default: top_ids, top_logprobs, error_bound, position"
     )
