@@ -108,7 +108,7 @@ class Settings(BaseModel):
         ge=1,
         description="memory for bodies and WebSocket messages that are being received or are not answered yet; "
         "connections with at most 4096 bytes are not counted; when the memory is used up, the server "
-        "answers further bodies with 429; raised to twice max_body_bytes",
+        "answers further bodies with 429; at least twice max_body_bytes, even if set lower",
     )
     max_window: int | None = Field(
         default=None, ge=1, description="largest k of a request; a model's own limit applies if it is smaller"
@@ -120,8 +120,8 @@ class Settings(BaseModel):
     session_history_tokens: int = Field(
         default=256,
         ge=1,
-        description="number of latest tokens that are kept of a session; raised to the largest maximum window of "
-        "the loaded models",
+        description="number of latest tokens that are kept of a session; at least the largest maximum window of "
+        "the loaded models, even if set lower",
     )
     state_budget_bytes: int = Field(
         default=256 * 2**20, ge=1, description="memory for the resident states of each model"

@@ -271,16 +271,25 @@ class Metrics:
             "wane_agreement_compared", "Compared pairs of a window answer and a recurrent answer.", "model"
         )
         self.agreement_top1_matches = counter(
-            "wane_agreement_top1_matches", "Pairs with the same most probable token.", "model"
+            "wane_agreement_top1_matches",
+            "Compared pairs whose two answers have the same most probable token.",
+            "model",
         )
         self.agreement_top1_proved = counter(
-            "wane_agreement_top1_proved", "Pairs whose window answer alone proves the match.", "model"
+            "wane_agreement_top1_proved",
+            "Compared pairs whose window answer alone proves that the most probable token is the same.",
+            "model",
         )
         self.agreement_total_variation = histogram(
-            "wane_agreement_total_variation", "Total variation distance within a pair.", TOTAL_VARIATION, "model"
+            "wane_agreement_total_variation",
+            "Total variation distance between the two answers of a compared pair.",
+            TOTAL_VARIATION,
+            "model",
         )
         self.agreement_bound_violations = counter(
-            "wane_agreement_bound_violations", "Pairs that differ by more than their bound. Must stay 0.", "model"
+            "wane_agreement_bound_violations",
+            "Compared pairs whose distance exceeds the error bound of the window answer. Must stay 0.",
+            "model",
         )
 
         # Shadow requests. For a sample of the answered requests, the server also computes the answer in the other mode.
