@@ -1,4 +1,5 @@
-"""Builds the ASGI application from its middleware and routes. Defines its startup and its shutdown."""
+"""Builds the ASGI application from the middleware and the routes. Defines what the application does at startup and at
+shutdown."""
 
 from __future__ import annotations
 
@@ -90,8 +91,8 @@ PROBLEM = {
 
 
 class Application(FastAPI):
-    """FastAPI with the project's OpenAPI description. It describes every route, and calls the routes that
-    `service/api/dispatch.py` does not call."""
+    """FastAPI with the project's OpenAPI description. The description contains every route. Requests that
+    `service/api/dispatch.py` does not answer are answered by this application."""
 
     def __init__(self, *, policy: RequestPolicy, settings: Settings, **described: Any) -> None:
         super().__init__(middleware=[Middleware(RequestMiddleware, policy=policy)], **described)
@@ -135,7 +136,7 @@ def create_app(
         except Exception as error:
             on_load_failure(error)
             await registry.close()
-        if registry.ready:  # `ready` also means that the server is not draining
+        if registry.ready:  # `ready` is false while the server is draining
             on_ready()
             names = [engine.name for engine in registry.list()]
             SERVICE.info("ready", extra={"fields": {"device": registry.device, "models": names}})

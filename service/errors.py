@@ -36,14 +36,14 @@ REPR_MAX_CHARACTERS = 64
 
 
 def truncate_repr(value: object) -> str:
-    """Returns the repr of a client's value for an error message. Truncates it, because the value may be as long as a
-    body."""
+    """Returns the repr of a client's value for an error message. Truncates the repr, because the value may be as long
+    as a body."""
     text = repr(value[: REPR_MAX_CHARACTERS + 1] if isinstance(value, str) else value)
     return text if len(text) <= REPR_MAX_CHARACTERS + 2 else f"{text[:REPR_MAX_CHARACTERS]}..."
 
 
 class WaneError(Exception):
-    """A failure with a stable code and a message for the client."""
+    """A failure of a request, with a stable code and a message for the client."""
 
     code = "internal"
     http_status = 500
@@ -136,8 +136,8 @@ class PositionConflict(Conflict):
 
 
 class IdempotencyKeyReused(PositionConflict):
-    """The step has the same idempotency key as the session's last step, but other tokens or another position.
-    `position` is the session's position."""
+    """The step has the idempotency key of the session's last step, but other tokens or another position. `position` is
+    the session's position."""
 
     code = "idempotency_key_reused"
 
@@ -154,8 +154,8 @@ class EarlierStepFailed(Conflict):
 
 
 class TokenizerChanged(Conflict):
-    """The session's tokens are from another tokenizer than the served version's. No version of the model on this server
-    can run them."""
+    """The session's tokens are from another tokenizer than that of the served model version. No version of the model on
+    this server can run them."""
 
     code = "tokenizer_changed"
 

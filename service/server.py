@@ -1,5 +1,5 @@
-"""Runs the server process, which is uvicorn with one worker and drains before it shuts down. numpy uses one thread,
-unless the operator sets another number.
+"""Runs the server process, which is uvicorn with one worker. Before the process shuts down, it drains, which means that
+it finishes the requests in flight. numpy uses one thread, unless the operator sets another number.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ def spare_the_processors(environment: Mapping[str, str]) -> None:
         threadpool_limits(1, user_api="blas")
 
 
-# Longer than the usual idle timeout of proxies (60 s), so that the proxy is the side that closes a connection.
+# The idle timeout of connections. It exceeds the usual idle timeout of proxies (60 s), so that the proxy closes an idle
+# connection, and not the server.
 KEEP_ALIVE_S = 75
-GC_THRESHOLDS = (20_000, 10, 10)  # collections can be rare, because requests create few reference cycles
+GC_THRESHOLDS = (20_000, 10, 10)  # garbage collections can be rare, because requests create few reference cycles
 CLOSE_S = 5  # the time after the drain in which clients can read the rest of their responses
 
 
 class Announcer:
-    """Logs the listening addresses when the server listens. Prints `ready` on a terminal when the default model is
-    ready, too."""
+    """Logs the listening addresses when the server listens. Prints `ready` on a terminal when the server listens and
+    the default model is ready."""
 
     def __init__(self, registry: ModelRegistry, keys: KeySource) -> None:
         self._registry = registry
@@ -58,7 +59,7 @@ class Announcer:
         self._urls: list[str] = []
 
     def listening(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Logs the addresses. Installs the SIGHUP handler that reloads the key file, if there is one."""
+        """Logs the listening addresses. If there is a key file, installs a SIGHUP handler that reloads the file."""
         if self._keys.has_file:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._keys.reload)
         for host, port in addresses:
@@ -70,15 +71,16 @@ class Announcer:
         self.announce()
 
     def announce(self) -> None:
-        """Prints `ready` if the server listens and serves a model. It is called at each of these two events."""
+        """Prints `ready` if the server listens and serves a model. Is called when the server starts to listen, and when
+        the default model is ready."""
         if self._urls and self._registry.served and sys.stdout.isatty():
             print(f"ready: {' '.join(self._urls)}", flush=True)  # noqa: T201
 
 
 async def drain(registry: ModelRegistry, notice_s: float) -> None:
-    """Drains the registry. The readiness probe fails immediately. The server still accepts requests for `notice_s`,
-    while the load balancer redirects new requests. Then it answers new requests with 503, and finishes the requests in
-    flight within `drain_timeout_ms`.
+    """Drains the registry. The readiness probe fails immediately. The server still accepts requests for `notice_s`, so
+    that the load balancer can redirect new requests to other servers. Then the server answers new requests with 503,
+    and finishes the requests in flight within `drain_timeout_ms`.
     """
     SERVICE.info("draining")
     if registry.ready:
@@ -88,16 +90,16 @@ async def drain(registry: ModelRegistry, notice_s: float) -> None:
 
 
 def refuse_more_workers(environment: Mapping[str, str]) -> None:
-    """Raises SettingsError if uvicorn's variable WEB_CONCURRENCY requests several workers. Sessions are in the memory
-    of one process."""
+    """Raises SettingsError if uvicorn's variable WEB_CONCURRENCY requests several workers. One process must serve all
+    requests, because sessions are in the memory of one process."""
     workers = environment.get("WEB_CONCURRENCY", "1")
     if workers.strip() != "1":
         raise SettingsError(f"WEB_CONCURRENCY is {workers}, but one process is one replica: start more processes")
 
 
 def spare_the_collector() -> None:
-    """Excludes the objects of loaded models from garbage collection, because they stay in use. A collection that visits
-    them blocks every request for a tenth of a second."""
+    """Excludes the objects of loaded models from garbage collection, because they stay in use. A collection that scans
+    these objects would block every request for a tenth of a second."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -106,7 +108,8 @@ def spare_the_collector() -> None:
 def protocols(
     settings: Settings, metrics: Metrics, dispatcher: Dispatcher | None = None, *, plain_uvicorn: bool = False
 ) -> dict[str, Any]:
-    """Returns uvicorn's options for protocol classes and trusted proxies. uvicorn trusts local clients by default.
+    """Returns uvicorn's options for protocol classes and trusted proxies. By default, uvicorn trusts the forwarding
+    headers of local clients.
 
     `plain_uvicorn` selects uvicorn's own protocol classes, which are slower and have no limits for slow clients.
     """
@@ -118,8 +121,8 @@ def protocols(
     common = {"ws_per_message_deflate": False, "ws_max_size": settings.max_body_bytes, **proxies}
     if plain_uvicorn:
         return {"http": "auto", "ws": "auto", **common}
-    # These imports are here because an untested release of uvicorn or websockets may lack names that these modules
-    # import.
+    # These modules are imported inside the function, because an untested release of uvicorn or websockets may lack
+    # names that the modules import.
     from wane.service.net.http_protocol import HttpProtocol, ProxyHeaders
     from wane.service.net.websocket_protocol import WebSocketProtocol
 

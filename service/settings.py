@@ -1,7 +1,9 @@
-"""The server's settings, in one frozen object. They are read from `WANE_...` variables and from the command line.
+"""The server's settings, in one frozen object. The settings are read from `WANE_...` variables and from the command
+line.
 
 The command line overrides the environment, and the environment overrides the defaults. An unknown `WANE_...` variable
-is an error, because a misspelt limit would otherwise silently keep its default. The names of settings have their units.
+is an error, because a misspelt limit would otherwise silently keep its default. The name of a setting ends in the
+setting's unit.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, V
 PREFIX = "WANE_"
 IN_MEMORY = "memory"
 STATE_CHECKPOINT_INTERVAL_TOKENS = 32
-SECRET = re.compile("(?<=//)[^/]*(?=@)|(?<=password=)[^&']*")  # matches the user and the password in an address
-NOT_AN_OPTION = frozenset({"api_keys"})  # because other users of the machine can read the command line
+SECRET = re.compile("(?<=//)[^/]*(?=@)|(?<=password=)[^&']*")  # matches the user name and the password in an address
+# settings without a command-line option, because other users of the machine can read the command line
+NOT_AN_OPTION = frozenset({"api_keys"})
 POLICIES = ("auto", "tail", "state")
-# Variables with the same prefix that the client and the tests use.
+# Variables with the prefix WANE_ that the client and the tests use.
 FOREIGN = frozenset({"WANE_API_KEY", "WANE_DATA", "WANE_REQUIRE_STACK"})
 
 UNITS = {"_us": "microseconds", "_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens"}
@@ -31,7 +34,8 @@ SHIPPED = Path(__file__).parents[1] / "models" / "bundles"
 
 
 class SettingsError(Exception):
-    """A setting is unknown or out of range. The message names the setting. The process then exits."""
+    """A setting is unknown or out of range. The message names the setting. The server process exits after this
+    error."""
 
 
 class Settings(BaseModel):
@@ -104,7 +108,7 @@ class Settings(BaseModel):
         ge=1,
         description="memory for bodies and WebSocket messages that are being received or are not answered yet; "
         "connections with at most 4096 bytes are not counted; when the memory is used up, the server "
-        "answers further bodies with 429; raised to twice max_body_bytes",
+        "answers further bodies with 429; at least twice max_body_bytes, even if set lower",
     )
     max_window: int | None = Field(
         default=None, ge=1, description="largest k of a request; a model's own limit applies if it is smaller"
@@ -116,8 +120,8 @@ class Settings(BaseModel):
     session_history_tokens: int = Field(
         default=256,
         ge=1,
-        description="number of latest tokens that are kept of a session; raised to the largest maximum window of "
-        "the loaded models",
+        description="number of latest tokens that are kept of a session; at least the largest maximum window of "
+        "the loaded models, even if set lower",
     )
     state_budget_bytes: int = Field(
         default=256 * 2**20, ge=1, description="memory for the resident states of each model"
@@ -218,7 +222,7 @@ class Settings(BaseModel):
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds one option for each field. The parsed namespace does not have the options that were not given."""
+        """Adds one option for each field. An option that was not given is absent from the parsed namespace."""
         group = parser.add_argument_group("settings", "each setting is an option and a WANE_... variable")
         for name, field in cls.model_fields.items():
             if name in NOT_AN_OPTION:
@@ -302,8 +306,8 @@ class Settings(BaseModel):
         return value
 
     def states_every(self, model: str, *, certified: bool) -> int | None:
-        """Returns the number of tokens between two states of a session of `model` in the shared store. Returns None if
-        the store gets no states."""
+        """Returns the number of tokens between two stored states of one session of `model` in the shared store. Returns
+        None if the store holds no states."""
         general, *single = self.store_policy.split(",")
         policy = dict(one.split("=") for one in single).get(model, general)
         if policy == "auto":

@@ -1,7 +1,7 @@
 """The requests and results of the engine, and other types that several parts of the service use.
 
-All of them are immutable. The constructor of a request validates its fields and raises `InvalidRequest`. The engine
-checks the limits that depend on a model or on the settings (vocabulary, largest window, longest input).
+All of these types are immutable. The constructor of a request validates its fields and raises `InvalidRequest`. The
+engine checks the limits that depend on a model or on the settings (vocabulary, largest window, longest input).
 
 `service/api/encode.py` encodes results field by field. The OpenAPI description is generated from the results'
 docstrings and fields. Each field is a member of a JSON object. A field with the default None is omitted if its value is
@@ -43,7 +43,7 @@ class Mode(StrEnum):
 
 
 class StateSource(StrEnum):
-    """The source of the state from which an answer was computed (the answer's `state`)."""
+    """The source of the state from which an answer was computed. It is the answer's field `state`."""
 
     RESIDENT = "resident"
     REBUILT = "rebuilt"
@@ -116,12 +116,13 @@ class ScoreMethod(StrEnum):
 class PredictRequest:
     """Predict the token after `tokens`, or the next token of `session` without appending to it.
 
-    `window` is the k of modes auto, window and both. The default is the model's own k. `tolerance` is the largest
-    accepted error bound of an answer in mode auto. With a session, auto means the session's own mode, and an answer
-    whose bound exceeds the tolerance is an error. A field that the mode does not use is invalid. If `truncated`, the
-    tokens are the end of a longer sequence, and the start token is not fed. If `prove`, search for a proof of the most
-    probable token when its margin is too small for a proof. If `cache`, mix the network's distribution with the
-    distribution of the model's cache, if the model has a cache. If `logits`, the answer has `logits`.
+    `window` is k, the number of tokens that modes auto, window and both run. The default is the model's own k.
+    `tolerance` is the largest accepted error bound of an answer in mode auto. With a session, auto means the session's
+    own mode, and an answer whose bound exceeds the tolerance is an error. A request with a field that its mode does not
+    use is invalid. If `truncated`, the tokens are the end of a longer sequence, and the start token is not fed. If
+    `prove`, search for a proof of the most probable token when its margin is too small for a proof. If `cache`, mix the
+    network's distribution with the distribution of the model's cache, if the model has a cache. If `logits`, the answer
+    has `logits`.
     """
 
     tokens: tuple[int, ...] = ()
@@ -182,8 +183,8 @@ class History:
 
 @dataclass(slots=True)
 class StepRequest:
-    """Append `tokens` to a session and predict the next token. `mode` defaults to the session's mode. `prove`, `cache`
-    and `logits`: see `PredictRequest`. If `token_logprobs`, the answer has the log-probability of each token."""
+    """Append `tokens` to a session and predict the next token. `mode` defaults to the session's mode. `PredictRequest`
+    describes `prove`, `cache` and `logits`. If `token_logprobs`, the answer has the log-probability of each token."""
 
     session: str
     tokens: tuple[int, ...]
@@ -213,7 +214,7 @@ class StepRequest:
 class ScoreRequest:
     """Compute the log-probability of each token, given the tokens before it. `tolerance` is the largest error that the
     method parallel may add. The method sequential adds no error. If `truncated`, the tokens are the end of a longer
-    sequence. The start token is not fed, so the first token has no prediction. `cache`: see `PredictRequest`.
+    sequence. The start token is not fed, so the first token has no prediction. `PredictRequest` describes `cache`.
     `top_k` is the number of most probable tokens to list at the position of each token; None: no list.
     """
 
@@ -242,7 +243,8 @@ class GenerateRequest:
     sampled. The same `seed` gives the same text. `sample` is the index of a sample; samples of one seed differ. The
     text ends before the first of the `stop` strings. Mode auto means recurrent, or the session's own mode. `window` is
     for mode window. If `truncated`, the tokens are the end of a longer sequence, and the start token is not fed.
-    `cache`: see `PredictRequest`. `presence_penalty`, `frequency_penalty` and `logit_bias`: see `engine/logits.py`.
+    `PredictRequest` describes `cache`. `engine/logits.py` describes `presence_penalty`, `frequency_penalty` and
+    `logit_bias`.
     `top_logprobs` is the number of most probable tokens to list at the position of each token; None: no list.
     """
 
@@ -315,8 +317,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompareRequest:
-    """Measure recurrent mode and windows of several k. Each predicts the token after `tokens`, `repeat` times. `cache`:
-    see `PredictRequest`."""
+    """Measure recurrent mode and windows of several sizes. Recurrent mode and each window predict the token after
+    `tokens`, `repeat` times. `PredictRequest` describes `cache`."""
 
     tokens: tuple[int, ...]
     windows: tuple[int, ...] = (8, 16, 32, 64)
@@ -458,9 +460,9 @@ class Prediction(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """The latency of a request in the engine: the time in the queue, the time of the run, and the total. It does not
-    include reading the request and tokenising its text. `batch_items` is the number of requests in the largest batch
-    that contained the request.
+    """The latency of a request in the engine: the time in the queue, the time of the run, and the total. This latency
+    does not include reading the request and tokenising its text. `batch_items` is the number of requests in the largest
+    batch that contained the request.
     """
 
     queue_ms: float
@@ -476,8 +478,8 @@ class Latency(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The agreement of the window's answer with the recurrent answer. `top1_match` is true if both answers have the
-    same most probable token. `top1_proved` is true if the margin of the window's most probable token proves this
+    """The agreement of the window's answer with the recurrent answer. `top1_match` is true if the two answers have the
+    same most probable token. `top1_proved` is true if the margin of the window's most probable token proves this match
     without the recurrent answer."""
 
     top1_match: bool
@@ -500,16 +502,15 @@ class ModeAnswer:
 
 @dataclass(slots=True)
 class Answer:
-    """The predictions of the next token, and how they were made.
+    """The predictions of the next token, and how they were computed.
 
-    `mode` is the mode that was used. `window` is the k of a windowed answer. `top1_proved` is true if the
-    never-interrupted model provably has the same first prediction. `position` is present for sessions only, and
-    `replayed` for steps only. `durable` is present if replicas share the session store. It says whether the store has
-    the session's tokens. `cache_tokens` is present if the answer is a mixture with the model's cache. It is the number
-    of tokens in the cache.
-    `logits`, float32 (V), are present if the request asked for them, and are never in JSON. The logits of a mixture are
-    its log-probabilities. `token_logprobs` are present if the request asked for them: the log-probability of each token
-    of a step, in recurrent mode.
+    `mode` is the mode that was used. `window` is the window size k of an answer from a window. `top1_proved` is true if
+    the never-interrupted model provably has the same first prediction. `position` is present for sessions only, and
+    `replayed` for steps only. `durable` is present if replicas share the session store. `durable` says whether the
+    store has the session's tokens. `cache_tokens` is present if the answer is a mixture with the model's cache.
+    `cache_tokens` is the number of tokens in the cache. `logits`, float32 (V), are present if the request asked for
+    them, and are never in JSON. The logits of a mixture are its log-probabilities. `token_logprobs` are present if the
+    request asked for them: the log-probability of each token of a step, in recurrent mode.
     """
 
     mode: Mode
@@ -546,10 +547,10 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class SessionView(Served):
-    """A session as its owner sees it. `position` is the number of its tokens, without the start token <eos>.
+    """A session as its owner sees it. `position` is the number of the session's tokens, without the start token <eos>.
 
-    `state` is the source of the state for an answer in the session's own mode at this time. It is `resident`, or
-    `rebuilt` for a session without a resident state, or `window`. `error_bound` is the error bound of that answer.
+    `state` is the source of the state for an answer in the session's own mode at this time. `state` is `resident`, or
+    `rebuilt` for a session without a resident state, or `window`. `error_bound` is the error bound of such an answer.
     """
 
     session: str
@@ -592,9 +593,9 @@ class ScoreSummary(Served):
     """How a text was scored. `chunks` is the number of chunks that ran in parallel. Each chunk started at least
     `warm_up` tokens before its first scored token. `rounds` is 1 plus the number of times that some of the chunks were
     run again. `max_residual` is the largest difference between a unit of a chunk's start state and the same unit of the
-    previous chunk's end state. If it is 0, the result is bit for bit that of a sequential run. `error_bound` is the
-    largest error bound of all positions. `perplexity` is over the tokens that have a log-probability. It is null if no
-    token has one.
+    previous chunk's end state. If `max_residual` is 0, the result is bit for bit that of a sequential run.
+    `error_bound` is the largest error bound of all positions. `perplexity` is computed from the tokens that have a
+    log-probability. `perplexity` is null if no token has a log-probability.
     """
 
     perplexity: float | None
@@ -631,8 +632,9 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """A generated token. In a stream, `text` is the additional text that is final after this token. It is empty while a
-    character or a possible stop string is incomplete. `bytes` is present only if the token alone is not valid UTF-8."""
+    """A generated token. In a stream, `text` is the additional text that is final after this token. `text` is empty
+    while a character or a possible stop string is incomplete. `bytes` is present only if the token alone is not valid
+    UTF-8."""
 
     token_id: int
     token: str
@@ -651,10 +653,10 @@ class GeneratedToken:
 
 @dataclass(frozen=True, slots=True)
 class Finish(Served):
-    """The last event of a stream. It has the whole answer, except the tokens' log-probabilities. `error_bound` is the
-    largest error bound of the distributions from which the tokens were sampled. Each bound compares a distribution with
-    the never-interrupted model's distribution after the same tokens. `session` and its `position` are present if the
-    generation continued a session."""
+    """The last event of a stream. This event has the whole answer, except the tokens' log-probabilities. `error_bound`
+    is the largest error bound of the distributions from which the tokens were sampled. Each bound compares a
+    distribution with the never-interrupted model's distribution after the same tokens. `session` and its
+    `position` are present if the generation continued a session."""
 
     text: str
     tokens: tuple[int, ...]
@@ -679,7 +681,7 @@ class Generated(Finish):
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """The latency of one phase, over the repeated runs."""
+    """Statistics of the latency of one phase, over the repeated runs."""
 
     p50_ms: float
     p99_ms: float
@@ -687,7 +689,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The latency of each phase, over the repeated runs."""
+    """Statistics of the latency of each phase, over the repeated runs."""
 
     queue: Percentiles
     compute: Percentiles
@@ -697,8 +699,8 @@ class Phases:
 @dataclass(frozen=True, slots=True)
 class ComparedMode:
     """The results of one mode or window in a comparison. The recurrent result is for one step from a resident state,
-    which is the cost of one token of a session. `agreement` compares a window with the recurrent answer. It is null for
-    the recurrent result."""
+    which is the cost of one token of a session. `agreement` compares a window with the recurrent answer. `agreement` is
+    null for the recurrent result."""
 
     mode: Mode
     window: int | None
@@ -711,8 +713,8 @@ class ComparedMode:
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Served):
-    """The comparison of one model. It has the results of recurrent mode, and of every window in the request's order.
-    `tokens` is the number of tokens in the input."""
+    """The comparison of one model. The comparison has the results of recurrent mode, and of every window in the
+    request's order. `tokens` is the number of tokens in the input."""
 
     tokens: int
     repeat: int

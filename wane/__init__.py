@@ -2,6 +2,6 @@
 
 import os
 
-# ONNX Runtime reads this variable when it is imported. It sends telemetry unless the variable is set. A value that the
-# operator has set is kept.
+# ONNX Runtime reads this variable when it is imported. ONNX Runtime sends telemetry unless the variable is set. A value
+# that the operator has set is not changed.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

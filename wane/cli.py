@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 FAILED = 2
-INTERRUPTED = 130  # the convention of shells: 128 plus the signal number of SIGINT
+INTERRUPTED = 130  # exit status of an interrupted command, as in shells: 128 plus the signal number of SIGINT
 
 
 class Command(NamedTuple):
-    """A subcommand. It has a line for `wane --help`, the module whose `main` runs the subcommand, and the extra that
-    the subcommand requires, if any."""
+    """A subcommand: its line in `wane --help`, the module whose `main` runs it, and the extra that it requires, if
+    any."""
 
     help: str
     module: str
@@ -42,7 +42,7 @@ NEEDED = {"train": ("torch", "onnx", "matplotlib")}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns the exit status. The status is 0 for success, 1 if another process of a distributed
-    training ended, 2 with a message if the input was invalid, and 130 if the command was interrupted.
+    training run ended, 2 with a message if the input was invalid, and 130 if the command was interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:

@@ -14,8 +14,8 @@ TOO_LATE = "the deadline passed before the answer was ready"
 class until:  # noqa: N801  (read as `with until(deadline)`)
     """Cancels the body of the `with` at `deadline`, and then raises DeadlineExceeded with the message `why`.
 
-    `deadline`: seconds on the event loop's clock, or None for no deadline. Unlike `asyncio.timeout_at`, this works in
-    an `EagerTask` too. It uses coarse timers, which are cheaper.
+    `deadline` is in seconds on the event loop's clock, or None for no deadline. Unlike `asyncio.timeout_at`, this
+    function also works in an `EagerTask`, and uses coarse timers, which are cheaper.
     """
 
     __slots__ = ("_deadline", "_interrupt", "_timer", "_why")

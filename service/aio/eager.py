@@ -1,12 +1,12 @@
 """Waits for results without an `asyncio.Task`.
 
-An `asyncio.Task` starts one iteration of the event loop after its creation, and resumes one iteration after its result
-is ready. These delays matter, because most requests wait for one batch only. An `EagerTask` starts within its
-constructor, and resumes within the call that resolves its `Waiter`. A coroutine that never waits is finished when the
-constructor returns.
+An `asyncio.Task` starts one iteration of the event loop after its creation. It resumes one iteration after the result
+that it waits for is ready. These delays matter, because most requests wait for one batch only. An `EagerTask` starts
+within its constructor, and resumes within the call that resolves its `Waiter`. A coroutine that never waits is finished
+when the constructor returns.
 
-Both kinds of task run the same coroutines. The exceptions are coroutines that need the current `asyncio.Task`, such as
-`asyncio.timeout` and `asyncio.TaskGroup`. `until` (`service/aio/deadline.py`) works in both kinds.
+An `EagerTask` can run any coroutine that does not need the current `asyncio.Task`. `asyncio.timeout` and
+`asyncio.TaskGroup` need the current `asyncio.Task`. `until` (`service/aio/deadline.py`) works in both kinds of task.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _running = _Running()
 
 
 def current_task() -> EagerTask[Any] | None:
-    """Returns the `EagerTask` whose coroutine is running. Returns None in any other task."""
+    """Returns the `EagerTask` whose coroutine is running. Returns None if no `EagerTask` is running."""
     return _running.task
 
 
@@ -39,8 +39,8 @@ class Waiter(Generic[T]):
     """A result for which one caller waits, with `await` or a callback. Call its methods on the event loop's thread
     only.
 
-    Unlike a future, it calls the callback within `resolve`. An `asyncio.Task` that awaits it resumes one iteration of
-    the event loop later.
+    Unlike a future, a waiter calls the callback within `resolve`. An `asyncio.Task` that awaits a waiter resumes one
+    iteration of the event loop later.
     """
 
     __slots__ = ("_callback", "_error", "_result", "done")
@@ -108,18 +108,19 @@ class Waiter(Generic[T]):
 
 
 def _set(future: asyncio.Future[None], _: object) -> None:
-    if not future.done():  # otherwise the waiting task was cancelled
+    if not future.done():  # if the future is done, the waiting task was cancelled
         future.set_result(None)
 
 
 class EagerTask(Waiter[T]):
-    """Runs a coroutine immediately, and resumes it within the calls that resolve its waiters."""
+    """Runs a coroutine immediately. Resumes the coroutine within the call that resolves the `Waiter` that the coroutine
+    awaits."""
 
     __slots__ = ("_context", "_coroutine", "_waits_for")
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], context: Context | None = None) -> None:
-        """`context`: the coroutine's context variables. By default the coroutine sees the context of the code that
-        resumes it."""
+        """`context` has the coroutine's context variables. If it is None, the coroutine runs in the context of the code
+        that resumes the coroutine."""
         self._callback = self._error = self._result = None
         self.done = False
         self._coroutine: Coroutine[Any, Any, T] | None = coroutine
@@ -147,7 +148,7 @@ class EagerTask(Waiter[T]):
         self._run(self._coroutine.throw, asyncio.CancelledError())
 
     def _go_on(self, ready: Waiter[Any] | asyncio.Future[Any] | None) -> None:
-        """Resumes the coroutine, unless it was interrupted meanwhile."""
+        """Resumes the coroutine, unless the coroutine was interrupted while it waited."""
         if self._coroutine is not None and (ready is None or ready is self._waits_for):
             self._waits_for = None
             self._run(self._coroutine.send, None)

@@ -32,8 +32,8 @@ class Interrupt:
             self._task.cancel()
 
     def ended(self, kind: type[BaseException] | None) -> bool:
-        """Returns whether this interrupt ended the body. `kind`: the type of the exception that left the body, or None.
-        Call this after the body."""
+        """Returns whether this interrupt ended the body. `kind` is the type of the exception that the body raised, or
+        None. Call this method after the body."""
         task, self._task = self._task, None
         if not self._fired or task is None:
             return False

@@ -1,9 +1,9 @@
 """Coarse timers that are cheap to set and cheap to cancel.
 
 Every request needs a timer for its deadline, and almost every timer is cancelled. For one request, a timer of the event
-loop costs more than the decoding of the request. Here a timer is an entry of a set, and one timer of the event loop
-serves all entries that fire in the same hundredth of a second. A timer fires late by up to a hundredth of a second or
-by up to 1/64 of its delay, whichever is longer. With exact delays of minutes, the event loop would hold tens of
+loop costs more than the decoding of the request. A timer of this module is an entry of a set. One timer of the event
+loop serves all entries that fire in the same hundredth of a second. A timer fires late by up to a hundredth of a second
+or by up to 1/64 of its delay, whichever is longer. If long delays were exact, the event loop would hold tens of
 thousands of timers, most of them for cancelled entries.
 """
 
@@ -16,11 +16,12 @@ from collections.abc import Callable
 TICK_S = 0.01
 
 EXACT_BITS = 7
-"""A delay is less than 2 to this power of ticks. A tick is a hundredth of a second multiplied by a power of two."""
+"""A delay is less than 2^EXACT_BITS ticks. A tick is a hundredth of a second for a short delay, and doubles with each
+doubling of a longer delay."""
 
 
 def _cancelled() -> None:
-    """The callback of a cancelled timer."""
+    """Does nothing. It replaces the callback of a cancelled timer."""
 
 
 class Timer:
@@ -46,7 +47,7 @@ class Timers:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._ticks: dict[int, set[Timer]] = {}
-        self._latest: tuple[float, int] = -1.0, 0  # the latest requested time, and its tick
+        self._latest: tuple[float, int] = -1.0, 0  # the latest requested time, and the tick of its timers
 
     def at(self, when: float, ring: Callable[[], None]) -> Timer:
         """Returns a timer that calls `ring` at `when`, in seconds on the event loop's clock. If `when` has passed,
@@ -57,7 +58,7 @@ class Timers:
             tick = math.ceil(when / TICK_S)
             wide = (tick - int(loop.time() / TICK_S)).bit_length() - EXACT_BITS
             if wide > 0:
-                tick = -(-tick >> wide) << wide  # rounds up to the next multiple
+                tick = -(-tick >> wide) << wide  # rounds up to the next multiple of 2^wide
             self._latest = when, tick
         timers = self._ticks.get(tick)
         if timers is None:
@@ -81,8 +82,8 @@ _latest: Timers | None = None
 
 
 def timers() -> Timers:
-    """Returns the timers of the running event loop. Only the latest loop is remembered, because a process serves on one
-    loop."""
+    """Returns the timers of the running event loop. Stores the timers of the latest loop only, because a process serves
+    requests on one loop only."""
     global _latest
     loop = asyncio.get_running_loop()
     found = _latest

@@ -1,11 +1,11 @@
-"""Reads request bodies. Enforces their deadline and size limit, parses them strictly, and names the invalid field in
-errors.
+"""Reads request bodies. Enforces a deadline and a size limit for each body, parses it strictly, and names the invalid
+field in errors.
 
-**Values are counted before the body is decoded.** A JSON decoder takes a second for four megabytes of empty lists. It
-holds the interpreter lock the whole time, on any thread. Counting the values with numpy takes a few milliseconds and
-releases the lock, so the event loop can run.
+**Values are counted before the body is decoded.** A JSON decoder takes a second for four megabytes of empty lists.
+During this time the decoder holds the interpreter lock, even on another thread. Counting the values with numpy takes a
+few milliseconds and releases the lock, so the event loop can run.
 
-**Error messages are our own.** They name the field by its path and say what its value must be. The path has the
+**Error messages are Wane's own.** They name the field by its path and say what its value must be. The path has the
 notation of the engine's messages, such as `steps[0].tokens[1]`. pydantic's own paths contain the names of a union's
 branches, and pydantic's messages use Python's terms.
 """
@@ -54,7 +54,7 @@ Mask = NDArray[np.bool_]
 
 
 class BodyLimits(NamedTuple):
-    """The largest numbers of values, fields, objects and lists in a body."""
+    """The limits of a body: the largest number of values, of fields, and of objects and lists together."""
 
     values: int
     fields: int
@@ -83,12 +83,13 @@ def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
 
 
 def _quotes(data: NDArray[np.uint8]) -> Mask:
-    """Marks the quotes that begin or end strings: the quotes after an even number of backslashes (or no backslash)."""
+    """Marks the quotes that begin or end strings. The number of backslashes directly before such a quote is even or
+    0."""
     quotes: Mask = data == QUOTE
     backslashes: Mask = data == BACKSLASH
     if backslashes.any():
         ordinals = np.arange(1, len(data) + 1, dtype=np.int64)
-        # The number of consecutive backslashes that end at each byte.
+        # For each byte, the number of consecutive backslashes up to and including this byte.
         run = ordinals - np.maximum.accumulate(ordinals * ~backslashes)
         quotes[1:] &= run[:-1] & 1 == 0
     return quotes
@@ -108,7 +109,8 @@ def _check_numbers(digits: Mask) -> None:
         raise NotJson(f"the body has a number of {runs[longest]} digits at byte {at}; at most {MOST_DIGITS} are read")
 
 
-# The keys are pydantic's error types. If every branch of a union fails, the message lists what each branch accepts.
+# The keys are pydantic's error types. The values say what a field must be. If every branch of a union fails, the
+# message lists what each branch accepts.
 KINDS = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -128,8 +130,8 @@ OTHERS = {
     "too_short": "holds {actual_length} values, but must hold at least {min_length}",
 }
 MENDABLE = frozenset({"missing", "too_short", "value_error"})
-"""Errors that pydantic may report for a partial body although the complete body is valid. A `value_error` is a violated
-rule about several fields."""
+"""Types of errors that pydantic may report for a partial body although the complete body is valid. A `value_error`
+means that a rule about several fields is violated."""
 
 
 class BodyShape(NamedTuple):
@@ -143,7 +145,7 @@ class BodyShape(NamedTuple):
 
 @cache
 def shape(model: type[Body]) -> BodyShape:
-    """Returns the shape of a body type. Computes it once for each type."""
+    """Returns the `BodyShape` of a body type. Computes the shape once for each type."""
     bodies: dict[str, type[Body]] = {}
     lists: dict[str, type[Body]] = {}
     for name, field in model.model_fields.items():
@@ -166,9 +168,9 @@ def _body_type(annotation: Any) -> type[Body] | None:
 
 
 def too_long_list(document: Mapping[str, Any], model: type[Body], settings: Settings, *, partial: bool = False) -> None:
-    """Raises TooLarge or InvalidRequest for the first list in `document` that exceeds its limit. The pydantic model
-    would validate the list's items first, of which a body may have a million. With `partial`, `document` is the
-    beginning of a body, and its last list may be incomplete."""
+    """Raises TooLarge or InvalidRequest for the first list in `document` that exceeds its limit. A pydantic model would
+    validate the items of a list before its length, and a list may have a million items. If `partial` is true,
+    `document` is the beginning of a body, and its last list may be incomplete."""
     for name, at_most in shape(model).longest.items():
         found, most = document.get(name), at_most.value(settings)
         if not isinstance(found, list) or most is None or len(found) <= most:
@@ -183,7 +185,7 @@ def unknown_field(document: Mapping[str, Any], model: type[Body]) -> str | None:
     """Returns the path of the first unknown field in `document` or its nested objects. Unknown fields are those that
     `model` does not define.
 
-    The model itself would create an error for every unknown field, and would report a misspelt required field as
+    pydantic's own check would create an error for every unknown field, and would report a misspelt required field as
     missing.
     """
     names, bodies, lists, _ = shape(model)
@@ -216,8 +218,8 @@ def invalid_request(error: ValidationError, model: type[Body]) -> InvalidRequest
 
 
 def invalid_part(error: ValidationError, model: type[Body]) -> InvalidRequest | None:
-    """Converts pydantic's errors for a partial body like `invalid_request`. Returns None if the rest of the body may
-    correct every error."""
+    """Converts pydantic's errors for the beginning of a body to one error, as `invalid_request` does. Returns None if
+    the rest of the body may correct every error."""
     found = error.errors(include_url=False, include_input=False)
     mendable = {one["loc"][:1] for one in found if one["type"] in MENDABLE}
     certain = [one for one in found if one["loc"][:1] not in mendable]
@@ -237,7 +239,8 @@ def _first_failure(found: Sequence[Any], model: type[Body]) -> InvalidRequest:
 
 
 def _place(loc: Sequence[int | str], model: type[Body]) -> tuple[str, ...]:
-    """Returns the path of an error in the body. It is pydantic's `loc` without the names of union branches."""
+    """Returns the path of an invalid field in the body, which is pydantic's `loc` without the names of union
+    branches."""
     place: list[str] = []
     body: type[Body] | None = model
     for part in loc:
@@ -250,7 +253,7 @@ def _place(loc: Sequence[int | str], model: type[Body]) -> tuple[str, ...]:
 
 
 def _complaint(found: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the description of the errors at one path. A message has the path first, then this description."""
+    """Returns the description of the errors at one path. An error message consists of the path and this description."""
     first = found[0]
     if first["type"] in KINDS:
         kinds = (KINDS[one["type"]].format_map(one.get("ctx", {})) for one in found if one["type"] in KINDS)
@@ -268,15 +271,15 @@ LARGE_BYTES = 1 << 15
 milliseconds."""
 
 MOST_FIELDS = 24
-"""An upper bound on the number of fields of one object in a body, and on the number of their values other than token
-ids."""
+"""An upper bound on the number of fields of one object in a body. It is also an upper bound on the number of the
+fields' values, without token ids."""
 
 
 class Decoder:
     """Decodes bodies and WebSocket messages. A separate thread decodes large bodies, one at a time.
 
-    Decoding holds the interpreter lock on any thread. Therefore, the decoder decodes a large body only up to the limits
-    of a request, and never two large bodies at the same time. The thread ends when the decoder closes.
+    Decoding holds the interpreter lock on any thread. Therefore, the decoder stops decoding a large body at the limits
+    of a request, and never decodes two large bodies at the same time. The thread ends when the decoder closes.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -295,8 +298,8 @@ class Decoder:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_large, raw, model)
 
     async def run(self, function: Callable[..., R], *given: object, deadline: float | None = None) -> R:
-        """Calls a function that reads a part of a body, on the decoder's thread. Raises DeadlineExceeded, and its
-        errors."""
+        """Calls `function`, which processes a part of a body, on the decoder's thread. Raises DeadlineExceeded and the
+        function's errors."""
         with until(deadline):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function, *given)
 
@@ -347,8 +350,7 @@ async def decode(request: Request, model: type[B], empty: bytes = b"") -> B:
 
 
 async def read(request: Request) -> bytes:
-    """Reads the whole body, which arrives in one ASGI message for most requests. Raises BodyTimeout, DeadlineExceeded,
-    Abandoned."""
+    """Reads the whole body. Most bodies arrive in one ASGI message. Raises BodyTimeout, DeadlineExceeded, Abandoned."""
     here = context(request.scope)
     deadline = here.deadline
     if deadline is not None and here.body_timeout_s < here.timeout_s:
@@ -371,7 +373,7 @@ async def read(request: Request) -> bytes:
 
 
 ONE_TOKEN = StreamBody(tokens=[0])
-"""The options of a step that `only_token` recognises."""
+"""The step that `only_token` recognises, with default values for all options."""
 
 SHORT = 64  # in bytes; a longer message has several tokens or another field
 
@@ -403,9 +405,9 @@ PLAIN_STEP = frozenset({"session", "tokens", "expected_position"})
 
 
 def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
-    """Returns the plain steps of a call, and whether the call requests columns. Returns None for a body with more than
-    `most` steps, with another kind of step, or with two steps of one session. Returns None for an invalid body, too.
-    Most calls have only plain steps, and this function is faster than a pydantic model."""
+    """Returns the steps of a call if all of them are of type `PlainStep`, and whether the call requests columns.
+    Returns None if the body is invalid, has more than `most` steps, has another kind of step, or has two steps of one
+    session. Most calls have only such steps, and this function is faster than a pydantic model."""
     try:
         document = orjson.loads(raw)
     except ValueError:
@@ -433,7 +435,7 @@ def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
 
 
 def parsed(raw: bytes | str, *, partial: bool = False) -> Any:
-    """Parses JSON. With `partial`, the JSON may be incomplete. Raises NotJson."""
+    """Parses JSON. If `partial` is true, the JSON may be incomplete. Raises NotJson."""
     try:
         return from_json(raw, allow_partial=partial, cache_strings="keys")
     except ValueError as error:
@@ -457,8 +459,9 @@ def valid(document: Any, model: type[B]) -> B:
 async def tokens_of(
     engine: Engine, given: str | list[int], deadline: float | None, *, document: bool = False
 ) -> tuple[int, ...]:
-    """Returns the token ids of a text, or the given token ids. A `document` is an input for scoring, which has a larger
-    limit. Raises TooLarge, DeadlineExceeded, and InvalidRequest for a text without tokens."""
+    """Returns the token ids of a text, or the given token ids. If `document` is true, the input is for scoring, which
+    has a larger limit on the number of tokens. Raises TooLarge, DeadlineExceeded, and InvalidRequest for a text without
+    tokens."""
     if isinstance(given, list):
         return tuple(given)
     tokens = await engine.encode(given, deadline, document=document)
@@ -468,7 +471,7 @@ async def tokens_of(
 
 
 def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[str, Any]:
-    """Returns the OpenAPI description of headers, with a text and a JSON schema for each. A route that reads the
+    """Returns the OpenAPI description of headers, with a text and a JSON schema for each header. A route that reads the
     headers itself is faster than a route with the framework's header parameters."""
     return {
         "parameters": [
@@ -486,7 +489,7 @@ def json_body(model: type[Body], *, required: bool = True) -> dict[str, Any]:
 
 
 def _without_references(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema with its definitions in the places of the references to them."""
+    """Returns a schema in which each reference is replaced by the definition that it refers to."""
     definitions = schema.pop("$defs", {})
 
     def resolved(part: Any) -> Any:

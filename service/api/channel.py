@@ -1,6 +1,6 @@
 """Sends and receives the messages of a WebSocket.
 
-Through the framework, every ASGI message passes all layers twice. If the server's own protocol
+In the framework, every ASGI message passes through each layer of the framework twice. If the server's own protocol
 (`service/net/websocket_protocol.py`) handles the WebSocket, the route uses that protocol directly as its channel.
 """
 

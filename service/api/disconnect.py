@@ -23,10 +23,11 @@ class until_hangup:  # noqa: N801  (read as `with until_hangup(request)`)
         with until_hangup(request):
             answer = await engine.step(...)
 
-    Call this after the request's body was read. The only ASGI message after the body is `http.disconnect`. A WebSocket
-    client may send more messages while it waits for an answer. These messages are appended to `early`. No more messages
-    are read while `early` is full. Work that entered a batch before the disconnection is finished, and the engine can
-    replay its answer. Does nothing for a dispatched request, because the dispatcher detects the disconnection.
+    Call this after the request's body was read. For an HTTP request, the only ASGI message after the body is
+    `http.disconnect`. A WebSocket client may send more messages while it waits for an answer. These messages are
+    appended to `early`. No more messages are read while `early` is full. The engine finishes work that entered a batch
+    before the disconnection. If the client repeats that request, the engine can replay the answer. Does nothing for a
+    dispatched request, because the dispatcher detects the disconnection.
     """
 
     __slots__ = ("_client", "_early", "_interrupt", "_timer", "_watcher")

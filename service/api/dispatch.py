@@ -1,7 +1,7 @@
 """Calls the endpoints of the most frequent routes without the framework.
 
 The framework's routing takes several times as long as the endpoint itself. The `Dispatcher` finds these endpoints by
-method and path. It calls them as the framework does, with the request and the path's parameters:
+method and path. It calls each endpoint as the framework does, with the request and the path's parameters:
 
 - The HTTP protocol calls `dispatch` for a request whose whole body arrived with its head. The endpoint starts
 immediately, in an `EagerTask`.
@@ -26,13 +26,13 @@ Endpoint = Callable[..., Awaitable[Response]]
 
 
 class Dispatcher:
-    """Matches requests to some routes, and calls their endpoints."""
+    """Matches requests to the routes of selected endpoints, and calls these endpoints."""
 
     def __init__(
         self, app: ASGIApp, policy: RequestPolicy, routes: Iterable[BaseRoute], endpoints: frozenset[Endpoint]
     ) -> None:
-        """`app` is the application of the `routes`. `endpoints` are the endpoint functions that the dispatcher
-        calls."""
+        """`app` is the application that contains the `routes`. `endpoints` are the endpoint functions that the
+        dispatcher calls directly, without the application."""
         self._app = app
         self._policy = policy
         found = [route for route in routes if isinstance(route, Route) and route.endpoint in endpoints]
@@ -40,7 +40,7 @@ class Dispatcher:
         self._by_path = {route.path: route for route in found if not route.param_convertors}
         self._by_pattern = [route for route in found if route.param_convertors]
         self.max_body_bytes = min(LARGE_BYTES, policy.max_body_bytes)
-        """The longest body that `dispatch` accepts."""
+        """The longest body in bytes that `dispatch` accepts."""
 
     def matches(self, scope: Scope) -> bool:
         """Returns whether a request matches one of the routes. Stores the route in the request's scope."""
@@ -67,7 +67,7 @@ class Dispatcher:
         return exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a matching request as an ASGI application. It must run behind the middleware."""
+        """Answers a matching request as an ASGI application. The dispatcher must run behind the middleware."""
         scope["app"] = self._app
         request = Request(scope, receive, send)
         body = await read(request)

@@ -19,8 +19,8 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
 }
-"""Response headers with which browsers load nothing from other sites, run no scripts, and never show the page in a
-frame."""
+"""Response headers of the pages. They tell a browser to load nothing from other sites, to run no scripts, and never to
+show the page in a frame."""
 
 STYLE = """
 body { font: 16px/1.5 sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; color: #1c2733 }
@@ -67,7 +67,7 @@ CLOSES = (
 
 Schema = Mapping[str, Any]
 Member = tuple[str, Schema, bool]
-"""The dotted name of a field, the field's schema, and whether the field is required."""
+"""A row of a table of fields: the dotted name of a field, the field's schema, and whether the field is required."""
 
 
 def first_page() -> str:
@@ -112,7 +112,7 @@ def _operation(path: str, method: str, operation: Schema, components: Schema) ->
 
 
 def _stream(components: Schema) -> Iterator[str]:
-    """Renders the WebSocket route. Its messages have the fields of a step's body, and its answers the fields of a
+    """Renders the WebSocket route. A message has the fields of a step's request body, and an answer has the fields of a
     step's answer."""
     schema = StreamBody.model_json_schema()
     yield f"<details><summary><b>WS</b> <code>{STREAM}</code></summary>"

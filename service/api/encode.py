@@ -1,4 +1,5 @@
-"""Encodes results as JSON objects, with the fields of `service/types.py`. `reply` makes the response."""
+"""Encodes results as JSON objects. A JSON object has the fields of the result's class in `service/types.py`. `reply`
+builds the response."""
 
 from __future__ import annotations
 
@@ -28,14 +29,15 @@ from wane.service.types import (
 )
 
 VALUES_AT_ONCE = 16_384
-"""The number of values of a long list that are encoded in one turn of the event loop. The encoder holds the interpreter
-lock, so encoding on another thread would block the event loop for the same time."""
+"""The number of values of a long list that are encoded in one iteration of the event loop. The encoder holds the
+interpreter lock, so encoding on another thread would block the event loop for the same time."""
 
 CONTENT_TYPE = (b"content-type", b"application/json")
 
 
 class Reply(Response):
-    """A JSON response. Starlette's `Response` takes twice as long, because it accepts any content and encoding."""
+    """A JSON response. Creating Starlette's `Response` takes twice as long, because it accepts any content and
+    encoding."""
 
     def __init__(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """`body` is encoded JSON."""
@@ -75,8 +77,8 @@ def members(result: Any) -> dict[str, object]:
 
 
 async def encode_long(document: Mapping[str, object]) -> bytes:
-    """Returns the same bytes as `json_bytes`, for a document with long lists. Lets the event loop run other work
-    between the pieces of a list."""
+    """Returns the same bytes as `json_bytes`. Encodes a long list in pieces, and lets the event loop run other work
+    between two pieces."""
     parts: list[bytes] = []
     for name, value in document.items():
         parts += (b"," if parts else b"{", json_bytes(name), b":")
@@ -93,7 +95,7 @@ async def encode_long(document: Mapping[str, object]) -> bytes:
 
 
 MADE_AT_ONCE = 32
-"""The number of answers of one request that are converted to documents in one turn of the event loop."""
+"""The number of answers of one request that are converted to documents in one iteration of the event loop."""
 
 
 def reply(document: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -102,7 +104,7 @@ def reply(document: object, status: int = 200, headers: Mapping[str, str] | None
 
 
 async def long_reply(result: object) -> Response:
-    """Returns a result with long lists as a response. Encodes it in several turns of the event loop."""
+    """Returns a result with long lists as a response. Encodes the lists in several iterations of the event loop."""
     return Reply(await encode_long(members(result)))
 
 
@@ -160,8 +162,8 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
 
 
 def _step(engine: Engine, results: StepResults, row: int) -> AnswerDocument:
-    """Returns the document of one step, like `answer`. Reads the step's values from row `row` of the batch's
-    results."""
+    """Returns the same document as `answer` for one step of a batch. The step's values are in row `row` of
+    `results`."""
     vocabulary, most = results.vocabulary, results.top_k[row]
     texts, ids, bound = vocabulary.texts, results.ids[row][:most], results.bounds[row]
     found: list[PredictionDocument] = [
@@ -198,7 +200,7 @@ def _step(engine: Engine, results: StepResults, row: int) -> AnswerDocument:
 
 
 StepResult = tuple[Engine, Answer] | Exception
-"""The engine and its answer, or the exception of a failed step."""
+"""The result of one step: the engine and its answer, or the exception of a failed step."""
 
 COLUMNS = (
     "mode",

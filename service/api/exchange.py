@@ -1,9 +1,9 @@
 """Handles one HTTP request from its head to its response, for every path that a request can take through the server.
 
-Before the endpoint, an exchange reads the request id (x-request-id, traceparent), checks the path (404) and the API key
-(401, 403, 429), and sets the deadline (x-request-timeout-ms).
-After the endpoint, it adds x-request-id and security headers, converts an exception to a problem document, updates the
-metrics, ends the span, and writes one line to the access log.
+Before the endpoint runs, an exchange reads the request id (x-request-id, traceparent), checks the path (404) and the
+API key (401, 403, 429), and sets the deadline (x-request-timeout-ms). After the endpoint has ended, the exchange adds
+x-request-id and security headers, converts an exception to a problem document, updates the metrics, ends the span, and
+writes one line to the access log.
 
 One of three sinks sends the response: ASGI's `send` (`middleware.py`), a single write of the HTTP protocol
 (`dispatch.py`), or a WebSocket frame (`routes/stream.py`).
@@ -48,12 +48,12 @@ TIMEOUT_HEADER = "x-request-timeout-ms"
 TIMEOUT_HEADER_BYTES = TIMEOUT_HEADER.encode()
 TIMEOUT = "(?=0*[1-9])[0-9]{1,9}"
 WHOLE_BODY = "wane.body"
-"""The key of a scope that holds the body, if the body was read before the endpoint was called."""
+"""The key under which a scope holds the request's body, if the body was read before the endpoint was called."""
 
 HUNG_UP = 499  # the status of a request whose client disconnected before a response began
-LOGGED_CHARACTERS = 256  # of the path; every route's path is shorter
-# These are not sent with the response to a POST. Browsers do not cache such a response, and do not load it as a script,
-# a style or an image.
+LOGGED_CHARACTERS = 256  # the largest number of a path's characters in a log line; every route's path is shorter
+# The response to a POST does not have these headers. Browsers do not cache such a response, and do not load it as a
+# script, a style or an image.
 SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
 
 
@@ -62,9 +62,10 @@ class RequestContext:
     """The server's data about one request, except its body.
 
     `parent` is the client's span. `headers` has the first value of each header, by lower-case name. `timeout_s` limits
-    the time to the answer, or to each answer of a WebSocket. `body_timeout_s` limits the time to receive a body.
-    `deadline` is in seconds on the event loop's clock. `fields` are the fields that a route adds to the access log
-    line. `principal` has the request's API key, if the server has keys. `owner` owns the request's sessions.
+    the time from the request to its answer, or from each WebSocket message to its answer. `body_timeout_s` limits the
+    time to receive a body. `deadline` is in seconds on the event loop's clock. `fields` are the fields that a route
+    adds to the access log line. `principal` has the request's API key, if the server has keys. `owner` owns the
+    request's sessions.
     """
 
     request_id: str
@@ -80,7 +81,8 @@ class RequestContext:
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:
-        """Reads the headers. The request id is the client's `x-request-id`, else the trace id, else a new id."""
+        """Returns the context of a request with these headers. The request id is the client's `x-request-id`, else the
+        trace id, else a new id."""
         headers = dict(reversed(scope["headers"]))
         parent: Parent | None = None
         trace_id: str | None = None
@@ -179,7 +181,7 @@ class ResponseSink(Protocol):
 
 
 class Exchange:
-    """One HTTP request, or one message of a WebSocket. It counts as in flight until `finish`.
+    """One HTTP request, or one message of a WebSocket. It counts as in flight until `finish` is called.
 
     `context` belongs to the request, or to the request that opened the WebSocket. `traced` is the span, or None if the
     trace is not sampled.
@@ -199,7 +201,8 @@ class Exchange:
             self.traced = policy.tracing.begin(here.parent, states, self._started_s)
 
     def _end(self, status: int, error: object | None) -> float:
-        """Ends the span, and leaves the epoch. `error` is the code of the failure. Returns the duration in seconds."""
+        """Ends the span, and counts the request as no longer in flight. `error` is the code of the failure, or None.
+        Returns the duration in seconds."""
         self._epoch.leave()
         ended_s = time.perf_counter()
         if error is not None:
@@ -238,15 +241,16 @@ class MessageExchange(Exchange):
         self.deadline = math.inf
 
     def admit(self) -> None:
-        """Charges the API key for the message, and sets the deadline. Raises RateLimited, Unauthorized."""
+        """Charges the API key for the message, and sets the deadline for the answer. Raises RateLimited,
+        Unauthorized."""
         here = self.context
         if here.principal is not None:
             here.principal.charge(1)
         self.deadline = asyncio.get_running_loop().time() + here.timeout_s
 
     def finish(self, status: int | None, error: str | None = None) -> None:
-        """Counts the finished message. A None `status` means that the client disconnected before the answer, and then
-        the message is not counted."""
+        """Counts the finished message. If `status` is None, the client disconnected before the answer, and the message
+        is not counted."""
         if status is None:
             self._epoch.leave()
             return
@@ -302,10 +306,11 @@ class HttpExchange(Exchange):
             own = copy_context()
             own.run(CURRENT.set, self.traced)
         self._task = EagerTask(self._run(respond, sink), own)
-        self._task.on_done(EagerTask.result)  # raises the error of a failed task, and the event loop logs it
+        # `result` raises the error of a failed task, and the event loop logs the error
+        self._task.on_done(EagerTask.result)
 
     def hang_up(self) -> None:
-        """Handles the client's disconnection. Cancels work that has not entered a batch yet."""
+        """Handles the client's disconnection. Cancels the request's work that has not entered a batch yet."""
         if not self.over and self._task is not None:
             self._has_hung_up = True
             self._task.interrupt()
@@ -354,8 +359,9 @@ def log_line(scope: Scope, here: RequestContext, seconds: float) -> dict[str, ob
 
 
 def refuse_control(path: str) -> None:
-    """Raises NotFound for a path with a control character. The routes' regular expressions match before a trailing
-    newline. Such a path would match a route but differ from the path that other checks compare."""
+    """Raises NotFound for a path with a control character. In a regular expression, `$` also matches before a newline
+    at the end of the text. A path with such a newline would therefore match a route, but differ from the path that
+    other checks compare."""
     if CONTROL.search(path):
         raise NotFound("not found: the path has a control character")
 

@@ -1,4 +1,5 @@
-"""An inference request of the Open Inference Protocol: decodes its body, and turns its inputs into rows of tokens."""
+"""An inference request of the Open Inference Protocol: decodes its body, and converts its input tensors to rows of
+token ids."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from wane.service.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class InferCall:
-    """A decoded request: its JSON, its tensors by name, the requested outputs, and its deadline."""
+    """A decoded request. `body` is its JSON, and `given` has its input tensors by name. `wanted` are the formats of the
+    requested outputs, and `names` their names. `deadline` is in seconds on the event loop's clock."""
 
     body: InferBody
     given: dict[str, Tensor]
@@ -44,12 +46,12 @@ class InferCall:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether an output needs a prediction."""
+        """Whether a requested output needs a prediction."""
         return bool(self.names & PREDICTED)
 
     @property
     def is_scored(self) -> bool:
-        """Whether the given tokens are scored."""
+        """Whether the request asks for the log-probabilities of the tokens that it gives."""
         return TOKEN_LOGPROBS in self.names
 
 
@@ -88,7 +90,7 @@ async def decoded_call(request: Request) -> InferCall:
         raise InvalidRequest(f"timeout is {parameters.timeout}, but must be at least 0 microseconds", "timeout")
     if parameters.timeout and until is not None:
         until = min(until, until - here.timeout_s + parameters.timeout / 1e6)
-        # The event loop's clock is coarser than a microsecond.
+        # The event loop's clock is coarser than a microsecond, so another clock checks whether the timeout has passed.
         if parameters.timeout / 1e6 <= time.perf_counter() - started_s:
             raise DeadlineExceeded(TOO_LATE)
     if parameters.priority is not None and parameters.priority < 0:
@@ -100,7 +102,8 @@ async def decoded_call(request: Request) -> InferCall:
 
 
 async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows: int) -> list[tuple[int, ...]]:
-    """Returns the token ids of each row. Raises InvalidRequest naming the tensor, TooLarge, DeadlineExceeded."""
+    """Returns the token ids of each row of the input tensor. Raises InvalidRequest with the tensor's name, TooLarge,
+    DeadlineExceeded."""
     given = asked.given
     sources = [name for name in SOURCES if name in given]
     if len(sources) != 1:
@@ -132,7 +135,7 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
 
 
 def _lengths(given: dict[str, Tensor], name: str) -> list[int] | None:
-    """Returns the length of each row; None if all rows are full."""
+    """Returns the number of values in each row without its padding. Returns None if no row is padded."""
     if LENGTHS not in given:
         return None
     if name == TEXT:
@@ -152,7 +155,7 @@ def _lengths(given: dict[str, Tensor], name: str) -> list[int] | None:
 def _text(
     engine: Engine, name: str, shape: tuple[int, ...], values: Sequence[str], index: int, length: int | None
 ) -> str:
-    """Returns the text of a row; the names of events are lines of it."""
+    """Returns the text of a row. If the row contains events, the text has one event name per line."""
     if name == TEXT:
         return values[index]
     if engine.vocabulary.kind != "events":

@@ -1,6 +1,7 @@
-"""Statistics of inference requests for the Open Inference Protocol's `stats`: counts and times for each model version.
+"""Statistics for the Open Inference Protocol's `stats` routes: the number and the durations of inference requests, for
+each model version.
 
-Only the requests to `infer` count. `/v1/report` has the figures of all requests.
+Only requests to the `infer` routes are counted. `/v1/report` has the statistics of all requests.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from wane.service.types import Latency
 
 @dataclass(slots=True)
 class Timed:
-    """A count and a sum of seconds."""
+    """The number of requests, and the sum of their durations in seconds."""
 
     count: int = 0
     seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Counts one."""
+        """Counts one request with this duration."""
         self.count += 1
         self.seconds += seconds
 
     def document(self) -> TimedDocument:
-        """Returns the count, and the sum in nanoseconds."""
+        """Returns the number of requests, and the sum of their durations in nanoseconds."""
         return {"count": self.count, "ns": round(1e9 * self.seconds)}
 
 
 @dataclass(slots=True)
 class InferenceStatistics:
-    """The inference requests of one model version."""
+    """Counts and durations of the inference requests for one model version."""
 
     success: Timed = field(default_factory=Timed)
     fail: Timed = field(default_factory=Timed)
@@ -45,7 +46,8 @@ class InferenceStatistics:
     last_ms: int = 0
 
     def succeeded(self, sequences: int, latency: Latency, input_s: float, output_s: float, total_s: float) -> None:
-        """Counts an answered request for `sequences` sequences. `latency`: of the engine's work."""
+        """Counts an answered request for `sequences` sequences. `latency` is the latency of the engine's work. The
+        other arguments are durations: of decoding the input, of encoding the output, and of the whole request."""
         self.sequences += sequences
         self.last_ms = time.time_ns() // 10**6
         self.success.add(total_s)
@@ -55,8 +57,8 @@ class InferenceStatistics:
         self.compute_output.add(output_s)
 
     def document(self, engine: Engine) -> ModelStatisticsDocument:
-        """Returns the statistics in the protocol's shape. No answer comes from a response cache, because there is
-        none."""
+        """Returns the statistics in the protocol's format. The counts of cache hits and misses are 0, because Wane has
+        no response cache."""
         nothing: TimedDocument = {"count": 0, "ns": 0}
         return {
             "name": engine.name,
@@ -79,7 +81,7 @@ class InferenceStatistics:
 
 
 class InferenceCounter:
-    """The statistics of all model versions; those of a version end with its engine."""
+    """The statistics of all model versions. The statistics of a version are deleted together with its engine."""
 
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[Engine, InferenceStatistics] = WeakKeyDictionary()

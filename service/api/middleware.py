@@ -1,9 +1,9 @@
 """The only ASGI middleware, around every route.
 
 It rejects a body whose declared or received length exceeds the limit (413), and converts the exceptions of routes to
-responses. It checks a WebSocket's API key before its route runs. It also accepts a WebSocket without a valid key or
-route, sends the reason in a message, and closes the WebSocket with 1008. The reason for a failed handshake would be
-lost, because browsers do not show it to the page.
+responses. The middleware checks a WebSocket's API key before the WebSocket's route runs. If the key or the path is
+invalid, the middleware still accepts the WebSocket, sends the reason in a message, and closes the WebSocket with 1008.
+A page would not learn the reason for a rejected handshake, because browsers do not show it to the page.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ TRY_AGAIN = 1013
 class RequestMiddleware:
     """Wraps an application.
 
-    Once a response has started, no other response is possible. An exception is then raised again, and the server closes
-    the connection. The response to a request that the server cancels during shutdown is a 503.
+    Once a response has started, no other response is possible. If the application then raises an exception, the
+    middleware raises it again, and the server closes the connection. The response to a request that the server cancels
+    during shutdown is a 503.
     """
 
     def __init__(self, app: ASGIApp, *, policy: RequestPolicy) -> None:
@@ -42,7 +43,7 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         exchange = HttpExchange(self.policy, scope)
-        # This must be set even if it is None, because pipelined requests share a context.
+        # The variable must be set even to None, because pipelined requests share a context.
         token = CURRENT.set(exchange.traced)
         status: int | None = None
         sent_bytes = 0
@@ -94,8 +95,8 @@ class RequestMiddleware:
 
     def bounded(self, here: RequestContext, receive: Receive) -> Receive:
         """Returns a `receive` that raises TooLarge if the body exceeds the limit. Raises TooLarge immediately if the
-        declared length exceeds the limit. A body of declared length is not counted, because the server reads at most
-        the declared length.
+        declared length exceeds the limit. The bytes of a body with a declared length are not counted, because the
+        server reads at most the declared length.
         """
         declared = here.headers.get(b"content-length", b"")
         if declared.isdigit():

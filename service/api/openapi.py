@@ -37,7 +37,7 @@ def complete(document: dict[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _schemas(part: object) -> Iterator[dict[str, Any]]:
-    """Yields every object in the description."""
+    """Yields every JSON object in the description."""
     if isinstance(part, dict):
         yield part
         for inner in part.values():

@@ -7,9 +7,9 @@ The native protocol uses a problem document (RFC 9457, application/problem+json)
      "request_id": "...", "position": 12}
 
 Every failure of a native route has this format, including an unknown path, an unknown method and an unexpected error.
-OpenAI's routes have their own format (`openai_error.py`). Under /v2, failures have the format of the Open Inference
-Protocol, whose clients read the text in `error`. The protocol has no status 422: an error that is 422 elsewhere is 400
-there.
+OpenAI's routes have their own format (`openai_error.py`).
+Under /v2, failures have the format of the Open Inference Protocol, whose clients read the text in `error`. That
+protocol has no status 422, so an error with status 422 in the native protocol has status 400 under /v2.
 
     {"error": "there is no model 'x'; there are y", "code": "unknown_model", "retryable": false, "request_id": "..."}
 """
@@ -34,8 +34,8 @@ from wane.service.observability.logs import SERVICE
 
 
 class ProblemDocument(TypedDict):
-    """A problem document (RFC 9457). `code` is stable, and `retryable` says whether a retry may succeed. Some codes add
-    fields."""
+    """A problem document (RFC 9457). `code` does not change between releases, and `retryable` says whether a retry may
+    succeed. Documents with certain codes have additional fields."""
 
     type: str
     title: str
@@ -86,7 +86,7 @@ def describe(error: Exception) -> Failure:
         if isinstance(error, Overloaded | Unavailable):
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         if isinstance(error, TooLarge | BodyTimeout | Unauthorized):
-            headers["connection"] = "close"  # because the rest of the body is not read
+            headers["connection"] = "close"  # the connection is closed, because the rest of the body is not read
         if isinstance(error, Unauthorized):
             headers["www-authenticate"] = BASIC if error.basic else BEARER
         return Failure(error.http_status, error.code, error.message, error.retryable, error.extra(), headers)
@@ -158,7 +158,7 @@ def is_inference_protocol(path: str) -> bool:
 
 
 def described(scope: Scope, error: Exception) -> Failure:
-    """Returns the facts of `error` like `describe`, and logs the traceback of an unexpected error."""
+    """Returns the result of `describe`, and logs the traceback of an unexpected error."""
     failure = describe(error)
     if failure.code == INTERNAL:
         fields = {"request_id": context(scope).request_id}

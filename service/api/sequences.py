@@ -1,6 +1,6 @@
-"""Sequences of the Open Inference Protocol: a sequence of model M with id I is the session `M:I`.
+"""Sequences of the Open Inference Protocol. A sequence of model M with id I is the session `M:I`.
 
-A model's name has no colon, so the two parts of a session's id are known.
+The first colon ends the model's name, because a model's name has no colon.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from wane.service.errors import InvalidRequest, SessionExists, TokenizerChanged,
 from wane.service.types import id_of
 
 STARTS = 3
-"""Attempts to start a sequence that other clients start at the same time."""
+"""The number of attempts to start a sequence that other clients start at the same time."""
 
 
 def sequence_id(parameters: InferParameters) -> str | None:
-    """Returns the id of the sequence; None if there is none. Raises InvalidRequest."""
+    """Returns the id of the request's sequence, or None if the request has no sequence. Raises InvalidRequest."""
     given = parameters.sequence_id
     if given is None or given == "" or given == 0:
         return None
@@ -43,8 +43,8 @@ def sequence_key(request: Request, engine: Engine, sequence: str) -> str:
 
 
 async def sequence_engine(request: Request, engine: Engine, key: str, sequence: str) -> Engine:
-    """Returns the engine of an existing sequence: that of the model, or of the version that the sequence began with.
-    Raises InvalidRequest if there is no such sequence."""
+    """Returns the engine of an existing sequence. It is the model's engine, or the engine of the version with which the
+    sequence began. Raises InvalidRequest if there is no such sequence."""
     found = registry(request).resident_engine(key)
     if found is engine:
         return found
@@ -55,14 +55,15 @@ async def sequence_engine(request: Request, engine: Engine, key: str, sequence: 
 
 
 async def start_sequence(request: Request, engine: Engine, key: str) -> None:
-    """Makes the sequence anew. Raises SessionExists if other clients keep starting it too."""
+    """Deletes the sequence if it exists, and starts it at position 0. Raises SessionExists if other clients start the
+    same sequence during each of STARTS attempts."""
     until = deadline(request)
     for attempt in range(STARTS):
         try:
             older: Engine | None = await session_engine(request, key)
         except UnknownSession:
             older = None
-        except TokenizerChanged:  # the sequence began with a version that is served no more
+        except TokenizerChanged:  # the sequence began with another tokenizer than that of the served version
             older = engine
         if older is not None:
             await delete_sequence(older, key, until)
@@ -77,7 +78,7 @@ async def start_sequence(request: Request, engine: Engine, key: str) -> None:
 
 
 async def delete_sequence(engine: Engine, key: str, until: float | None) -> None:
-    """Ends the sequence. Does nothing if another client, or its time, has ended it."""
+    """Ends the sequence. Does nothing if another client has ended it, or if it has expired."""
     with suppress(UnknownSession):
         await engine.delete_session(key, until)
 

@@ -1,7 +1,7 @@
-"""The signature of every model in the Open Inference Protocol, and the documents that describe it.
+"""The signature (inputs and outputs) of models in the Open Inference Protocol, and the documents that describe a model.
 
-All models have the same inputs and outputs. Only two sizes differ: that of the vocabulary, V, and the number of listed
-tokens, K, which is 16 unless the vocabulary or the setting `top_k_limit` is smaller.
+All models have the same inputs and outputs. Only two sizes differ between models: V is the size of the vocabulary, and
+K is the number of listed tokens. K is the smallest of 16, the vocabulary's size and the setting `top_k_limit`.
 
     inputs    tokens INT64 [-1, -1] | text BYTES [-1] | events BYTES [-1, -1];  lengths INT64 [-1]
     outputs   top_ids INT64 [-1, K], top_logprobs FP32 [-1, K], logits FP32 [-1, V], token_logprobs FP32 [-1, -1],
@@ -37,7 +37,7 @@ INPUTS: Mapping[str, TensorSpec] = {
     LENGTHS: TensorSpec("INT64", (-1,)),
 }
 SOURCES = (TOKENS, TEXT, EVENTS)
-"""The inputs of which a request has exactly one."""
+"""The names of the input tensors that hold a sequence. A request has exactly one of these inputs."""
 
 TOP_IDS, TOP_LOGPROBS, LOGITS, TOKEN_LOGPROBS = "top_ids", "top_logprobs", "logits", "token_logprobs"
 ERROR_BOUND, TOP1_PROVED, POSITION = "error_bound", "top1_proved", "position"
@@ -55,7 +55,7 @@ def listed(engine: Engine, settings: Settings) -> int:
 
 
 def outputs(engine: Engine, settings: Settings) -> dict[str, TensorSpec]:
-    """Returns the outputs of a model."""
+    """Returns the output tensors of a model, by name."""
     k = listed(engine, settings)
     return {
         TOP_IDS: TensorSpec("INT64", (-1, k)),
@@ -72,7 +72,7 @@ OUTPUTS = frozenset({TOP_IDS, TOP_LOGPROBS, LOGITS, TOKEN_LOGPROBS, ERROR_BOUND,
 
 
 def metadata(engine: Engine, settings: Settings) -> ModelMetadataDocument:
-    """Returns the model's name, version and signature."""
+    """Returns the document with the model's name, version and signature."""
     inputs, found = INPUTS.items(), outputs(engine, settings).items()
     return {
         "name": engine.name,
@@ -84,8 +84,8 @@ def metadata(engine: Engine, settings: Settings) -> ModelMetadataDocument:
 
 
 def configuration(engine: Engine, settings: Settings) -> ModelConfigDocument:
-    """Returns Triton's configuration of the model. It has no `sequence_batching`, which would require a sequence for
-    every request."""
+    """Returns Triton's configuration of the model. The configuration has no `sequence_batching`, which would require a
+    sequence for every request."""
     inputs, found = INPUTS.items(), outputs(engine, settings).items()
     manifest = engine.manifest
     return {

@@ -1,11 +1,12 @@
 """Reads tensors of the Open Inference Protocol from requests, and writes them into answers.
 
-A body with binary tensors is a JSON header, whose length the request header `Inference-Header-Content-Length` says,
-and then the bytes of the binary tensors in the order of the header's `inputs`. A tensor is binary if its `parameters`
-have a `binary_data_size`. Numbers are little-endian; a BYTES value is its length, in 4 bytes, and its bytes.
+A body with binary tensors begins with a JSON header. The length of the JSON header is in the request header
+`Inference-Header-Content-Length`. The bytes of the binary tensors follow, in the order of the `inputs` in the JSON
+header. A tensor is binary if its `parameters` have a `binary_data_size`. Numbers are little-endian. A BYTES value is
+encoded as its length in 4 bytes, followed by its bytes.
 
-Every size is checked against the bytes that there are before anything of that size is made. Each error names the tensor
-or the header at fault.
+Every size in a request is compared with the number of received bytes before memory of that size is allocated. Each
+error names the invalid tensor or header.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ BINARY_SIZE, BINARY = "binary_data_size", "binary_data"
 SHARED_MEMORY = "shared_memory_"
 CLASSIFICATION = "classification"
 DIGITS = re.compile("[0-9]{1,15}")
-LENGTH_BYTES = 4  # of a BYTES value's length
+LENGTH_BYTES = 4  # the number of bytes that encode the length of a BYTES value
 DTYPES: Mapping[str, np.dtype[Any]] = {"INT64": np.dtype("<i8"), "FP32": np.dtype("<f4"), "BOOL": np.dtype("?")}
-WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's numbers for the two formats
+WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # values of zlib's `wbits` for the gzip format and the zlib format
 
 Datatype = Literal["INT64", "FP32", "BOOL", "BYTES"]
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of a signature; a dimension of -1 has any size."""
+    """The datatype and the shape of a tensor in a signature. A dimension of -1 has any size."""
 
     datatype: Datatype
     shape: tuple[int, ...]
 
 
 class Tensor(NamedTuple):
-    """An input: int64 values of its shape, or the flat list of its texts."""
+    """An input tensor. `values` are int64 of shape `shape`, or a flat list of texts."""
 
     shape: tuple[int, ...]
     values: NDArray[np.int64] | list[str]
@@ -56,32 +57,38 @@ class Tensor(NamedTuple):
 
 
 def inflated(raw: bytes, encoding: str, most: int) -> bytes:
-    """Returns the body without its `Content-Encoding`. Raises UnsupportedMedia; InvalidRequest for a damaged body;
-    TooLarge over `most` bytes."""
+    """Decompresses a body with a `Content-Encoding`. Raises UnsupportedMedia for an unknown encoding, InvalidRequest
+    for a damaged body, and TooLarge for more than `most` bytes."""
     wbits = WBITS.get(encoding.strip().lower())
     if wbits is None:
-        raise UnsupportedMedia(f"content-encoding {truncate_repr(encoding)} is not read; gzip and deflate are")
+        raise UnsupportedMedia(
+            f"content-encoding {truncate_repr(encoding)} is not supported; the server accepts gzip and deflate"
+        )
     inflater = zlib.decompressobj(wbits)
     try:
         body = inflater.decompress(raw, most + 1)
     except zlib.error as error:
-        raise InvalidRequest(f"content-encoding is {encoding}, but the body is not: {error}", ENCODING) from error
+        raise InvalidRequest(
+            f"content-encoding is {encoding}, but the body is not valid {encoding}: {error}", ENCODING
+        ) from error
     if len(body) > most:
-        raise TooLarge(f"the body is too long once it is inflated; at most {most} bytes are accepted")
+        raise TooLarge(f"the decompressed body is too long; at most {most} bytes are accepted")
     if not inflater.eof:
-        raise InvalidRequest(f"content-encoding is {encoding}, but the body ends before its end", ENCODING)
+        raise InvalidRequest(f"content-encoding is {encoding}, but the {encoding} data is incomplete", ENCODING)
     if inflater.unused_data:
-        raise InvalidRequest(f"content-encoding is {encoding}, but bytes follow its end", ENCODING)
+        raise InvalidRequest(
+            f"content-encoding is {encoding}, but the body has bytes after the {encoding} data", ENCODING
+        )
     return body
 
 
 def is_encoded(encoding: str | None) -> bool:
-    """Whether a `Content-Encoding` is one that has to be undone."""
+    """Returns whether a body with this `Content-Encoding` must be decompressed."""
     return encoding is not None and encoding.strip().lower() not in ("", "identity")
 
 
 def divided(raw: bytes, header_length: str | None) -> tuple[bytes, memoryview]:
-    """Returns the JSON header and the binary part of a body. Without a header length all of it is JSON. Raises
+    """Returns the JSON header and the binary part of a body. If `header_length` is None, the whole body is JSON. Raises
     InvalidRequest."""
     if header_length is None:
         return raw, memoryview(b"")
@@ -101,7 +108,7 @@ def divided(raw: bytes, header_length: str | None) -> tuple[bytes, memoryview]:
 def read_tensors(
     inputs: Sequence[InputTensor], binary: memoryview, specs: Mapping[str, TensorSpec]
 ) -> dict[str, Tensor]:
-    """Returns the tensors by name. `binary`: the binary part of the body. Raises InvalidRequest."""
+    """Returns the input tensors by name. `binary` is the binary part of the body. Raises InvalidRequest."""
     found: dict[str, Tensor] = {}
     for given in inputs:
         name = given.name
@@ -146,7 +153,7 @@ def _shape(given: InputTensor, spec: TensorSpec) -> tuple[int, ...]:
 
 
 def _binary_size(given: InputTensor) -> int | None:
-    """Returns an input's number of bytes in the binary part; None if it has its values in JSON."""
+    """Returns an input's number of bytes in the binary part, or None if the input's values are in the JSON."""
     name = given.name
     for parameter in given.parameters:
         if parameter.startswith(SHARED_MEMORY):
@@ -237,15 +244,15 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 class OutputFormat(NamedTuple):
-    """A requested output, and whether it is binary."""
+    """The name of a requested output, and whether its values are sent in the binary part of the answer."""
 
     name: str
     binary: bool
 
 
 def output_format(name: str, parameters: Mapping[str, Any], *, binary: bool) -> OutputFormat:
-    """Returns the format of a requested output. `binary`: whether outputs are binary by default. Raises
-    InvalidRequest."""
+    """Returns the format of a requested output. `binary` says whether the request's outputs are binary by default.
+    Raises InvalidRequest."""
     for parameter, value in parameters.items():
         if parameter.startswith(SHARED_MEMORY):
             raise InvalidRequest(f"{name}: shared memory is not supported ({parameter})", name)
@@ -262,8 +269,8 @@ def output_format(name: str, parameters: Mapping[str, Any], *, binary: bool) -> 
 async def reply(
     head: Mapping[str, object], wanted: Sequence[OutputFormat], values: Mapping[str, NDArray[Any]]
 ) -> Reply:
-    """Returns the answer with the outputs in order. `head`: the other fields. Other work runs between pieces of a long
-    output."""
+    """Returns the response with the outputs in the order of `wanted`. `head` has the other fields of the answer.
+    Encodes a long output in pieces, and lets the event loop run other work between two pieces."""
     outputs: list[dict[str, object]] = []
     binary: list[bytes] = []
     for name, is_binary in wanted:
@@ -288,7 +295,7 @@ DATATYPES = {"i": "INT64", "f": "FP32", "b": "BOOL"}
 
 
 async def _json(array: NDArray[Any]) -> bytes:
-    """Returns the values as a flat JSON list; NaN is null."""
+    """Returns the values as a flat JSON list, in which NaN is null."""
     flat = np.ascontiguousarray(array).reshape(-1)
     if len(flat) <= VALUES_AT_ONCE:
         return orjson.dumps(flat, option=orjson.OPT_SERIALIZE_NUMPY)

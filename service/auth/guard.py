@@ -1,11 +1,11 @@
 """Authenticates requests, and checks the permissions of their API keys.
 
-A client sends its key as `Authorization: Bearer KEY`. A browser cannot set that header. For a WebSocket, a browser
-sends the key as a subprotocol, `bearer.KEY`, in addition to the subprotocol `wane`. For a page, a browser sends the key
-as the password of `Authorization: Basic`. The server accepts this password only for GET and HEAD requests, because a
-browser also sends it with requests that other sites trigger. A subprotocol is a token (RFC 9110, 5.6.2), which cannot
-contain `/` or `=`. Such a key is sent in base64url without padding, with the prefix that Kubernetes uses. Any other key
-may be sent in this form, too.
+A client sends its key as `Authorization: Bearer KEY`. A browser can set that header neither for a WebSocket nor for a
+page that it opens. For a WebSocket, a browser sends the key as a subprotocol, `bearer.KEY`, in addition to the
+subprotocol `wane`. For a page, a browser sends the key as the password of `Authorization: Basic`. The server accepts
+this password only for GET and HEAD requests, because a browser also sends the password with requests that other sites
+trigger. A subprotocol is a token (RFC 9110, 5.6.2), which cannot contain `/` or `=`. A key with one of these characters
+is sent in base64url without padding, with the prefix that Kubernetes uses. Any other key may be sent in this form, too.
 """
 
 from __future__ import annotations
@@ -95,13 +95,14 @@ def of_subprotocols(offered: Sequence[str]) -> bytes | None:
             encoded = one.removeprefix(ENCODED_KEY)
             try:
                 return b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True)
-            except ValueError:  # is also raised for characters outside the alphabet
+            except ValueError:  # is also raised for characters outside the base64 alphabet
                 return b""
     return None
 
 
 def may_read(scope: Scope) -> bool:
-    """Returns whether a request only reads. Only then, a password of `Authorization: Basic` is accepted."""
+    """Returns whether a request only reads data. Only such a request may send its key as the password of
+    `Authorization: Basic`."""
     return scope["type"] == "http" and scope["method"] in READING
 
 

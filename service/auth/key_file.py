@@ -1,7 +1,8 @@
 """Loads API keys from the environment, a file, or both. Every request is accepted if there are no keys.
 
-The file is checked once a second. A changed file is read as soon as two checks in a row find it the same. This avoids
-reading a file that is still being written. If the file cannot be read, the keys stay unchanged.
+The file is checked once a second. A changed file is read once two consecutive checks find the same inode, size and
+modification time. This avoids reading a file that is still being written. If the file cannot be read, the keys stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ Signature = tuple[int, int, int]
 
 
 class KeySource:
-    """Reads the API keys at startup, and reloads the key file. `keyring` is None if the server has no keys."""
+    """Reads the API keys at startup, and reloads the key file when it changes. `keyring` is None if the server has no
+    keys."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises KeysError if a list of keys is invalid or the file cannot be read."""
         self._path = settings.api_keys_file
-        self._others: list[Key] = []  # the keys of the environment, which never change
+        self._others: list[Key] = []  # the keys from the environment, which never change
         self._seen: Signature | None = None
         self._known: Signature | None = None
         if settings.api_keys is not None:
@@ -58,8 +60,8 @@ class KeySource:
             self.look()
 
     def look(self) -> None:
-        """Reads the file if it has changed since it was last read, but not since the last check. The file is small, so
-        reading does not block the event loop for long."""
+        """Checks the file. Reads it if it has changed since it was last read, and is unchanged since the last check.
+        The file is small, so reading does not block the event loop for long."""
         assert self._path is not None, "there is no key file: this is a bug"
         try:
             now = _signature(self._path)
@@ -71,7 +73,7 @@ class KeySource:
             self.reload()
 
     def reload(self) -> None:
-        """Reads the file. The keys stay unchanged if the file is invalid."""
+        """Replaces the keys with the keys of the file. The keys stay unchanged if the file is invalid."""
         assert self._path is not None and self.keyring is not None, "there is no key file: this is a bug"
         try:
             keys = self._read(self._path)
@@ -82,7 +84,7 @@ class KeySource:
         logger.info("%d keys were read from %s", len(keys), self._path)
 
     def _read(self, path: Path) -> list[Key]:
-        """Returns the keys of the file and of the environment. The message of KeysError has the file's name and the
+        """Returns the keys from the file and from the environment. The message of KeysError has the file's name and the
         reason."""
         try:
             self._seen = self._known = _signature(path)

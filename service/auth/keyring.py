@@ -12,7 +12,7 @@ from wane.service.errors import RateLimited, Unauthorized
 from wane.service.types import Owner
 
 ROUNDING = 1e-9
-"""A shortage of fewer tokens than this is a rounding error."""
+"""A call that lacks fewer tokens than this is granted, because the shortage is a rounding error."""
 
 
 class TokenBucket:
@@ -33,7 +33,8 @@ class TokenBucket:
         """Takes `amount` tokens and returns 0. Takes nothing if there are too few tokens, and returns the seconds until
         a retry can succeed.
 
-        `before` tokens were already taken for the same call. They are returned to the bucket if `amount` is refused."""
+        `before` is the number of tokens that were already taken for the same call. If `amount` is refused, these tokens
+        are returned to the bucket."""
         now_s = self._clock()
         held = min(self._burst, self._held + (now_s - self._since_s) * self._rate)
         self._since_s = now_s
@@ -45,31 +46,33 @@ class TokenBucket:
         return 0.0
 
     def adopt(self, before: TokenBucket) -> None:
-        """Copies the level of the owner's previous bucket, which had other limits."""
+        """Copies the number of tokens from the key's previous bucket, which had other limits."""
         self._held = min(self._burst, before._held)
         self._since_s = before._since_s
 
 
 SELECTOR_BYTES = 16
-"""A key is looked up by the first half of its digest. Then the whole digests are compared in constant time."""
+"""The number of digest bytes by which a key is looked up. After the lookup, the whole digests are compared in constant
+time."""
 
 
 class Principal:
-    """The holder of an API key. The object stays the same when the key's limits change or the key gets more
-    permissions. It is `revoked` when the key is removed, loses a permission or changes its name. The client of an open
+    """The holder of an API key. The same object is kept when the key's limits change or the key gets more permissions.
+    `revoked` becomes true when the key is removed, loses a permission or changes its name. The client of an open
     WebSocket must then authenticate again."""
 
     __slots__ = ("_bucket", "_clock", "key", "owner", "revoked")
 
     def __init__(self, key: Key, clock: Callable[[], float], before: Principal | None = None) -> None:
-        """`before` is the previous holder of the key. The new holder gets the level of its bucket."""
+        """`before` is the previous holder of the key. The new holder's token bucket starts with the number of tokens in
+        the previous holder's bucket."""
         self._clock = clock
         self._bucket: TokenBucket | None = None if before is None else before._bucket
         self.revoked = False
         self.give(key)
 
     def give(self, key: Key) -> None:
-        """Replaces the key's permissions and limits. Keeps the level of the token bucket."""
+        """Replaces the key's permissions and limits. Keeps the number of tokens in the token bucket."""
         before = self._bucket
         self.key = key
         self.owner = Owner(key.name, key.sessions)
@@ -80,9 +83,9 @@ class Principal:
                 self._bucket.adopt(before)
 
     def charge(self, requests: float, before: float = 0.0) -> None:
-        """Charges the key for `requests` requests of one call, of which `before` other requests were already charged.
-        Raises RateLimited if the call exceeds the rate limit, and then refunds the `before` requests, too. Raises
-        Unauthorized if the key is revoked.
+        """Charges the key for `requests` requests of one call. `before` is the number of other requests of the call
+        that were already charged. If the call exceeds the rate limit, refunds these earlier requests and raises
+        RateLimited. Raises Unauthorized if the key is revoked.
         """
         if self.revoked:
             raise Unauthorized("the API key is no longer valid")

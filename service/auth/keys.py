@@ -1,17 +1,17 @@
 """Parses API keys from a file and from the environment, with their owners, permissions and limits.
 
-A line of the file is one key. `wane key NAME` makes a key and its line. Every line ends in a newline.
+A line of the file is one key. `wane key NAME` creates a key and prints its line. Every line ends in a newline.
 
     # name:sha256:digest, then any of: scope (use, metrics, admin; joined by +), rate and burst (requests), sessions
     alice:sha256:9f86d081884c7d65...
     bob:sha256:60303ae22b998861...    rate=100 burst=200 sessions=1000
     prometheus:sha256:fd61a03af4f7...   scope=metrics
 
-In the environment, a key is `name:key` or `name:key:scope`, with commas between keys. A name may have several keys,
-which own the same sessions. A new key can therefore replace an old key without an interruption.
+In the environment, a key is `name:key` or `name:key:scope`, with commas between keys. An owner may have several keys,
+which give access to the same sessions. A new key can therefore replace an old key without an interruption.
 
-A key has 256 random bits, which nobody can guess even with a fast hash. Therefore SHA-256 is enough. A password would
-require a slow hash.
+The file has SHA-256 hashes of keys. A fast hash is enough, because a key has 256 random bits, which nobody can guess. A
+password would require a slow hash.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Permission(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of the owner `name`. `digest` is the key's SHA-256. `rate` is its limit in requests a second, and `burst`
-    the size of its token bucket in requests. `sessions` is the owner's quota of sessions. None means no limit."""
+    """A key of the owner `name`. `digest` is the key's SHA-256. `rate` is the key's limit in requests a second, and
+    `burst` the size of its token bucket in requests. `sessions` is the owner's quota of sessions. None means no limit.
+    """
 
     name: str
     digest: bytes
@@ -60,7 +61,7 @@ class Key:
     sessions: int | None = None
 
     def may(self, permission: Permission) -> bool:
-        """Returns whether the key has a permission."""
+        """Returns whether the key has the permission."""
         return permission in self.permissions or Permission.ADMIN in self.permissions
 
     def may_all(self, other: Key) -> bool:
@@ -85,8 +86,8 @@ def digest(key: bytes) -> bytes:
 
 
 def make_key(name: str, words: Sequence[str] = ()) -> tuple[str, Key]:
-    """Returns a new key for `name` and its `Key`, whose line is for the file. `words` are options in the syntax of the
-    file.
+    """Creates a key for `name`. Returns the key's text and its `Key`, whose `line` belongs in the key file. `words` are
+    options in the syntax of the file.
 
     Raises KeysError.
     """
@@ -132,7 +133,7 @@ def of_text(text: str) -> list[Key]:
 
 
 def weak(text: str) -> list[str]:
-    """Returns the names in the environment that have a key too short to be secure."""
+    """Returns the names whose key in the environment is too short to be secure."""
     entries = (entry.strip().split(":") for entry in text.split(","))
     return [entry[0] for entry in entries if len(entry) > 1 and len(entry[1]) < WEAK_CHARACTERS]
 

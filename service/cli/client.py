@@ -40,8 +40,10 @@ class Client:
         key: str | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """`key` is the API key, by default the value of the environment variable WANE_API_KEY. `tracing` records a span
-        for every call. The parent of each span is the value of the environment variable TRACEPARENT, if it is set."""
+        """`key` is the API key. The default is the value of the environment variable WANE_API_KEY. `tracing` records a
+        span for every call. If the environment variable TRACEPARENT is set, each span has the parent that this variable
+        names.
+        """
         self._url = url
         self._tracing = tracing
         self._parent = Parent.of(os.environ.get(PARENT_VARIABLE, "").encode())
@@ -64,7 +66,7 @@ class Client:
         return self._get("/v1/report", Report)
 
     def post(self, path: str, body: Document) -> Document:
-        """Returns the answer to a request with a JSON body."""
+        """Returns the server's answer to a POST request with a JSON body."""
         response = self._answered("POST", path, body)
         try:
             document: Document = response.json()
@@ -91,7 +93,7 @@ class Client:
         return document
 
     def _answered(self, method: str, path: str, body: Document | None = None) -> httpx.Response:
-        """Returns the server's response if its status is a success."""
+        """Returns the server's response if its status is a success. Raises ClientError otherwise."""
         calling: AbstractContextManager[dict[str, str]] = nullcontext({})
         if self._tracing is not None:
             calling = self._tracing.calling(method, path, self._parent)
@@ -111,8 +113,8 @@ class Client:
 
 @contextmanager
 def traced() -> Iterator[Tracing | None]:
-    """Yields the tracing for the calls of one command. Yields None if the environment variables of OpenTelemetry do not
-    enable tracing."""
+    """Yields the object that traces the calls of one command. Yields None if the environment variables of OpenTelemetry
+    do not enable tracing."""
     logging.basicConfig(format="%(message)s")
     tracing = Tracing.open(os.environ)
     try:

@@ -18,7 +18,8 @@ from wane.service.cli.measure import choose, measure, requests_needed
 from wane.service.cli.render import agreement_table, latency_table
 
 FAILURES = (CommandError, ClientError, OSError, UnicodeError)
-# An upper bound on a text's average; the client sends only this many characters per token to the tokeniser.
+# An upper bound on the average number of characters per token of a text. The client sends only this many characters per
+# token to the tokeniser.
 CHARACTERS_OF_A_TOKEN = 32
 SAMPLE = Path(__file__).with_name("sample.txt")
 

@@ -1,7 +1,7 @@
 """`wane key`: creates an API key.
 
 Prints the key's line for a key file to standard output. The line contains only a hash of the key. Prints the key itself
-to standard error. It cannot be shown again.
+to standard error. The key cannot be shown again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measures the latency of a model's two modes over one text, and the agreement of their answers.
 
-It makes three passes over the same positions. The first pass is recurrent: a session gets one token in each step. The
-second pass uses windows without a session: each request has the last k + 1 tokens. The third pass uses mode both, and
-gives the agreement of the two modes. Then it compares windows of several sizes at a few positions, to show agreement as
-a function of k.
+The measurement makes three passes over the same positions. The first pass is recurrent: a session gets one token in
+each step. The second pass uses windows without a session: each request has the last k + 1 tokens. The third pass uses
+mode both, and gives the agreement of the two modes. Finally, windows of several sizes are compared at a few positions,
+to show agreement as a function of k.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ COMPARED_HISTORY = 1024  # the largest number of tokens that are sent for such a
 REPEAT = 5
 
 Advance = Callable[[], None]
-"""A function that is called after each request. It updates a progress bar."""
+"""A function that updates a progress bar. It is called after each request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Quantiles of a duration in milliseconds, with linear interpolation."""
+    """Quantiles of durations in milliseconds, with linear interpolation between two values."""
 
     p50: float
     p90: float
@@ -41,8 +41,8 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class AgreementSummary:
-    """The agreement over all pairs of answers. `error_bound` is the largest error bound, or null if an answer was not
-    certified."""
+    """The agreement of the two modes over all pairs of answers. `error_bound` is the largest error bound, or null if an
+    answer was not certified."""
 
     compared: int
     top1_match_rate: float
@@ -79,8 +79,8 @@ class WindowSummary:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """The results of `measure`: the latency of each mode and phase in milliseconds, the agreement for windows of k
-    tokens, and the results for each window size."""
+    """The results of `measure`: the latency of each mode and phase in milliseconds, the agreement of windows of k
+    tokens with recurrent mode, and the results for each window size."""
 
     url: str
     model: str
@@ -95,8 +95,8 @@ class Measurements:
 
 
 def choose(client: Client, name: str | None) -> Document:
-    """Returns the document of the model `name`, or of the server's default model. Raises ClientError, also if the
-    model's vocabulary has events instead of text."""
+    """Returns the document of the model `name`, or of the server's default model. Raises ClientError, for example if
+    the model's vocabulary has events instead of text."""
     cards = client.models()
     for card in cards:
         if name in (None, card["id"]):
@@ -109,17 +109,18 @@ def choose(client: Client, name: str | None) -> Document:
 
 
 def requests_needed(steps: int) -> int:
-    """Returns the number of times that `measure` calls `advance`."""
+    """Returns the number of times that `measure` calls `advance` for a text of `steps` tokens."""
     return 3 * steps + min(steps, COMPARED_POSITIONS)
 
 
 def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[int], advance: Advance) -> Measurements:
-    """Measures both modes over `tokens`, with one request for each token and mode. Raises ClientError."""
+    """Measures both modes over `tokens`. Sends one request for each token in each of the three passes. Raises
+    ClientError."""
     model = card["id"]
 
     def window(index: int) -> Document:
-        # The input has one token more than the window, because an input that fits into the window is run from the start
-        # token.
+        # The request has one token more than the window, because an input that fits in the window would be run from the
+        # start token.
         part = tokens[max(0, index - k) : index + 1]
         return client.post("/v1/predict", {"model": model, "tokens": part, "mode": "window", "window": k})
 

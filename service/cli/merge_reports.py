@@ -1,9 +1,10 @@
 """Merges the reports of replicas into one report, as if a single process had served all their requests.
 
-Histograms are added bucket by bucket, and quantiles are computed from the sums. The quantiles that a process reports
-cannot be merged, because they are over its latest 4096 values. Counts are added, means are weighted with their counts,
-and the largest maximum is taken. Models are matched by name. If replicas serve different versions of a model, the
-merged report lists the versions and adds up their figures.
+Histograms are added bucket by bucket, and quantiles are computed from the summed histograms. The quantiles in a
+process's report cannot be merged, because that process computed them from its latest 4096 values only. The merged
+report has the sums of counts, the means weighted with their counts, and the largest maximum. Models are matched by
+name. If replicas serve different versions of a model, the merged report lists the versions, and its figures are for all
+these versions together.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class MergeError(Exception):
 
 
 def merge(reports: Sequence[Document]) -> Document:
-    """Returns the merged report. `replicas` is the number of merged reports, at the top level and for each model. The
-    merged report omits `costs`, because they are valid for one machine only. Raises MergeError if histograms have
-    different buckets.
+    """Returns the merged report. The field `replicas` of the merged report and of each model is the number of reports
+    that were merged. The merged report omits `costs`, because costs are valid for one machine only. Raises MergeError
+    if histograms have different buckets.
     """
     assert reports, "there are no reports to merge: this is a bug"
     models: dict[str, list[Document]] = {}
@@ -129,8 +130,8 @@ def _by_name(parts: Sequence[Document], merged: Callable[[Sequence[Any]], Any]) 
 
 
 def _rate(rates: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    """Returns the rate over all parts. Converts each rate to a whole number of items first, so that the sum is
-    exact."""
+    """Returns the rate over all parts. Converts each part's rate to a whole number of items first, so that the sum of
+    items is exact."""
     total = sum(counts)
     return sum(round((rate or 0) * count) for rate, count in zip(rates, counts, strict=True)) / total if total else None
 
@@ -145,5 +146,5 @@ def _largest(values: Iterable[float | None]) -> float | None:
 
 
 def _listed(values: Iterable[str]) -> str:
-    """Returns the distinct values, in their order of appearance."""
+    """Returns the distinct values as a comma-separated text, in their order of appearance."""
     return ", ".join(dict.fromkeys(values))

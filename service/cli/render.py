@@ -29,8 +29,8 @@ def latency_table(compared: Measurements) -> Table:
 
 
 def agreement_table(compared: Measurements) -> Table:
-    """Returns a table of the agreement of windows with recurrent mode. The first row is the model's k over all tokens.
-    Each of the next rows is a window size, over a few positions."""
+    """Returns a table of the agreement of windows with recurrent mode. The first row is for windows of the model's k,
+    at all positions. Each further row is for one window size, at a few positions."""
     columns = ("window", "pairs", "top-1", "proved", "TV mean", "TV max", "bound", "ms")
     table = _table("Agreement of window and recurrent (TV: total variation)", (), columns)
     table.caption = "ms: compute, median over positions"
@@ -55,8 +55,8 @@ def agreement_table(compared: Measurements) -> Table:
 
 
 def report_tables(report: Document) -> list[Table]:
-    """Returns the tables of a report. They show the latency of each model and mode, and the agreement and sessions of
-    each model."""
+    """Returns the tables of a report. The tables show the latency of each model and mode, and the agreement and the
+    sessions of each model."""
     of = f"{report['replicas']} replicas, {report['device']}" if "replicas" in report else report["device"]
     latency = _table(f"Latency, ms ({of})", ("model", "mode", "phase"), ("requests", "p50", "p90", "p99"))
     agreement = _table(
@@ -109,7 +109,7 @@ if TYPE_CHECKING:
 
 COLOURS = {"recurrent": "#0072b2", "window": "#d55e00"}  # the palette of Okabe and Ito, for colour-blind readers
 FORMATS = (".png", ".svg", ".pdf")
-FLOOR = 1e-9  # the value at which an exact zero is drawn, because a logarithmic axis has no zero
+FLOOR = 1e-9  # the height at which a value of 0 is drawn, because a logarithmic axis has no zero
 
 
 def save(compared: Measurements, path: Path) -> None:

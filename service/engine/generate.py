@@ -147,8 +147,8 @@ class Source(Protocol):
 
 
 class RecurrentSource:
-    """The source of mode recurrent. Runs one step for each token, and keeps the state in one slot. `read` is the slot of
-    the state after the prompt, if it is a different slot. That slot does not change."""
+    """The source of mode recurrent. Runs one step for each token, and keeps the state in one slot. `read` is the slot
+    of the state after the prompt, if it is a different slot. That slot does not change."""
 
     window = None
 

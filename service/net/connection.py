@@ -1,10 +1,10 @@
 """Limits what one connection can cost the server: size limits, timeouts, the receive budget and counters of rejected
 connections.
 
-uvicorn has no timeout for a slow client. This module adds timeouts for receiving the head of a request, for receiving
-its body, and for the client's reading of a response. It also limits the number of connections. `http_protocol.py` and
-`websocket_protocol.py` enforce these limits. A rejected connection never becomes a request, so this module counts and
-logs it.
+uvicorn has no timeout for a slow client. This module adds timeouts for receiving the head of a request, for receiving a
+request's body, and for the time in which the client reads a response. It also limits the number of connections.
+`http_protocol.py` and `websocket_protocol.py` enforce these limits. The request metrics and the access log do not
+include rejected connections, so this module counts and logs them.
 
 The receive budget covers large bodies only. The memory for heads and small messages is bounded by the limit on
 connections. A session's next step is therefore accepted even while many large bodies are being received.
@@ -30,7 +30,7 @@ class ReceiveBudget:
     """Counts the unanswered bytes of every connection that has more than SMALL_BYTES unanswered bytes."""
 
     def __init__(self, most: int) -> None:
-        """`most`: the limit in bytes, summed over all connections."""
+        """`most` is the largest number of unanswered bytes of all connections together."""
         self.most = most
         self.taken = 0
 
@@ -40,7 +40,7 @@ class ReceiveBudget:
 
 
 class ReceiveShare:
-    """The unanswered bytes of one connection."""
+    """The part of the receive budget that one connection uses."""
 
     __slots__ = ("counted", "receive_budget")
 
@@ -50,7 +50,7 @@ class ReceiveShare:
 
     def is_now(self, count: int) -> bool:
         """Sets the connection's number of unanswered bytes to `count`. Returns False, without a change, if the budget
-        has no room for them. A smaller count than before always fits."""
+        has no room for the additional bytes. A `count` that is not larger than the previous number always fits."""
         more = (count if count > SMALL_BYTES else 0) - self.counted
         if more > 0 and not self.receive_budget.has_room(more):
             return False
@@ -66,7 +66,7 @@ class RejectReason(StrEnum):
     LONG_HEAD = "long_head"  # 431
     LONG_TRAILERS = "long_trailers"  # 431: too many bytes of trailers or of chunk lengths
     SLOW_HEAD = "slow_head"  # 408
-    SLOW_BODY = "slow_body"  # 408, if no handler waits for the body (else the middleware answers); 1008: a slow message
+    SLOW_BODY = "slow_body"  # 408: a slow body that no route waits for; 1008: a slow message
     FULL = "full"  # 429 or 1013: the receive budget is used up
     MALFORMED = "malformed"  # 400: invalid HTTP; 1002: an invalid frame; 1007: invalid UTF-8
     HANDSHAKE = "handshake"  # 400, 405, 414, 426 or 431: a WebSocket handshake that is invalid or too late
@@ -81,20 +81,21 @@ class RejectedConnections:
         self._counted = {reason: metrics.connections_rejected.labels(reason.value) for reason in RejectReason}
 
     def tell(self, reason: RejectReason, client: tuple[str, int] | None, status: HTTPStatus | None = None) -> None:
-        """Counts and logs one rejected connection. `client`: address and port. `status`: the status of the response, if
-        a response is sent."""
+        """Counts and logs one rejected connection. `client` is the client's address and port. `status` is the status of
+        the response, or None if no response is sent."""
         self._counted[reason].inc()
         log_access("refused", {"client": client[0] if client else None, "status": status, "reason": reason.value})
 
 
 RETRYABLE = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 MOST_MILLISECONDS = 2**31 - 1  # the largest value of TCP_USER_TIMEOUT
-DEAF_S = 2.0  # a rejected client has this long to read the response before the connection is closed
+DEAF_S = 2.0  # the time in which a rejected client can read the response before the connection is closed
 
 
 class TimeoutProtocol(asyncio.Protocol):
-    """A mixin for uvicorn's protocols. It holds a connection's settings, receive share and timer. It reports a
-    connection that the kernel aborted because the client read nothing (see `abort_unread`)."""
+    """A mixin for uvicorn's protocols. The mixin holds a connection's settings, its part of the receive budget, and its
+    timer. It logs and counts a connection that the kernel aborted because the client read nothing (see `abort_unread`).
+    """
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
@@ -134,9 +135,10 @@ class TimeoutProtocol(asyncio.Protocol):
 def abort_unread(transport: asyncio.Transport, seconds: float) -> None:
     """Makes the kernel abort the connection when the client has acknowledged no byte for `seconds`.
 
-    Only the kernel can detect this. It buffers megabytes, so a transport's writes succeed although the client does not
-    read. The time runs from the last byte that the client acknowledged. Later writes do not restart it. After the abort
-    the transport reports TimeoutError. On systems without Linux's TCP_USER_TIMEOUT this function does nothing.
+    Only the kernel can detect this. The kernel buffers megabytes, so a transport's writes succeed although the client
+    does not read. The time runs from the last byte that the client acknowledged. Later writes do not restart it. After
+    the abort the transport reports TimeoutError. On systems without Linux's TCP_USER_TIMEOUT this function does
+    nothing.
 
     The kernel also aborts a client that reads slowly through a receive window smaller than one segment. In a test with
     `seconds` = 30, a client with SO_RCVBUF 4096 that read 2 KB every 0.5 s was reset after 32 s.
@@ -148,7 +150,8 @@ def abort_unread(transport: asyncio.Transport, seconds: float) -> None:
 
 
 def bare_answer(status: HTTPStatus, text: bytes = b"") -> bytes:
-    """Returns the bytes of the last response on a connection, with a `retry-after` if the client may retry."""
+    """Returns the bytes of the last response on a connection. The response has the header `retry-after` if the client
+    may retry."""
     more = b"retry-after: 1\r\n" if status in RETRYABLE else b""
     if text:
         more += b"content-type: text/plain; charset=utf-8\r\n"

@@ -1,13 +1,13 @@
 """HTTP with limits and timeouts. Each response is sent with one write.
 
-Slow clients, oversized requests and excess connections receive 408, 429, 431 or 503. No route sees them.
+Slow clients, oversized requests and excess connections receive 408, 429, 431 or 503. Such requests never reach a route.
 
-A request that arrives completely in one read may be passed to a `RequestDispatcher`. The dispatcher answers it without
-ASGI messages and without a task. All other requests are passed to the ASGI application.
+A request that arrives completely in one read may be passed to a `RequestDispatcher`. The dispatcher answers such a
+request without ASGI messages and without an `asyncio.Task`. All other requests are passed to the ASGI application.
 
-uvicorn writes the head and the body of a response separately, and uvloop makes a system call for each. The second
-system call is a large part of a response's cost. `BufferedTransport` joins all writes of one iteration of the event
-loop.
+uvicorn writes the head and the body of a response separately, and uvloop makes a system call for each write. The second
+system call takes a large part of the CPU time of a response. `BufferedTransport` joins all writes of one iteration of
+the event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, abort_unread, bare_answer
 
-LINGER_S = 30  # after `close`, the client has this long to read the rest of a response
+LINGER_S = 30  # the time after `close` in which the client can read the rest of a response
 
 
 def _never() -> bool:
@@ -45,7 +45,8 @@ class BufferedTransport:
         self._held: list[bytes] = []
         self._bytes = 0
         self._has_ended = False
-        self.delays_closing: Callable[[], bool] = _never  # returns True if the protocol closes it
+        # returns True if the protocol itself will close the connection
+        self.delays_closing: Callable[[], bool] = _never
 
     def write(self, data: bytes) -> None:
         if not self._held:
@@ -82,8 +83,8 @@ class BufferedTransport:
         self._transport.write_eof()
 
     def close(self) -> None:
-        """Writes the buffer, then closes the connection. Leaves the closing to the protocol if `delays_closing` returns
-        True."""
+        """Writes the buffer, then closes the connection. If `delays_closing` returns True, the protocol closes the
+        connection later."""
         self.flush()
         if self.delays_closing():
             return
@@ -100,7 +101,7 @@ class BufferedTransport:
 
 
 class InFlight(Protocol):
-    """A dispatched request."""
+    """A request that a dispatcher answers, from its start to its response."""
 
     over: bool
 
@@ -127,13 +128,14 @@ class ProxyHeaders(ProxyHeadersMiddleware):
     """uvicorn's middleware for trusted proxies, used without an application."""
 
     def __init__(self, trusted: str) -> None:
-        """`trusted`: the addresses of the trusted proxies, in uvicorn's format."""
+        """`trusted` has the addresses of the trusted proxies, in uvicorn's format."""
         super().__init__(_no_app, trusted)
 
     def apply(self, scope: Any) -> None:
         """Applies the forwarding headers of trusted proxies to a request's scope."""
         unused: Any = None
-        with suppress(StopIteration):  # the middleware awaits only `_no_app`, so one `send` runs it to its end
+        # the middleware awaits only `_no_app`, so one `send` runs the coroutine to its end
+        with suppress(StopIteration):
             self(scope, unused, unused).send(None)
 
 
@@ -142,11 +144,12 @@ async def _no_app(*_: Any) -> None:
 
 
 CLOSE = (b"connection", b"close")
-TRAILERS: Any = deque(maxlen=0)  # replaces every connection's list of trailer fields, and drops them
+# used in place of a connection's list of trailer fields; it drops every field that is appended
+TRAILERS: Any = deque(maxlen=0)
 
 HEAD_END = b"\r\n\r\n"
 PARSER_REASONS = {"Pause on PRI/Upgrade": "this is HTTP/2, and the server speaks HTTP/1.1"}
-"""Replacements for messages of the parser that would not help a client."""
+"""Texts that replace those messages of the parser that would not help a client."""
 
 
 def malformed(error: HttpParserError) -> bytes:
@@ -168,29 +171,30 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         trusted_headers: ProxyHeaders | None = None,
         **named: Any,
     ) -> None:
-        """`dispatcher`: the application's dispatcher. `trusted_headers`: applies the headers of trusted proxies, if
-        there are trusted proxies."""
+        """`dispatcher` is the application's dispatcher. `trusted_headers` applies the forwarding headers of trusted
+        proxies, and is None if there are no trusted proxies."""
         super().__init__(*given, **named)
         self.dispatcher = dispatcher
         self.trusted_headers = trusted_headers
         self.is_reading = False  # received bytes are being parsed
         # a request that starts after the received bytes are parsed
         self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None
-        self.in_flight: InFlight | None = None  # the dispatched request
+        self.in_flight: InFlight | None = None  # the request that the dispatcher is answering
         self.last_whole: object = None  # the scope of the last request that was received whole
         self.completed = False  # the latest bytes completed a request
-        self.head_bytes = 0  # received bytes of an incomplete head; a read that also completed a request is not counted
+        # number of received bytes of an incomplete head, without a read that also completed a request
+        self.head_bytes = 0
         self.head_end = b""  # the last bytes of the incomplete head
-        self.framing_bytes = 0  # bytes received since the last content byte of an incomplete body
-        # its connection is kept alive only once its body is complete
+        self.framing_bytes = 0  # number of bytes received since the last content byte of an incomplete body
+        # the request that may keep its connection alive only once its body is complete
         self.keepalive_hold: RequestResponseCycle | None = None
-        self.grace_used = False  # the timer has fired once for this body
+        self.grace_used = False  # the timer has fired once while this body was incomplete
         self.running: RequestResponseCycle | None = None  # the request that is being answered, or was answered last
-        self.discarding = False  # received bytes are dropped
+        self.discarding = False  # further received bytes are dropped
         self.lingers = False  # the last response is written, and the connection is closed soon
-        self.at_last: Callable[[], None] | None = None  # called once all earlier requests are answered
+        self.at_last: Callable[[], None] | None = None  # is called when all earlier requests are answered
         self.upgrades = False  # a WebSocket's handshake waits for the earlier requests
-        # received bytes of unanswered requests, except small requests that arrived in one read
+        # number of received bytes of unanswered requests, without small requests that arrived in one read
         self.unanswered_bytes = 0
         self.is_unread = False  # the last received bytes were not parsed
         self.measured: object = None  # the scope of the last request whose length `has_room` checked
@@ -226,8 +230,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             if self.held is not None:
                 self.begin(*self.held)
             if self.in_flight is not None and len(self.pipeline) <= 1:
-                # uvicorn pauses reading while a pipelined request waits. The server would then notice neither a
-                # disconnection nor more of the body.
+                # uvicorn pauses reading while a pipelined request waits. While reading is paused, the server would
+                # notice neither a disconnection nor further bytes of the body.
                 self.flow.resume_reading()
 
     def take_in(self, data: bytes) -> None:
@@ -253,7 +257,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                 if self.timer is not None:
                     self.at_ease()
             elif self.timer is None and (self.cycle is None or self.cycle.response_complete):
-                # for bytes that do not start a request, such as an empty line before the request line
+                # starts the timer for bytes that do not start a request, such as an empty line before the request line
                 self.begin_timer()
             return
         if self.discarding:
@@ -276,8 +280,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             self.keepalive_hold = self.cycle
 
     def feed(self, data: bytes) -> None:
-        """Parses received bytes. Replaces uvicorn's `data_received`, which answers a malformed request before the
-        earlier requests are answered, and which drops the bytes after an upgrade request."""
+        """Parses received bytes. Replaces uvicorn's `data_received`. That method answers a malformed request before the
+        earlier requests are answered, and drops the bytes after an upgrade request."""
         self._unset_keepalive_if_required()
         rest: bytes | memoryview = data
         behind: bytes | memoryview = b""  # bytes to parse after `rest`
@@ -302,16 +306,17 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                     return
                 else:
                     rest, behind = self.head_without_upgrade(), rest
-                    # The old parser rejects further bytes if the head says `Connection: close`.
+                    # The earlier parser object rejects further bytes if the head has `Connection: close`.
                     self.parser = HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _should_upgrade(self) -> bool:
-        """Returns True if `feed` must handle the head before its request starts. uvicorn calls this for a CONNECT
-        request and for a head that asks for another protocol. If the result is True, uvicorn does not start the
+        """Returns True if `feed` must handle a head before the request with this head starts. uvicorn calls this for a
+        CONNECT request and for a head that asks for another protocol. If the result is True, uvicorn does not start the
         request.
 
-        httptools reads no body after such a head. It would parse a declared body as the next request.
+        The parser, httptools, reads no body after such a head. It would parse the declared body of such a request as
+        the next request.
         """
         return self.scope["method"] != "CONNECT" or self.declares_body()
 
@@ -324,7 +329,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
 
     def head_without_upgrade(self) -> bytes:
         """Returns the last parsed head without its Upgrade fields. The server ignores protocols that it does not speak
-        (RFC 9110, 7.8). Parsed again without these fields, the request has the body that its head declares."""
+        (RFC 9110, 7.8). If the returned head is parsed, the parser reads the body that the head declares."""
         lines = [f"{self.scope['method']} ".encode() + self.url + f" HTTP/{self.scope['http_version']}".encode()]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join(lines) + HEAD_END
@@ -335,7 +340,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.is_unread = True
         if self.upgrades:
             self.discarding = self.upgrades = False
-            text = b"more was sent before the handshake was answered"
+            text = b"the client sent data before the handshake was answered"
             self.refuse(RejectReason.HANDSHAKE, HTTPStatus.BAD_REQUEST, text)
 
     def is_long_head(self, data: bytes) -> bool:
@@ -368,8 +373,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         return False
 
     def has_room(self) -> bool:
-        """Whether the budget has room for the declared length of a body. A chunked body is counted as it arrives. The
-        middleware rejects a body that is longer than the budget."""
+        """Whether the budget has room for the declared length of a body. The bytes of a chunked body are counted when
+        they are received. The middleware rejects a body that is longer than the budget."""
         self.measured = self.scope
         most, taken = self.share.receive_budget.most, self.share.receive_budget.taken
         if 2 * taken <= most:  # the largest allowed body is half of the budget
@@ -388,8 +393,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             at_last()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Replaces uvicorn's `on_header`, which keeps the white space around a value. RFC 9110, 5.5 excludes it from
-        the value."""
+        """Replaces uvicorn's `on_header`, which keeps the white space around a value. RFC 9110, 5.5 excludes this white
+        space from the value."""
         name = name.lower()
         value = value.strip(b" \t")
         if name == b"expect" and value.lower() == b"100-continue":
@@ -417,7 +422,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             self.in_flight = in_flight
 
     def came_whole(self, cycle: RequestResponseCycle) -> bool:
-        """Whether the whole request was received and its client reads the responses."""
+        """Whether the whole request was received, and the client reads its responses."""
         return not (cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue or self.flow.write_paused)
 
     def on_chunk_header(self) -> None:
@@ -434,8 +439,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         super().on_message_complete()
 
     def shutdown(self) -> None:
-        """Also stops a dispatched request when the shutdown timeout has passed. A dispatched request has no task that
-        uvicorn could cancel."""
+        """uvicorn calls this when it starts to shut down. Schedules the stop of a dispatched request at the shutdown
+        timeout, because uvicorn can only cancel tasks, and a dispatched request has none."""
         self.keepalive_hold = None
         if self.in_flight is not None and self.config.timeout_graceful_shutdown is not None:
             self.loop.call_later(self.config.timeout_graceful_shutdown, self.in_flight.stop)
@@ -446,8 +451,8 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         return self.scope is not self.last_whole and self.cycle is not None and self.cycle.scope is self.scope
 
     def too_slow(self) -> None:
-        """Closes a connection whose client sends too slowly. After a head it first waits for `body_timeout_s`, in which
-        the middleware can answer a slow body."""
+        """Closes a connection whose client sends too slowly. If the head is complete, first waits for `body_timeout_s`,
+        in which the middleware can answer the request with a slow body."""
         self.timer = None
         if self.in_body() and not self.grace_used:
             self.grace_used = True
@@ -459,9 +464,9 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
             self.refuse(reason, HTTPStatus.REQUEST_TIMEOUT)
 
     def refuse(self, reason: RejectReason, status: HTTPStatus, text: bytes = b"") -> None:
-        """Rejects the connection: answers the earlier requests, writes a last response with `status`, and closes the
-        connection. Later calls have no effect. Writes no last response if the response to the rejected request has
-        already started, or if the request before it asked to close the connection."""
+        """Rejects the connection. After the earlier requests are answered, writes a last response with `status` and
+        closes the connection. Later calls have no effect. Writes no last response if the response to the rejected
+        request has already started, or if the earlier request asked to close the connection."""
         if self.discarding or self.transport.is_closing():
             return
         self.at_ease()
@@ -499,8 +504,9 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.share.is_now(0)
 
     def delays_closing(self) -> bool:
-        """Returns True if a request is still being received, and schedules the closing for DEAF_S later. The kernel
-        resets a connection that is closed with unread bytes, and the client would then not receive the response."""
+        """Returns whether a request is still being received. If so, closes the connection after DEAF_S seconds, and
+        drops received bytes until then. Without this delay, the connection might be closed with unread bytes. The
+        kernel would then reset it, and the client would not receive the response."""
         if (self.scope is self.last_whole and not self.is_unread) or self.lingers or self.transport.is_closing():
             return False
         self.discarding = self.lingers = True
@@ -525,7 +531,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
 
 
 def _called() -> None:
-    """Replaces a callback that must not be called again."""
+    """A function without effect that replaces a callback which must not be called again."""
 
 
 class HttpResponder:

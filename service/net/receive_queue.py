@@ -1,4 +1,5 @@
-"""A queue of a WebSocket's received messages that its route has not read yet. It does not depend on uvicorn."""
+"""A queue of the messages that a WebSocket has received and its route has not read yet. This module does not depend on
+uvicorn."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ CHANNEL = "wane.channel"
 """The key under which a WebSocket's ASGI scope holds its protocol object while its route runs."""
 
 DISCONNECT_GRACE_S = 0.05
-"""The time between a client's disconnection and the cancellation of its request. Most answers are ready earlier."""
+"""The time in seconds between a client's disconnection and the cancellation of its request. Most answers are ready
+before this time has passed."""
 
 MOST_EARLY = 16
-"""The largest number of queued messages before the server pauses reading. Later messages stay in the kernel's buffers,
-and TCP then slows the sender down."""
+"""When this number of messages is queued, the server pauses reading from the connection. Later messages stay in the
+kernel's buffers, and TCP then slows the sender down."""
 
 Message = MutableMapping[str, Any]  # an ASGI message
 
@@ -31,7 +33,7 @@ class ClientDisconnected(Exception):
 
 
 class ReceiveQueue:
-    """A replacement of uvicorn's asyncio.Queue for one reader. `with receive_queue:` cancels the body of the `with`
+    """A queue for one reader, in place of uvicorn's asyncio.Queue. `with receive_queue:` cancels the body of the `with`
     when the client disconnects, and raises Abandoned.
     """
 
@@ -60,7 +62,7 @@ class ReceiveQueue:
                 self._interrupt_soon()
 
     def put_now(self, message: Message) -> None:
-        """Like `put_nowait`, but the reader resumes before this returns."""
+        """Adds a message like `put_nowait`, but the reader resumes before this method returns."""
         self._messages.append(message)
         self._wake()
 

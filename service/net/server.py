@@ -1,4 +1,5 @@
-"""uvicorn's server with a drain before it stops listening. It does not depend on the application."""
+"""uvicorn's server, which calls a drain function before it stops listening. This module does not depend on the
+application."""
 
 from __future__ import annotations
 

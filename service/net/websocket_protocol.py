@@ -17,13 +17,15 @@ from websockets.protocol import State
 from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, TimeoutProtocol, bare_answer
 from wane.service.net.receive_queue import CHANNEL, MOST_EARLY, ClientDisconnected, Message, ReceiveQueue
 
-PIECE_BYTES = 1 << 12  # received bytes that are parsed in one call
-MOST_FRAMES, FRAMES_S = 1000, 10.0  # the limit of fragments and pings without a message in FRAMES_S seconds
+PIECE_BYTES = 1 << 12  # the number of received bytes that are parsed in one call
+# the largest number of fragments and pings in FRAMES_S seconds during which no message is completed
+MOST_FRAMES, FRAMES_S = 1000, 10.0
 PROTOCOL, NOT_UTF8, POLICY, TRY_AGAIN = 1002, 1007, 1008, 1013
 WHOLE_TEXT = 0x81  # the first byte of a text message in one frame
 MASKED = 0x80  # the flag of a masked frame, in the byte that also holds a short length
-SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF  # the longest payloads whose length fits that byte, or the next two bytes
-LENGTH_BYTES = {126: 2, 127: 8}  # the number of bytes of a longer length, by the value of the second byte
+# the longest payload whose length fits in the second byte, and in the two bytes after it
+SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF
+LENGTH_BYTES = {126: 2, 127: 8}  # the number of bytes of a length field, by the value of the second byte
 MASK_BYTES = 4
 
 
@@ -33,12 +35,12 @@ class FrameBoundary:
     __slots__ = ("_head", "_missing_bytes")
 
     def __init__(self) -> None:
-        self._head = b""  # the received bytes of a frame whose length field is incomplete
-        self._missing_bytes = 0  # the bytes of the current frame that are not received yet
+        self._head = b""  # received bytes of a frame whose length field is incomplete
+        self._missing_bytes = 0  # the number of bytes of the current frame that are not received yet
 
     @property
     def is_within_frame(self) -> bool:
-        """Whether the received bytes end within a frame."""
+        """Whether the last received frame is incomplete."""
         return bool(self._missing_bytes or self._head)
 
     def feed(self, data: bytes) -> None:
@@ -55,8 +57,8 @@ class FrameBoundary:
 
 
 def frame_bytes(data: bytes, at: int) -> int | None:
-    """Returns the length in bytes, including the head, of the frame that begins at offset `at`. Returns None if the
-    head is incomplete."""
+    """Returns the length in bytes of the frame that begins at offset `at`, with its head. Returns None if the head is
+    incomplete."""
     if len(data) < at + 2:
         return None
     payload_bytes = data[at + 1] & ~MASKED
@@ -70,7 +72,8 @@ def frame_bytes(data: bytes, at: int) -> int | None:
 
 
 class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
-    """A WebSocket with limits and timeouts. It implements the `Channel` that its route uses."""
+    """A WebSocket with limits and timeouts. The class implements `Channel`, so that the WebSocket's route can use it
+    directly."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -120,8 +123,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.at_rest = not (self.in_message or self.rest)
 
     def look(self) -> None:
-        """Closes the WebSocket if the budget has no room for its bytes. Starts the timer of an incomplete message, and
-        stops the timer otherwise."""
+        """Closes the WebSocket if the receive budget has no room for its bytes. Starts the timer if a message is
+        incomplete, and stops the timer otherwise."""
         if self.discarding or not self.has_room():
             return
         if not self.in_message or self.read_paused:
@@ -130,10 +133,11 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             self.timer = self.loop.call_later(self.settings.body_timeout_s, self.too_slow)
 
     def has_room(self) -> bool:
-        """Whether the budget has room for the received bytes. Closes the WebSocket if not."""
+        """Returns whether the receive budget has room for the received bytes. Closes the WebSocket if there is no
+        room."""
         if self.share.is_now(self.coming_bytes() + self.unanswered_bytes):
             return True
-        self.break_off(RejectReason.FULL, TRY_AGAIN, "too much is being received")
+        self.break_off(RejectReason.FULL, TRY_AGAIN, "the server receives too many bytes")
         return False
 
     def coming_bytes(self) -> int:
@@ -141,7 +145,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return len(self.rest) + len(self.conn.reader.buffer) + self.fragment_bytes
 
     def too_slow(self) -> None:
-        """Closes the WebSocket, because a message was incomplete at its timeout."""
+        """Closes the WebSocket, because a message was still incomplete after `body_timeout_s`."""
         self.timer = None
         why = f"a message was not complete after {self.settings.body_timeout_s:g} s"
         self.break_off(RejectReason.SLOW_BODY, POLICY, why)
@@ -158,8 +162,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             self.tell(RejectReason.HANDSHAKE, HTTPStatus(self.response.status_code))
 
     def refuse_handshake(self) -> None:
-        """Rejects a handshake whose head the HTTP parser accepted and the websockets library could not parse. uvicorn
-        would wait for more bytes."""
+        """Rejects a handshake whose head the HTTP parser accepted, but the websockets library could not parse. Without
+        this rejection, uvicorn would wait for more bytes."""
         answer = b"".join(self.conn.data_to_send()) or bare_answer(HTTPStatus.BAD_REQUEST)
         self.tell(RejectReason.HANDSHAKE, HTTPStatus(int(answer.split(b" ", 2)[1])))
         self.discarding = True
@@ -200,7 +204,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         return super().send(message)
 
     async def send_text(self, text: bytes) -> None:
-        """Sends a text message. Builds the frame without the websockets library, because nothing is compressed."""
+        """Sends a text message. Builds the frame without the websockets library. This is possible because frames are
+        not compressed."""
         if not self.writable.is_set():
             await self.writable.wait()
         if self.disconnected or self.conn.state is not State.OPEN:
@@ -217,7 +222,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
     async def send_close(self, code: int, reason: str) -> None:
         if not self.close_sent:
-            with suppress(OSError):  # the client disconnected first
+            with suppress(OSError):  # the client disconnected before the close frame was sent
                 await self.send({"type": "websocket.close", "code": code, "reason": reason})
 
     def until_hangup(self) -> ReceiveQueue:
@@ -236,7 +241,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.take_in(data, is_text=self.curr_msg_data_type == "text")
 
     def take_in(self, data: bytes, *, is_text: bool, at_rest: bool = False) -> None:
-        """Queues a message. `at_rest`: the library's parser is not running, so the reader may resume at once."""
+        """Queues a message. If `at_rest` is true, the library's parser is not running, and the reader resumes
+        immediately."""
         if self.close_sent:
             self.counts_frame()
             return
@@ -282,7 +288,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             super().handle_pong(event)
 
     def counts_frame(self) -> bool:
-        """Counts a frame that completes no message. Closes the WebSocket and returns False if there were too many."""
+        """Counts a frame that completes no message. If there were too many such frames, closes the WebSocket and
+        returns False."""
         if self.discarding:
             return False
         self.frames_left -= 1
@@ -314,7 +321,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
 
 
 def short_text(data: bytes) -> bytes | None:
-    """Returns the text if `data` is exactly one frame with a short text, as most messages are; else None."""
+    """Returns the text if `data` is exactly one frame with a short text. Returns None otherwise. Most messages are such
+    frames."""
     size = len(data) - 6
     if not 0 <= size <= SHORT_BYTES or data[0] != WHOLE_TEXT or data[1] != MASKED | size:
         return None

@@ -1,4 +1,4 @@
-"""Structured logs on standard error, with one JSON object per line. They include uvicorn's messages."""
+"""Structured logs on standard error, with one JSON object per line. The logs include uvicorn's messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import orjson
 ACCESS = logging.getLogger("wane.access")
 SERVICE = logging.getLogger("wane")
 
-WAIT_S = 0.05  # the longest time that a line waits for more lines
+WAIT_S = 0.05  # the longest time in seconds that a log line waits for further lines before it is written
 
 
 class JsonFormatter(logging.Formatter):
@@ -52,7 +52,7 @@ class TogetherHandler(logging.Handler):
         """Queues a line. The caller must hold the handler's lock."""
         try:
             self._lines.append(self.format(record))
-        except Exception:  # as the handlers of the logging library do
+        except Exception:  # handled as in the handlers of the logging library
             self.handleError(record)
             return
         if record.levelno >= logging.WARNING:
@@ -90,7 +90,7 @@ def configure(level: str) -> None:
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel("WARNING")  # Wane logs the start and stop of the server itself
-    # The lines contain no thread or process, so a record need not look them up.
+    # The log lines name no thread and no process, so a log record need not look up these names.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
@@ -101,7 +101,8 @@ def flush() -> None:
 
 
 def log_access(message: str, fields: dict[str, object]) -> None:
-    """Logs a message like `ACCESS.info`, but faster: it does not look up the caller's source line."""
+    """Logs a message like `ACCESS.info`. This function is faster, because it does not look up the caller's source
+    line."""
     if ACCESS.isEnabledFor(logging.INFO):
         extra = {"fields": fields}
         ACCESS.handle(ACCESS.makeRecord(ACCESS.name, logging.INFO, __file__, 0, message, (), None, extra=extra))

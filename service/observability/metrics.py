@@ -4,8 +4,9 @@ There is no global metric registry. The code that builds the application creates
 parts.
 
 prometheus_client's `Histogram` takes a lock and scans its buckets for each value. That is too slow for values that are
-observed for every token. The `Histogram` of this module is used on the event loop's thread only. It finds the bucket by
-bisection, and builds its samples when it is scraped. The latest traced value of a bucket is the bucket's exemplar.
+observed for every token. The `Histogram` of this module is used on the event loop's thread only. It finds a value's
+bucket by bisection, and builds its samples when Prometheus scrapes the metrics. A bucket's exemplar is its latest value
+from a sampled trace.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class Observed:
     __slots__ = ("_bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds`: the upper bound of each bucket except the last, which has none."""
+        """`bounds` has the upper bound of each bucket except the last bucket, which has no bound."""
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
         self.exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, trace_id: str | None = None) -> None:
-        """Counts one value. `trace_id`: the id of its trace, if the trace is sampled."""
+        """Counts one value. `trace_id` is the id of the value's trace, or None if the trace is not sampled."""
         bucket = bisect_left(self._bounds, value)
         self.counts[bucket] += 1
         self.total += value
@@ -47,7 +48,7 @@ class Observed:
             self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def observe_all(self, buckets: Sequence[int], total: float) -> None:
-        """Counts one value for each bucket index in `buckets`. `total`: the sum of the values."""
+        """Counts one value for each bucket index in `buckets`. `total` is the sum of these values."""
         counts = self.counts
         for bucket in buckets:
             counts[bucket] += 1
@@ -55,7 +56,7 @@ class Observed:
 
 
 class Histogram(Collector):
-    """A histogram that is cheaper to observe than prometheus_client's."""
+    """A histogram whose `observe` takes less time than that of prometheus_client's histogram."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Histogram(Collector):
         self._bounds = tuple(buckets)
         self._observed: dict[tuple[str, ...], Observed] = {}
         if not labels:
-            self.labels()  # exported as 0 from the start
+            self.labels()  # so that its counts are exported as 0 from the start
         registry.register(self)
 
     def labels(self, *values: str) -> Observed:
@@ -84,7 +85,7 @@ class Histogram(Collector):
         return found
 
     def observe(self, value: float, trace_id: str | None = None) -> None:
-        """Counts one value. Only for a histogram without labels."""
+        """Counts one value of a histogram without labels."""
         self.labels().observe(value, trace_id)
 
     def describe(self) -> Iterator[Metric]:
@@ -101,10 +102,11 @@ class Histogram(Collector):
         yield family
 
 
-# Bounds from 20 microseconds (the wait in an idle queue) to a minute (twice the default of the longest deadline). From
-# 0.1 ms to 10 ms, the range of steps and windows, each bound exceeds the previous bound by a third to two thirds. This
-# is also the largest relative error of a quantile. Outside this range each bound is 2 to 3 times the previous bound.
-# Bounds are round numbers, so the number of requests that took longer than 5 ms is exact.
+# Bounds of the durations of requests, from 20 microseconds (the wait in an idle queue) to a minute (twice the default
+# of request_timeout_ms). From 0.1 ms to 10 ms, the range of steps and windows, each bound exceeds the previous bound by
+# a third to two thirds. In this range the largest relative error of a quantile is therefore two thirds. Outside this
+# range each bound is 2 to 3 times the previous bound. Bounds are round numbers, so the number of requests that took
+# longer than 5 ms is exact.
 REQUEST_SECONDS = (
     *(0.000_02, 0.000_05),
     *(0.000_1, 0.000_15, 0.000_2, 0.000_3, 0.000_5, 0.000_7),
@@ -112,16 +114,17 @@ REQUEST_SECONDS = (
     *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
 )
-# Runs are shorter than requests, so the bounds end at 1 s.
+# Bounds of the durations of runs. Runs are shorter than requests, so the bounds end at 1 s.
 RUN_SECONDS = REQUEST_SECONDS[:21]
-# Powers of two up to 1024. The setting max_batch_size limits the size of a batch.
+# Bounds of batch sizes: powers of two up to 1024. The setting max_batch_size limits the size of a batch.
 BATCH_ITEMS = tuple(float(2**power) for power in range(11))
-# The share of a batch's positions that are padding. It is at most one half (`service/batching/batch.py`).
+# Bounds of the share of a batch's positions that are padding. The share is at most one half
+# (`service/batching/batch.py`).
 PADDING_SHARE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
-# The total variation distance of two distributions, in [0, 1]. One bound per decade, from float32 rounding to disjoint
-# distributions.
+# Bounds of the total variation distance of two distributions, which is in [0, 1]. There is one bound per power of ten,
+# from 1e-8 (float32 rounding) to 1 (disjoint distributions).
 TOTAL_VARIATION = tuple(10.0**-power for power in range(8, -1, -1))
-# The same bounds and a bucket for exact answers.
+# Bounds for error bounds: the bounds of total variation, and a bucket for exact answers.
 ERROR_BOUND = (0.0, *TOTAL_VARIATION)
 
 
@@ -178,7 +181,7 @@ class Metrics:
         )
         self.model_info = gauge("wane_model_info", "1 for each loaded model.", "model", "version", "device")
 
-        # Answers by operation (predict, step, score, generate, compare) and by mode.
+        # Metrics of answers, by operation (predict, step, score, generate, compare) and by mode.
         self.answers = counter("wane_answers", "Requests answered by an engine.", "model", "operation", "mode")
         self.answer_seconds = histogram(
             "wane_answer_seconds",
@@ -268,19 +271,28 @@ class Metrics:
             "wane_agreement_compared", "Compared pairs of a window answer and a recurrent answer.", "model"
         )
         self.agreement_top1_matches = counter(
-            "wane_agreement_top1_matches", "Pairs with the same most probable token.", "model"
+            "wane_agreement_top1_matches",
+            "Compared pairs whose two answers have the same most probable token.",
+            "model",
         )
         self.agreement_top1_proved = counter(
-            "wane_agreement_top1_proved", "Pairs whose window answer alone proves the match.", "model"
+            "wane_agreement_top1_proved",
+            "Compared pairs whose window answer alone proves that the most probable token is the same.",
+            "model",
         )
         self.agreement_total_variation = histogram(
-            "wane_agreement_total_variation", "Total variation distance within a pair.", TOTAL_VARIATION, "model"
+            "wane_agreement_total_variation",
+            "Total variation distance between the two answers of a compared pair.",
+            TOTAL_VARIATION,
+            "model",
         )
         self.agreement_bound_violations = counter(
-            "wane_agreement_bound_violations", "Pairs that differ by more than their bound. Must stay 0.", "model"
+            "wane_agreement_bound_violations",
+            "Compared pairs whose distance exceeds the error bound of the window answer. Must stay 0.",
+            "model",
         )
 
-        # Shadow requests: sampled live answers that are computed in the other mode too.
+        # Shadow requests. For a sample of the answered requests, the server also computes the answer in the other mode.
         self.shadow = counter(
             "wane_shadow",
             "Sampled answers, by outcome: compared, dropped (no idle time), failed.",
@@ -291,7 +303,7 @@ class Metrics:
 
     def count_request(self, route: str, method: str, status: int, seconds: float, trace_id: str | None = None) -> None:
         """Counts an HTTP request. All requests of one iteration of the event loop are added to the metrics together.
-        `trace_id`: the id of the request's trace, if the trace is sampled."""
+        `trace_id` is the id of the request's trace, or None if the trace is not sampled."""
         if not self._counted:
             asyncio.get_running_loop().call_soon(self._count_requests)
         labels = route, method, status

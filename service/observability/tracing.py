@@ -1,4 +1,5 @@
-"""Traces requests with OpenTelemetry. Requires the extra `otel`. Enabled by `OTEL_EXPORTER_OTLP_ENDPOINT`.
+"""Traces requests with OpenTelemetry. Tracing requires the extra `otel`, and is enabled by the variable
+`OTEL_EXPORTER_OTLP_ENDPOINT`.
 
     POST /v1/sessions/{session}/tokens      the request in the middleware. Its parent is the client's span
       queue                                 from queueing until the run starts. One for each of the request's batches
@@ -6,13 +7,13 @@
                                             to every sampled request in the batch
         run                                 the run of the model's graph
 
-A batch is exported once, in the trace of its first sampled request. The `queue` spans of its other sampled requests
-link to it.
+A batch is exported once, in the trace of its first sampled request. The `queue` spans of the batch's other sampled
+requests link to the batch's span.
 
 This module decides whether a request is sampled before it calls OpenTelemetry. The decision reads two bytes of
 `traceparent` or a random number, so a request that is not sampled has no further cost. The spans of a sampled request
-are created when the request or its batch has ended, from times that are measured anyway. OpenTelemetry's thread exports
-the spans, and drops spans if its queue is full.
+are created when the request or its batch has ended, from times that are also measured for requests that are not
+sampled. A thread of OpenTelemetry exports the spans. OpenTelemetry drops spans if the queue of this thread is full.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Sampling:
     """Decides which requests are traced. `OTEL_TRACES_SAMPLER` and `OTEL_TRACES_SAMPLER_ARG` configure the decision. By
     default requests with a sampled parent and requests without a parent are traced."""
 
-    BITS = 64  # the low bits of a trace's id that decide about sampling
+    BITS = 64  # the number of low bits of a trace's id that determine whether the trace is sampled
 
     def __init__(self, name: str = "", share: str = "") -> None:
         name = name or f"{PARENT_BASED}always_on"
@@ -94,12 +95,13 @@ class Sampling:
 
 
 class Traced:
-    """A sampled request. All times are seconds of `time.perf_counter`."""
+    """The trace of a sampled request. All times are in seconds on the clock of `time.perf_counter`."""
 
     __slots__ = ("_offset_ns", "_span", "_tracer")
 
     def __init__(self, tracer: Tracer, span: Span, offset_ns: int) -> None:
-        """`offset_ns`: the Unix epoch time minus `time.perf_counter`, the same for all spans of a request."""
+        """`offset_ns` is the Unix epoch time minus `time.perf_counter`, in nanoseconds. It is the same for all spans of
+        a request."""
         self._tracer = tracer
         self._span = span
         self._offset_ns = offset_ns
@@ -110,7 +112,8 @@ class Traced:
         return f"{self._span.get_span_context().trace_id:032x}"
 
     def end(self, name: str, status: int, attributes: Mapping[str, object], error: str | None, ended_s: float) -> None:
-        """Ends the request's span. Omits `attributes` that are None. From status 500 on, marks the span as failed."""
+        """Ends the request's span. Omits `attributes` that are None. Marks the span as failed if `status` is 500 or
+        more."""
         span = self._span
         span.update_name(name)
         span.set_attributes({key: value for key, value in attributes.items() if isinstance(value, Attribute)})
@@ -128,8 +131,8 @@ class Traced:
         span.end(self._ns(left_s))
 
     def _child(self, name: str, started_s: float, of: Span | None = None, to: Sequence[Span] = ()) -> Span:
-        """Starts a child span. Its parent is the span `of`, or the request's span if `of` is None. `to`: the spans that
-        the new span links to."""
+        """Starts a child span. The span's parent is `of`, or the request's span if `of` is None. `to` are the spans
+        that the new span links to."""
         from opentelemetry.trace import Link, set_span_in_context
 
         return self._tracer.start_span(
@@ -144,7 +147,7 @@ class Traced:
 
 
 class Batch(NamedTuple):
-    """A finished batch. `failed`: the number of its items without a result."""
+    """A finished batch. `failed` is the number of items in the batch that have no result."""
 
     model: str
     role: str
@@ -155,8 +158,8 @@ class Batch(NamedTuple):
     ended_s: float
 
     def trace(self, waiting: Mapping[Traced, float]) -> None:
-        """Creates the batch's spans. `waiting`: the sampled requests in the batch, and the time at which each was
-        queued."""
+        """Creates the batch's spans. `waiting` has the sampled requests in the batch, with the time at which each
+        request was queued."""
         first = next(iter(waiting))
         handed_out_s = time.perf_counter()
         batch = first._child("batch", self.began_s, to=[traced._span for traced in waiting])
@@ -176,7 +179,7 @@ class Batch(NamedTuple):
 
 
 CURRENT: ContextVar[Traced | None] = ContextVar("wane.traced", default=None)
-"""The sampled request that is being answered, or None."""
+"""The trace of the request that is being answered, or None."""
 
 
 class Tracing:
@@ -189,8 +192,8 @@ class Tracing:
 
     @classmethod
     def open(cls, environment: Mapping[str, str], version: str | None = None) -> Tracing | None:
-        """Starts tracing as the OTEL_... variables configure it. Returns None if they set no endpoint or disable
-        traces. Logs a warning and returns None if the extra is not installed."""
+        """Starts tracing as the OTEL_... variables configure it. Returns None if these variables set no endpoint or
+        disable traces. Logs a warning and returns None if the extra is not installed."""
         if not any(environment.get(name) for name in ENDPOINTS):
             return None
         if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -220,7 +223,7 @@ class Tracing:
         return cls(provider, Sampling(environment.get(SAMPLER, ""), environment.get(SHARE, "")))
 
     def begin(self, parent: Parent | None, tracestate: Sequence[bytes], started_s: float) -> Traced | None:
-        """Starts the span of a request. Returns None if the request is not sampled."""
+        """Starts the span of a request. Returns the request's `Traced`, or None if the request is not sampled."""
         if not self._sampling.takes(parent):
             return None
         from opentelemetry.trace import SpanKind
@@ -229,7 +232,8 @@ class Tracing:
 
     @contextmanager
     def calling(self, method: str, path: str, parent: Parent | None) -> Iterator[dict[str, str]]:
-        """Creates the span of a call to a server. Yields the headers that continue the trace on that server."""
+        """Creates the span of a call to a server. Yields the request headers with which that server continues the
+        trace."""
         if not self._sampling.takes(parent):
             yield {}
             return

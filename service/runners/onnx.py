@@ -21,20 +21,20 @@ CPU = "CPUExecutionProvider"
 CUDA_DEVICE = 0
 
 FIRST_REGION_BYTES = 64 * 2**20
-"""The size of the shared arena's first allocation. Unused pages of it take no memory."""
+"""The size in bytes of the shared arena's first allocation. Its unused pages take no memory."""
 
 _sharing = threading.Lock()
 
 
 class OnnxRunner:
-    """One inference session for each role. The graphs refer to offsets in the bundle's weights file, so the runs use
-    exactly the verified bytes."""
+    """Runs one onnxruntime inference session for each graph of a bundle. The graphs refer to offsets in the bundle's
+    weights file, so the runs use exactly the verified bytes."""
 
     def __init__(self, bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> None:
-        """Opens every graph of `bundle`. `threads`: the number of threads that one run uses.
+        """Opens every graph of `bundle`. `threads` is the number of threads that one run uses.
 
-        Raises DeviceError if `device` is cuda and onnxruntime cannot use CUDA. With auto, uses CUDA if it works, and
-        logs a warning if the CUDA provider is installed but does not start.
+        Raises DeviceError if `device` is cuda and onnxruntime cannot use CUDA. If `device` is auto, uses CUDA if it
+        works, and logs a warning if the CUDA provider is installed but does not start.
         """
         with _sharing:
             _share_arena()
@@ -50,7 +50,7 @@ class OnnxRunner:
         for role in bundle.manifest.graphs:
             session = _open(bundle, role, wants_cuda, threads)
             if wants_cuda and session.get_providers()[0] != CUDA:
-                # onnxruntime drops a provider that fails to start. It reports this only on stderr.
+                # onnxruntime drops a provider that fails to start. It reports the failure only on stderr.
                 if device == "cuda":
                     raise DeviceError(
                         "device is cuda, but onnxruntime's CUDA provider did not start: check the driver and the "
@@ -86,7 +86,8 @@ def _share_arena() -> None:
     """Registers one memory arena for the intermediate values of all CPU graphs. onnxruntime accepts one arena per
     process.
 
-    Without a shared arena each graph has its own arena, and an arena never shrinks after the graph's largest run.
+    Without a shared arena each graph has its own arena, and the memory of an arena stays at the size of the graph's
+    largest run.
     """
     place = onnxruntime.OrtMemoryInfo(
         "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from wane.models.manifest import Role
 
 Array = NDArray[Any]
-NEXT = "next."  # a graph's output `next.layers.0.h` is the new value of its input `layers.0.h`
+NEXT = "next."  # prefix of outputs: a graph's output `next.layers.0.h` is the new value of its input `layers.0.h`
 RADIUS = "radius"
 HIDDENS = "hiddens"
 TOP_LOGITS, TOP_IDS, LOG_SUM_EXP = "top_logits", "top_ids", "log_sum_exp"
 STREAM = "stream"
-ERROR = "error."  # a graph's output `error.layers.0.s` is the error bound of the state `layers.0.s`
+ERROR = "error."  # prefix of outputs: a graph's output `error.layers.0.s` is the error bound of the state `layers.0.s`
 
 
 class DeviceError(Exception):
@@ -23,7 +23,7 @@ class DeviceError(Exception):
 
 
 class Runner(Protocol):
-    """Runs one model's graphs. `run` blocks, so only short runs may be on the event loop's thread.
+    """Runs one model's graphs. `run` blocks its thread, so only short runs may be executed on the event loop's thread.
 
     Arrays are batch-major. tokens, targets, lengths and top_ids are int64, and all other arrays are float32. B is the
     batch size, T the padded length, V the vocabulary's size and H the width of the output layer's input. `<state>`
@@ -44,10 +44,10 @@ class Runner(Protocol):
 
     Lengths are 1 <= length <= T. Positions from an item's length on are padding and have no effect. `<bound>` stands
     for outputs of some models. `radius` (B) is a bound of the 2-norm distance between `hidden` and the hidden state of
-    any run that starts in a reachable state and ends in the same tokens, in exact arithmetic. It is infinite if there
-    is no bound. Gated models may also have `stream` (B, H), the value to which the output of the first layer's mixing
-    matrix is added, and one `error.<name>` per state. `error.<name>` is a bound, for each unit, of the distance from
-    the state of such a run.
+    any run that starts in a reachable state and ends in the same tokens, in exact arithmetic. `radius` is infinite if
+    there is no bound. Gated models may also have `stream` (B, H), the value to which the output of the first layer's
+    mixing matrix is added, and one `error.<name>` per state. `error.<name>` is a bound, for each unit, of the distance
+    from the state of such a run.
     """
 
     @property

@@ -1,11 +1,12 @@
 """Runs a bundle's graphs in a separate process that runs only on idle processors.
 
-A low-priority thread is no alternative. While it waits for a processor it may hold the interpreter's lock (GIL), and
-then it blocks all other threads. Every message between the processes is a line of JSON, followed by the bytes of the
-arrays that the line describes. Nothing is unpickled.
+A thread with a low priority would not be sufficient. Such a thread may hold the interpreter's lock (GIL) while it waits
+for a processor, and would then block all other threads. Every message between the processes is a line of JSON, followed
+by the bytes of the arrays that the line describes. No message is decoded with pickle, which could run code from the
+message.
 
-`python -m wane.service.runners.subprocess BUNDLE` starts this process. It reads requests from its standard input,
-answers on its standard output, and exits at the end of its input.
+`python -m wane.service.runners.subprocess BUNDLE` starts this process. The process reads requests from its standard
+input, writes answers to its standard output, and exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class RunnerLost(Exception):
 
 
 class SubprocessRunner:
-    """Runs one bundle's graphs on one CPU thread of another process. Only `kill` may be called during another call.
+    """Runs one bundle's graphs on one CPU thread of another process. During a call, another thread may call `kill`
+    only.
 
-    `cpu_s`: the total CPU time of the runs in seconds.
+    `cpu_s` is the total CPU time of the runs in seconds.
     """
 
     def __init__(self, bundle: Path) -> None:
@@ -97,7 +99,7 @@ def _read(pipe: IO[bytes]) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def main() -> None:
-    """Answers requests until the end of the input."""
+    """Answers requests from standard input until its end."""
     # a terminal sends SIGINT to both processes, but the server ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(AttributeError, OSError):  # only Linux has SCHED_IDLE
@@ -110,7 +112,7 @@ def main() -> None:
             begun_s, failure, outputs = time.process_time(), None, {}
             try:
                 outputs = runner.run(said["role"], feeds)
-            except Exception as error:  # the caller receives every error of a run
+            except Exception as error:  # the error is sent to the caller
                 failure = str(error)
             _write(answers, {"cpu_s": time.process_time() - begun_s, "failure": failure}, outputs)
 

@@ -29,8 +29,8 @@ router = APIRouter(tags=["generate"])
     responses=events.DESCRIPTION,
 )
 async def generate(request: Request) -> Response:
-    """Generates a continuation of a text, or of a session without changing it. With `stream`, the answer is an event
-    `token` for each token, then an event `finish`. A failure is an event `error`."""
+    """Generates a continuation of a text, or of a session without changing the session. If `stream` is true, the answer
+    is an event `token` for each token, then an event `finish`. A failure is an event `error`."""
     body = await decode(request, GenerateBody)
     session: str | None = None
     if body.session is None:

@@ -1,7 +1,8 @@
-"""The Open Inference Protocol: health, metadata, statistics and inference. `repository.py` has its model repository.
+"""The Open Inference Protocol: health, metadata, statistics and inference. `repository.py` serves the protocol's model
+repository.
 
-An inference is a prediction after each sequence of a batch, a score of the given tokens, or both: what the requested
-outputs need, and nothing else. With a `sequence_id` it is a step of the session `MODEL:ID`.
+The requested outputs determine what an inference computes: a prediction after each sequence of a batch, the
+log-probabilities of the given tokens, or both. An inference with a `sequence_id` is a step of the session `MODEL:ID`.
 """
 
 from __future__ import annotations
@@ -90,14 +91,15 @@ router = APIRouter(prefix="/v2", tags=["inference"], responses=FAILURE)
 @router.head("/health/live", include_in_schema=False)
 @router.get("/health/live", response_model=ServerLiveDocument)
 async def live() -> Response:
-    """Whether the process is alive."""
+    """Answers 200 while the process is alive."""
     return encode.reply({"live": True})
 
 
 @router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready", response_model=ServerReadyDocument)
 async def server_ready(request: Request) -> Response:
-    """Whether every model has loaded or failed, and the session store is reachable: like /readyz."""
+    """Answers 200 if every model has loaded or failed to load, and the session store is reachable. Answers 503
+    otherwise, like /readyz."""
     models = registry(request)
     if not models.ready:
         raise Unavailable(f"the server is {models.status}")
@@ -112,7 +114,7 @@ async def server_ready(request: Request) -> Response:
 @router.head("", include_in_schema=False)
 @router.get("", response_model=ServerDocument)
 async def server(request: Request) -> Response:
-    """Returns the server's name, its version, and the protocol's extensions that it has."""
+    """Returns the server's name, the server's version, and the protocol extensions that the server supports."""
     document: ServerDocument = {
         "name": "wane",
         "version": request.app.version,
@@ -124,21 +126,21 @@ async def server(request: Request) -> Response:
 @router.head("/models/stats", include_in_schema=False)
 @router.get("/models/stats", response_model=StatisticsDocument)
 async def all_statistics(request: Request) -> Response:
-    """Returns the statistics of every model."""
+    """Returns the statistics of the inference requests for every model."""
     return _statistics(request, registry(request).list())
 
 
 @router.head("/models/{name}/stats", include_in_schema=False)
 @router.get("/models/{name}/stats", response_model=StatisticsDocument)
 async def statistics(request: Request, name: str) -> Response:
-    """Returns the statistics of a model's inference requests since it was loaded."""
+    """Returns the statistics of a model's inference requests since the model was loaded."""
     return _statistics(request, [await _served(request, name)])
 
 
 @router.head("/models/{name}/versions/{version}/stats", include_in_schema=False)
 @router.get("/models/{name}/versions/{version}/stats", response_model=StatisticsDocument)
 async def version_statistics(request: Request, name: str, version: Version) -> Response:
-    """Like `/v2/models/{name}/stats`, if this version is served."""
+    """Answers like `/v2/models/{name}/stats`, if this version is served."""
     return _statistics(request, [await _served(request, name, version)])
 
 
@@ -150,21 +152,21 @@ def _statistics(request: Request, engines: Sequence[Engine]) -> Response:
 @router.head("/models/{name}/config", include_in_schema=False)
 @router.get("/models/{name}/config", response_model=ModelConfigDocument)
 async def config(request: Request, name: str) -> Response:
-    """Returns a model's configuration, in Triton's shape."""
+    """Returns a model's configuration, in Triton's format."""
     return encode.reply(signature.configuration(await _served(request, name), settings(request)))
 
 
 @router.head("/models/{name}/versions/{version}/config", include_in_schema=False)
 @router.get("/models/{name}/versions/{version}/config", response_model=ModelConfigDocument)
 async def version_config(request: Request, name: str, version: Version) -> Response:
-    """Like `/v2/models/{name}/config`, if this version is served."""
+    """Answers like `/v2/models/{name}/config`, if this version is served."""
     return encode.reply(signature.configuration(await _served(request, name, version), settings(request)))
 
 
 @router.head("/models/{name}/versions/{version}/ready", include_in_schema=False)
 @router.get("/models/{name}/versions/{version}/ready", response_model=ModelReadyDocument)
 async def version_ready(request: Request, name: str, version: Version) -> Response:
-    """Whether this version of a model is ready: like `/v2/models/{name}/ready`."""
+    """Answers like `/v2/models/{name}/ready`, if this version is served."""
     models = registry(request)
     engine = _of_version(models.get(name), version)
     if engine not in models.served:
@@ -175,26 +177,27 @@ async def version_ready(request: Request, name: str, version: Version) -> Respon
 @router.head("/models/{name}", include_in_schema=False)
 @router.get("/models/{name}", response_model=ModelMetadataDocument)
 async def metadata(request: Request, name: str) -> Response:
-    """Returns a model's inputs and outputs."""
+    """Returns a model's name, version, inputs and outputs."""
     return encode.reply(signature.metadata(await _served(request, name), settings(request)))
 
 
 @router.head("/models/{name}/versions/{version}", include_in_schema=False)
 @router.get("/models/{name}/versions/{version}", response_model=ModelMetadataDocument)
 async def version_metadata(request: Request, name: str, version: Version) -> Response:
-    """Like `/v2/models/{name}`, if this version is served."""
+    """Answers like `/v2/models/{name}`, if this version is served."""
     return encode.reply(signature.metadata(await _served(request, name, version), settings(request)))
 
 
 async def _served(request: Request, name: str, version: str | None = None) -> Engine:
-    """Returns the engine of a model. Raises UnknownModel if another version is served; see also `model_engine`."""
+    """Returns the engine of a model, like `model_engine`. Raises UnknownModel if `version` is not the served
+    version."""
     return _of_version(await model_engine(request, name), version)
 
 
 def _of_version(engine: Engine, version: str | None) -> Engine:
     if version not in (None, engine.version):
         raise UnknownModel(
-            f"model {engine.name} has version {engine.version}, and not {truncate_repr(version)}, which is not served"
+            f"model {engine.name} has version {engine.version}; version {truncate_repr(version)} is not served"
         )
     return engine
 
@@ -209,8 +212,8 @@ def _counter(request: Request) -> InferenceCounter:
 
 @router.post("/models/{name}/infer", response_model=InferenceDocument, openapi_extra=INFER, responses=ANSWERS)
 async def infer(request: Request, name: str) -> Response:
-    """Predicts the next token after each sequence, or scores the given tokens, by the requested outputs. With a
-    `sequence_id` it appends the tokens to a sequence."""
+    """Predicts the next token after each sequence, scores the given tokens, or both. The requested outputs determine
+    which of these is computed. With a `sequence_id`, appends the tokens to that sequence."""
     return await _infer(request, await _served(request, name))
 
 
@@ -218,7 +221,7 @@ async def infer(request: Request, name: str) -> Response:
     "/models/{name}/versions/{version}/infer", response_model=InferenceDocument, openapi_extra=INFER, responses=ANSWERS
 )
 async def version_infer(request: Request, name: str, version: Version) -> Response:
-    """Like `/v2/models/{name}/infer`, if this version is served."""
+    """Answers like `/v2/models/{name}/infer`, if this version is served."""
     return await _infer(request, await _served(request, name, version))
 
 
@@ -245,8 +248,9 @@ async def _infer(request: Request, engine: Engine) -> Response:
 
 @dataclass(slots=True)
 class InferResults:
-    """The engine that answered, the token ids of each row, and its answers and scores, if they were asked for.
-    `ready_s`: when the engine's work began."""
+    """The results of an inference. `engine` is the engine that computed them, and `rows` has the token ids of each row.
+    `answers` has a prediction for each row, and `scores` a score, if the request asked for them. `ready_s` is when the
+    engine's work began, by `time.perf_counter`."""
 
     engine: Engine
     rows: Sequence[tuple[int, ...]]
@@ -256,12 +260,13 @@ class InferResults:
 
     @property
     def latency(self) -> Latency:
-        """The latency of the engine's work: of the slowest row, because rows run together."""
+        """The latency of the slowest row. It is the latency of the engine's work for the request, because all rows run
+        at the same time."""
         found = [one.latency for one in self.answers] + [one.latency for one in self.scores]
         return max(found, key=lambda latency: latency.total_ms, default=NO_LATENCY)
 
     def arrays(self, asked: InferCall, limits: Any) -> dict[str, NDArray[Any]]:
-        """Returns the requested outputs."""
+        """Returns the values of the requested outputs, by name."""
         answers, names = self.answers, asked.names
         found: dict[str, NDArray[Any]] = {}
         k = signature.listed(self.engine, limits)
@@ -293,7 +298,7 @@ class InferResults:
 
 
 async def _answered(request: Request, engine: Engine, asked: InferCall) -> InferResults:
-    """Runs what the requested outputs need."""
+    """Runs the predictions and scores that the requested outputs need."""
     parameters = asked.body.parameters
     sequence = sequence_id(parameters)
     if sequence is not None:
@@ -338,12 +343,12 @@ def _prediction(request: Request, engine: Engine, asked: InferCall, tokens: tupl
 
 
 def _top_k(request: Request, engine: Engine, asked: InferCall) -> int:
-    """Returns the number of tokens to list: 1 if none is asked for."""
+    """Returns the number of predicted tokens to list. It is 1 if no requested output lists tokens."""
     return signature.listed(engine, settings(request)) if asked.names & {TOP_IDS, TOP_LOGPROBS} else 1
 
 
 async def _predicted(engine: Engine, wanted: Sequence[PredictRequest]) -> Sequence[Answer]:
-    """Returns the answers. Raises the first error among them."""
+    """Returns the answers to predictions. If some predictions failed, raises the first error."""
     if len(wanted) == 1:
         return [await engine.submit(wanted[0])]
     answers: list[Answer] = []
@@ -355,17 +360,20 @@ async def _predicted(engine: Engine, wanted: Sequence[PredictRequest]) -> Sequen
 
 
 def is_given(parameters: InferParameters, name: str) -> bool:
-    """Whether a parameter is in the request, and is not false."""
+    """Returns whether a parameter is in the request, and is not false."""
     value = getattr(parameters, name)
     return value is not None and value is not False
 
 
 async def _step(request: Request, engine: Engine, asked: InferCall, sequence: str) -> InferResults:
-    """Appends to a sequence: starts it before, and deletes it after, if the request says so."""
+    """Appends tokens to a sequence. With `sequence_start`, starts the sequence first. With `sequence_end`, deletes the
+    sequence after the answer."""
     parameters = asked.body.parameters
     for name in ("window", "tolerance", "truncated"):
         if is_given(parameters, name):
-            raise InvalidRequest(f"{name} is given with a sequence_id; it is for requests without", name)
+            raise InvalidRequest(
+                f"{name} is given with a sequence_id, but is only for requests without a sequence_id", name
+            )
     start = bool(parameters.sequence_start)
     if start and parameters.expected_position:
         raise InvalidRequest(

@@ -91,7 +91,7 @@ def _unix_time(iso: str) -> int:
 @router.head("/v1/report", include_in_schema=False)
 @router.get("/v1/report", response_model=Report)
 async def report(request: Request) -> Response:
-    """Returns measurements of this server: the latency of each mode, the agreement of all comparisons, and facts about
-    sessions. Waits until every model has loaded or failed."""
+    """Returns measurements of this server: the latency of each mode, the agreement of recurrent mode and windows over
+    all comparisons, and statistics of sessions. Waits until every model has loaded or failed."""
     await registry(request).wait_for_all(deadline(request))
     return encode.reply(to_jsonable_python(await registry(request).report()))

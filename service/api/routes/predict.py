@@ -25,7 +25,8 @@ router = APIRouter(tags=["predict"])
 
 @router.post("/v1/predict", response_model=AnswerDocument | BatchDocument, openapi_extra=json_body(PredictBody))
 async def predict(request: Request) -> Response:
-    """Predicts the next token: in recurrent mode, in window mode, or in both with the distance between them."""
+    """Predicts the next token in recurrent mode, in window mode, or in both modes. For both modes, the answer has the
+    distance between the two predictions."""
     body = await decode(request, PredictBody)
     session: str | None = None
     if body.session is None:

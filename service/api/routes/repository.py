@@ -1,5 +1,5 @@
-"""Serves the Open Inference Protocol's model repository extension, which lists, loads and unloads models. Serves also
-its readiness probe for one model.
+"""Serves the Open Inference Protocol's model repository extension, which lists, loads and unloads models. Also serves
+the protocol's readiness probe for one model.
 
 A load can replace a model's version while the model has live sessions. See `service/registry/registry.py`.
 """
@@ -46,8 +46,8 @@ router = APIRouter(prefix="/v2", tags=["repository"], responses=FAILURE)
     openapi_extra=json_body(IndexBody, required=False),
 )
 async def index(request: Request) -> Response:
-    """Lists the models with their versions and states. The list has the served models, the models that are being loaded
-    or unloaded, and the models in the bundles' folder."""
+    """Lists the models with their versions and states. The list contains served models, models that are being loaded or
+    unloaded, and models in the bundles' folder."""
     body = await decode(request, IndexBody, empty=b"{}")
     entries = await registry(request).index()
     found = [one for one in entries if one.state == "READY" or not body.ready]
@@ -72,9 +72,9 @@ async def unload(request: Request, name: str) -> Response:
     "/repository/models/{name}/load", response_model=LoadedDocument, openapi_extra=json_body(LoadBody, required=False)
 )
 async def load(request: Request, name: str) -> Response:
-    """Loads the current version of a model's bundle. The new version replaces the served version, if there is one.
-    Answers after the replacement. If the load fails, the server continues to serve the earlier version, and `error`
-    gives the reason."""
+    """Loads the current version of a model's bundle. The new version replaces the served version, if there is one. The
+    response is sent after the replacement. If the load fails, the server continues to serve the earlier version, and
+    `error` gives the reason."""
     await decode(request, LoadBody, empty=b"{}")
     with until_hangup(request):
         engine = await registry(request).load_model(name, deadline(request))

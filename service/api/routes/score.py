@@ -27,9 +27,9 @@ async def score(request: Request) -> Response:
     """Returns the log-probability of every token of a text. The model runs over the text in order or in concurrent
     chunks.
 
-    With `stream`, the answer is a sequence of events. `progress` has `done` and `total`. `tokens` has `position`,
-    `tokens`, `logprobs` and, for a `truncated` input, `error_bounds`. These events come in the order of the tokens, as
-    soon as their values are final. The last event is `finish`. A failure is an event `error`.
+    If `stream` is true, the answer is a sequence of events. `progress` has `done` and `total`. `tokens` has `position`,
+    `tokens`, `logprobs` and, for a `truncated` input, `error_bounds`. `tokens` events are sent in the order of the
+    tokens, each as soon as its values are final. The last event is `finish`. A failure is an event `error`.
     """
     body = await decode(request, ScoreBody)
     engine = await model_engine(request, body.model)

@@ -1,4 +1,5 @@
-"""Serves sessions. A session is a sequence that grows with every step. The server keeps its state between requests."""
+"""Serves sessions. A session is a sequence that grows with every step. The server keeps the session's state between
+requests."""
 
 from __future__ import annotations
 
@@ -82,9 +83,9 @@ LINKS = {
         ("delete", "", "delete"),
     )
 }
-"""The routes of a created session, for the OpenAPI description."""
+"""The links from a created session to its routes, for the OpenAPI description."""
 
-TOP_K = ONE_TOKEN.top_k  # the `top_k` of a step that gives none
+TOP_K = ONE_TOKEN.top_k  # the value of `top_k` for a step without `top_k`
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -104,8 +105,8 @@ router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
     },
 )
 async def create(request: Request) -> Response:
-    """Starts a session under the client's id or under a new id. The session starts at position 0, or at `position` with
-    the last tokens before that position.
+    """Starts a session under the client's id or under a new id. Without a history, the session starts at position 0.
+    With a history, the session starts at `position`, and the history has the last tokens before that position.
 
     Answers 200 with the session if the client sends the same request again before the first step.
     """
@@ -150,8 +151,8 @@ async def delete(request: Request, session: SessionId) -> Response:
 
 @router.post("/{session}/tokens", response_model=AnswerDocument, openapi_extra=json_body(StepBody) | STEP_HEADERS)
 async def append(request: Request, session: SessionId) -> Response:
-    """Appends tokens to a session, and predicts the next token. `expected_position` and `idempotency_key` make retries
-    of a step safe."""
+    """Appends tokens to a session, and predicts the next token. With `expected_position` or `idempotency_key`, a retry
+    of a step does not append its tokens again."""
     scope = request.scope
     here = context(scope)
     token = only_token(scope.get(WHOLE_BODY))
@@ -248,8 +249,8 @@ async def append_many(request: Request) -> Response:
 
 
 async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[encode.StepResult]:
-    """Runs plain steps of different sessions as columns. `_step_many` runs the steps that an engine cannot take as
-    columns."""
+    """Runs plain steps of different sessions, and passes them to each engine as columns. `_step_many` runs the steps
+    that an engine cannot process as columns."""
     models, here = registry(request), context(request.scope)
     prefix = here.owner.name + SLASH if here.owner.name else ""
     call, engines = StepCall(), dict[int, Engine]()
@@ -283,8 +284,8 @@ async def _step_plain(request: Request, steps: Sequence[PlainStep]) -> list[enco
 
 
 async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> list[encode.StepResult]:
-    """Submits every step to its session's engine. All steps of one session run on the same engine, even if another
-    version of its model is loaded during the call."""
+    """Submits every step to the engine of the step's session. All steps of one session run on the same engine, even if
+    another version of the session's model is loaded during the call."""
     models, until = registry(request), deadline(request)
     results: list[encode.StepResult | None] = [None] * len(bodies)
     engines: dict[str, Engine] = {}

@@ -1,4 +1,5 @@
-"""Serves a session over a WebSocket. Each message is a step, and gets a prediction as its answer, in order.
+"""Serves a session over a WebSocket. Each message is a step or a rewind. The server answers each message with a
+prediction, in the order of the messages.
 
     -> {"tokens": [5]}              <- {"predictions": [...], "position": 1, ...}    like the answer of POST .../tokens
     -> {"rewind": 0}                <- {"predictions": [...], "position": 0, ...}    the prediction at that position
@@ -6,18 +7,19 @@
 
 The server answers one message at a time, and queues the messages that arrive meanwhile. The socket stays open after a
 failure that leaves the session at the position that the client expects. After any other failure, the server sends a
-problem document and closes the socket with one of these codes. It sends no problem document in the cases with a *:
+problem document and closes the socket with one of these codes. `*` marks a case in which the server sends no problem
+document:
 
     1002 * an invalid frame
     1007 * a text that is not UTF-8
     1008   a missing, invalid or revoked key; * a message that takes too long to receive, or has too many frames
-    1009 * a message longer than the longest body
+    1009 * a message longer than the largest accepted body
     1011   an unexpected error
     1012   the server is loading or stopping: try again
     1013   the key exceeded its rate limit when the socket was opened; * the server receives too many bytes: try again
     4404   an unknown or deleted session
     4409   the session is not at the expected position, or the idempotency key of the last step was sent with another
-           step. The client's later steps would be wrong, too
+           step; in both cases the steps that the client sends next would be wrong, too
 """
 
 from __future__ import annotations
@@ -114,7 +116,8 @@ class Stream:
         self.log["model"] = engine.name
         self.answered = 0
         self.channel = channel_of(socket)
-        self.waits_since_s = math.inf  # on the event loop's clock; infinite while a message is being answered
+        # when the wait for a message began, on the event loop's clock; infinite while a message is being answered
+        self.waits_since_s = math.inf
 
     async def run(self) -> None:
         """Answers messages until the WebSocket is closed."""
@@ -124,7 +127,7 @@ class Stream:
             while (message := await self.take()) is not None:
                 if await self.respond(message):
                     return
-        except ClientDisconnected:  # is raised while an answer is being sent
+        except ClientDisconnected:  # the client disconnected while an answer was being sent
             self.log["code"] = DISCONNECTED
         finally:
             self.idle_timer.cancel()
@@ -148,7 +151,7 @@ class Stream:
         return message["bytes"] if text is None else text
 
     def check_idle(self) -> None:
-        """Interrupts the wait for a message after the idle time. Otherwise restarts the timer."""
+        """Interrupts the wait for a message if the client was idle for the idle time. Otherwise restarts the timer."""
         ends_s = min(self.waits_since_s, self.loop.time()) + self.idle_s
         if ends_s > self.loop.time():
             self.idle_timer = timers().at(ends_s, self.check_idle)
@@ -213,7 +216,7 @@ class Stream:
 
 
 async def _refuse(socket: WebSocket, error: WaneError, code: int) -> None:
-    """Sends an error as the only message. Then closes the socket."""
+    """Sends a problem document as the socket's only message. Then closes the socket."""
     failure, here = described(socket.scope, error), context(socket.scope)
     here.fields.update(error=failure.code, code=code)
     try:

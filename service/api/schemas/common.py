@@ -1,8 +1,8 @@
 """Request bodies of the native protocol. They are strict models that reject unknown fields.
 
-A strict model converts nothing: "5" and 5.0 are not integers, and true is not a number. NaN and Infinity are rejected.
-JSON does not have them, but some encoders write them. The models do not check ranges, because `wane.service.types` and
-the engine check them for every protocol. The OpenAPI description has these ranges, too.
+A strict model converts nothing: "5" and 5.0 are not integers, and true is not a number. The models reject NaN and
+Infinity, which JSON does not have, but which some encoders write. The models do not check ranges, because
+`wane.service.types` and the engine check them for every protocol. The OpenAPI description still shows the ranges.
 
 Validation of a list stops at its first invalid item, because a list may have a million invalid items.
 """
@@ -37,8 +37,8 @@ AT_MOST = "x-at-most"
 
 
 def anchored(pattern: str) -> str:
-    """Returns a schema's pattern that matches only whole texts. Without anchors, a JSON Schema pattern matches any part
-    of a text."""
+    """Returns a JSON Schema pattern that matches only whole texts. Without anchors, a JSON Schema pattern matches any
+    part of a text."""
     return f"^(?:{pattern})$"
 
 
@@ -48,14 +48,14 @@ def says(**keywords: object) -> Any:
 
 
 def modes(of: Iterable[Mode]) -> WithJsonSchema:
-    """Returns the schema of a field whose value is one of these modes."""
+    """Returns the JSON schema of a field whose value is one of the given modes."""
     return WithJsonSchema({"type": "string", "enum": [mode.value for mode in of]})
 
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
     """The largest allowed length of a list, or the largest allowed integer. The limit is a number or the name of a
-    setting. With `of_tokens`, the list holds the token ids of an input."""
+    setting. If `of_tokens` is true, the list holds the token ids of an input."""
 
     limit: int | str
     of_tokens: bool = False
@@ -66,7 +66,8 @@ class AtMost:
         return most
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Adds the limit for `service/api/openapi.py`, which replaces a setting's name with its value."""
+        """Adds the limit to the field's schema. `service/api/openapi.py` later replaces a setting's name with the
+        setting's value."""
         return {**handler(schema), AT_MOST: self.limit}
 
 
@@ -143,9 +144,9 @@ def absent(name: str) -> dict[str, Any]:
 class Body(BaseModel):
     """A request body. The OpenAPI page shows the `examples`. A test posts each example.
 
-    A body must have exactly one of the fields in `one_of`. A null field counts as absent. It may have at most one of
-    the two fields in `not_both`. The fields in `only_with` are allowed only in some modes. `rules` are further rules,
-    as JSON schemas.
+    A body must have exactly one of the fields in `one_of`. A null field counts as absent. A body may have at most one
+    of the two fields in `not_both`. The fields in `only_with` are allowed only in some modes. `rules` are further
+    rules, as JSON schemas.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.schemas.common import HISTORY, AtMost, Cache, Model, Name, Positive, SequenceBody, Window
 from wane.service.types import MAX_COMPARED_MODELS, MAX_COMPARED_WINDOWS, MAX_REPEAT, Comparison
@@ -33,7 +33,7 @@ class CompareBody(SequenceBody):
 
 
 class ComparisonDocument(TypedDict):
-    """A comparison for each requested model."""
+    """The answer to a comparison request. It has one comparison for each requested model."""
 
     device: str
     models: list[Comparison]

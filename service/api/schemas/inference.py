@@ -1,11 +1,11 @@
-"""The Open Inference Protocol's inference: requests, answers, metadata, statistics."""
+"""The JSON documents of inference in the Open Inference Protocol: requests, answers, metadata and statistics."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field, WithJsonSchema
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.schemas.common import Body, Natural, Tolerance, Window, WireMode, says
 
@@ -16,7 +16,8 @@ Value = bool | float | str | None
 
 
 class InputTensor(Body):
-    """An input. Its values are in `data`, or in the binary part of the body if `parameters` has `binary_data_size`."""
+    """An input tensor. If `parameters` has `binary_data_size`, the values are in the binary part of the body. Otherwise
+    the values are in `data`."""
 
     name: Annotated[str, WithJsonSchema({"type": "string", "enum": ["tokens", "text", "events", "lengths"]})]
     shape: Annotated[list[Any], SHAPE]
@@ -37,7 +38,7 @@ class InputTensor(Body):
 
 
 class OutputTensor(Body):
-    """A requested output. `parameters.binary_data` overrides the request's `binary_data_output`."""
+    """A requested output tensor. `parameters.binary_data` overrides the request's `binary_data_output`."""
 
     name: str
     parameters: Annotated[
@@ -49,17 +50,24 @@ class OutputTensor(Body):
 
 
 class InferParameters(Body):
-    """The parameters of an inference. See `PredictBody` for those that both protocols have."""
+    """The parameters of an inference. `PredictBody` describes the parameters that also exist in the native protocol."""
 
-    mode: WireMode | None = Field(default=None, description="as in /v1/predict; default: auto, or a sequence's own")
+    mode: WireMode | None = Field(
+        default=None, description="as in /v1/predict; default: auto, or the mode of the sequence"
+    )
     window: Window | None = None
     tolerance: Tolerance | None = None
-    truncated: bool | None = Field(default=None, description="true: the tokens end a longer sequence")
+    truncated: bool | None = Field(default=None, description="true: the tokens are the end of a longer sequence")
     expected_position: Natural | None = Field(
-        default=None, description="the sequence's position before the request; the same request sent again is a replay"
+        default=None,
+        description="the sequence's position before the request; a repeated request gets the same answer",
     )
-    priority: Natural | None = Field(default=None, description="checked and then ignored: requests wait in one queue")
-    timeout: Natural | None = Field(default=None, description="microseconds until the deadline; 0: none of its own")
+    priority: Natural | None = Field(
+        default=None, description="must be valid, but has no effect: all requests wait in one queue"
+    )
+    timeout: Natural | None = Field(
+        default=None, description="timeout of the request in microseconds; 0: only the server's timeout applies"
+    )
     sequence_id: (
         Annotated[
             int | str,
@@ -73,10 +81,18 @@ class InferParameters(Body):
             ),
         ]
         | None
-    ) = Field(default=None, description="id of the sequence, which is the session `MODEL:ID`; 0 and '': none")
-    sequence_start: bool | None = Field(default=None, description="true: the sequence starts anew")
-    sequence_end: bool | None = Field(default=None, description="true: the sequence is deleted after the answer")
-    binary_data_output: bool | None = Field(default=None, description="true: outputs are binary by default")
+    ) = Field(
+        default=None,
+        description="id of the sequence, which is the session `MODEL:ID`; 0 and '' mean no sequence",
+    )
+    sequence_start: bool | None = Field(
+        default=None, description="true: start the sequence at position 0, and drop an existing sequence with this id"
+    )
+    sequence_end: bool | None = Field(default=None, description="true: delete the sequence after the answer")
+    binary_data_output: bool | None = Field(
+        default=None,
+        description="true: the values of all outputs are binary, unless an output has its own `binary_data`",
+    )
 
 
 class InferBody(Body):
@@ -96,22 +112,25 @@ class InferBody(Body):
         },
     )
 
-    id: str | None = Field(default=None, description="is in the answer too")
+    id: str | None = Field(default=None, description="the request's id, which the answer repeats")
     parameters: Annotated[InferParameters, says(default={})] = InferParameters()
-    inputs: list[InputTensor] = Field(description="one of tokens, text and events; and lengths for a ragged batch")
+    inputs: list[InputTensor] = Field(
+        description="exactly one of tokens, text and events; also lengths, if rows have different lengths"
+    )
     outputs: list[OutputTensor] | None = Field(
         default=None, description="default: top_ids, top_logprobs, error_bound, position"
     )
 
 
 class BinarySizeDocument(TypedDict):
-    """The size of a tensor in the binary part."""
+    """The parameters of an output tensor: its size in bytes in the binary part of the answer."""
 
     binary_data_size: int
 
 
 class OutputTensorDocument(TypedDict):
-    """An output, with `data` in row-major order, or with its size in the binary part of the answer."""
+    """An output tensor. The values are in `data` in row-major order, or in the binary part of the answer. In the latter
+    case, `parameters` has the size of the values."""
 
     name: str
     datatype: Literal["INT64", "FP32", "BOOL"]
@@ -121,7 +140,7 @@ class OutputTensorDocument(TypedDict):
 
 
 class InferenceDocument(TypedDict):
-    """The requested outputs, in the request's order."""
+    """The answer to an inference. It has the requested outputs in the order of the request."""
 
     model_name: str
     model_version: str
@@ -130,7 +149,7 @@ class InferenceDocument(TypedDict):
 
 
 class ServerDocument(TypedDict):
-    """The server and the protocol's extensions that it has."""
+    """The server's name and version, and the protocol extensions that the server supports."""
 
     name: str
     version: str
@@ -150,7 +169,7 @@ class ServerReadyDocument(TypedDict):
 
 
 class TensorDocument(TypedDict):
-    """A tensor of the signature; -1: any size."""
+    """An input or output tensor of a model. A dimension of -1 has any size."""
 
     name: str
     datatype: str
@@ -158,7 +177,7 @@ class TensorDocument(TypedDict):
 
 
 class ModelMetadataDocument(TypedDict):
-    """A model's signature, which is the same for every model but for the sizes of its outputs."""
+    """A model's name, version, inputs and outputs. Models differ only in the sizes of their outputs."""
 
     name: str
     versions: list[str]
@@ -168,7 +187,7 @@ class ModelMetadataDocument(TypedDict):
 
 
 class ConfiguredInputDocument(TypedDict):
-    """An input of the configuration."""
+    """An input in a model's configuration."""
 
     name: str
     data_type: str
@@ -177,7 +196,7 @@ class ConfiguredInputDocument(TypedDict):
 
 
 class ConfiguredOutputDocument(TypedDict):
-    """An output of the configuration."""
+    """An output in a model's configuration."""
 
     name: str
     data_type: str
@@ -185,19 +204,19 @@ class ConfiguredOutputDocument(TypedDict):
 
 
 class VersionsDocument(TypedDict):
-    """The served versions."""
+    """The rule that selects the versions to serve."""
 
     versions: list[int]
 
 
 class VersionPolicyDocument(TypedDict):
-    """Only certain versions are served."""
+    """The rule that only the listed versions are served."""
 
     specific: VersionsDocument
 
 
 class InstanceGroupDocument(TypedDict):
-    """Where the model runs."""
+    """The kind of device that the model runs on, and the number of model instances."""
 
     name: str
     kind: str
@@ -205,7 +224,7 @@ class InstanceGroupDocument(TypedDict):
 
 
 class TextDocument(TypedDict):
-    """The value of a parameter."""
+    """The value of a parameter in a model's configuration."""
 
     string_value: str
 
@@ -225,14 +244,14 @@ class ModelConfigDocument(TypedDict):
 
 
 class TimedDocument(TypedDict):
-    """How often, and how long in all, in nanoseconds."""
+    """The number of requests, and the sum of their durations in nanoseconds."""
 
     count: int
     ns: int
 
 
 class InferStatisticsDocument(TypedDict):
-    """Requests by outcome, and the successful ones' time by phase."""
+    """The number and the duration of requests by outcome, and of the successful requests by phase."""
 
     success: TimedDocument
     fail: TimedDocument
@@ -245,8 +264,9 @@ class InferStatisticsDocument(TypedDict):
 
 
 class ModelStatisticsDocument(TypedDict):
-    """The requests to `infer` since the model version was loaded. `last_inference`: milliseconds since 1970, or 0;
-    `inference_count`: sequences; `execution_count`: requests."""
+    """Statistics of the requests to `infer` since the model version was loaded. `last_inference` is when the last
+    request was answered, in milliseconds since 1970, or 0 if there was none. `inference_count` is the number of
+    sequences, and `execution_count` the number of requests."""
 
     name: str
     version: str
@@ -258,6 +278,6 @@ class ModelStatisticsDocument(TypedDict):
 
 
 class StatisticsDocument(TypedDict):
-    """The statistics of one model or of all."""
+    """The inference statistics of one model or of all models."""
 
     model_stats: list[ModelStatisticsDocument]

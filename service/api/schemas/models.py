@@ -14,7 +14,8 @@ from wane.service.types import Condition
 
 
 class IndexBody(Body):
-    """Selects the models of the list. This body is optional, like all bodies of the model repository."""
+    """A request for the list of models. The fields select the listed models. This body is optional, like all bodies of
+    the model repository."""
 
     examples = ({}, {"ready": True})
 
@@ -54,7 +55,7 @@ class UnloadBody(Body):
 class ModelFactsDocument(TypedDict):
     """A model, with OpenAI's fields and the fields of its manifest. `k_epsilon` gives the sufficient window size for
     each bound on the total variation: the smallest k such that windows of k tokens and all larger windows satisfy the
-    bound. It is null if there is no such k."""
+    bound. The value for a bound is null if there is no such k."""
 
     id: str
     object: Literal["model"]
@@ -74,7 +75,7 @@ class ModelFactsDocument(TypedDict):
 
 
 class ModelCardDocument(ModelFactsDocument):
-    """One model with its whole certificate and the measured duration of its runs on this server."""
+    """One model with its whole certificate, and with the durations of its runs that were measured on this server."""
 
     certificate: Certificate
     costs: Costs

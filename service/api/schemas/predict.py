@@ -106,13 +106,13 @@ class FailureDocument(TypedDict):
 
 
 class BatchDocument(ModelDocument):
-    """An answer or an error for each input, in order."""
+    """The answer to a batch. It has an answer or an error for each input, in the order of the inputs."""
 
     results: list[AnswerDocument | FailureDocument]
 
 
 class StepsDocument(TypedDict):
-    """An answer or an error for each step, in order."""
+    """The answer to many steps. It has an answer or an error for each step, in the order of the steps."""
 
     results: list[AnswerDocument | FailureDocument]
 
@@ -122,8 +122,8 @@ class StepColumnsDocument(TypedDict):
     null, except `session` and `error`. `error` has a problem document for a failed step, and null for a successful
     step.
 
-    `token_id` and `logprob` list each step's predictions, most probable first. `latency` has the largest values of all
-    steps.
+    `token_id` and `logprob` list each step's predictions, most probable first. For each phase, `latency` has the
+    largest latency of all steps.
     """
 
     session: list[str]

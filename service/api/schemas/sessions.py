@@ -28,11 +28,12 @@ from wane.service.api.schemas.common import (
 from wane.service.types import MAX_POSITION
 
 BEHIND_A_TOKEN = {"required": ["position"], "properties": {"position": {"type": "integer", "minimum": 1}}}
-"""The JSON schema rule of a body that continues a history. Its position is at least 1."""
+"""The JSON schema rule of a body that continues a history. The body's `position` is at least 1."""
 
 
 class SessionBody(Body):
-    """Start a session at position 0, or at `position` with the last tokens before it."""
+    """Start a session at position 0. With a history, start the session at `position`. The history is the last tokens
+    before that position."""
 
     examples = ({"session": "demo"}, {"mode": "recurrent"}, {}, {"history": [5, 6, 7], "position": 20})
     not_both: ClassVar[tuple[str, ...]] = ("history", "input")
@@ -129,7 +130,7 @@ class StepsBody(Body):
 
 
 class StreamBody(StepBody):
-    """One message of a session's WebSocket. It is a step or a rewind."""
+    """One message of a session's WebSocket. A message is a step or a rewind."""
 
     examples = (
         {"input": HISTORY},
