@@ -32,8 +32,7 @@ vector and r its spectral radius. Then each step multiplies max(|dc| / p_1, |dh|
 **Miller and Hardt** ("Stable recurrent models", 2019), in the maximum norm, with f the largest forget gate. If |W_i|,
 |W_o| < 1 - f, |W_g| <= (1 - f) / 4 and |W_f| < (1 - f)^2, then |dc'| <= f |dc| + b |dh| with b = |W_f| / (4 (1 - f)) +
 |W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|. Hence max(|dc|, |dh|) shrinks by f + b + |W_o| / 4. This
-rule is computed for comparison only. The factors of the rules above are never larger, except for the effect of
-`POSITIVE`.
+rule is a baseline for comparison. The factors of the rules above are never larger, except for the effect of `POSITIVE`.
 
 If a forget gate may come within `SATURATED` of 1 (`LstmBox`), c has no useful bound. No rule, including that of Miller
 and Hardt, then states a factor below 1.
