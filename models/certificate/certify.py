@@ -27,10 +27,10 @@ def certify(
     """Computes the certificate of float32 weights, for windows of up to `max_window` tokens.
 
     `rounding`, if given, is the measured rounding of the float32 graphs. The bound of the total variation includes this
-    rounding twice, once for the window and once for the run. From the measured error of one step, the function computes
-    a bound for all sequences where such a bound is used. It also computes the a priori bound `worst_case`. The
-    certificate of a model that is not contractive has no rounding. `layers` are the layers of these weights, if the
-    caller has already built them.
+    rounding twice, once for the window and once for the run. If `rounding.sequences` is "all", the errors of a whole
+    run are computed from the measured errors of one step. `rounding.worst_case` is computed, too. The certificate of a
+    model that is not contractive has no rounding. `layers` are the layers of these weights, if the caller has already
+    built them.
     """
     layers = layers or build_layers(architecture, weights)
     bounds = [layer.bound for layer in layers]

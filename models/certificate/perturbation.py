@@ -1,4 +1,4 @@
-"""The distance of two trajectories at one place of the network, and the bound of this distance after a linear map."""
+"""Bounds of the difference of two trajectories at one position in the network, and the linear maps of such bounds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from wane.models.certificate.interval_rounding import TINY, UP, Matrix, Vector, 
 
 @dataclass(frozen=True, slots=True)
 class Perturbation:
-    """All differences d (H) with |d_i| <= box_i and |d|_2 <= ball."""
+    """The set of all differences d (H) with |d_i| <= box_i and |d|_2 <= ball."""
 
     box: Vector
     ball: float
 
     @classmethod
     def within(cls, box: Vector, ball: float = np.inf) -> Perturbation:
-        """Builds a perturbation from box and ball. Reduces each bound to what the other one implies."""
+        """Builds a perturbation from `box` and, if given, `ball`. Each of the two bounds is reduced to the value that
+        the other one implies."""
         box = np.maximum(box, TINY)
         ball = max(min(ball, norm_above(box)), TINY)
         return cls(np.minimum(box, ball), ball)
@@ -51,7 +52,7 @@ class LinearMap:
 
     @cached_property
     def norm(self) -> float:
-        """The spectral norm."""
+        """The matrix's spectral norm, rounded up."""
         return spectral_norm(self.matrix) + norm_above(self.off)
 
     def scaled(self, scale: Vector) -> LinearMap:
