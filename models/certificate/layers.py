@@ -27,7 +27,7 @@ BuildLayer = Callable[[CellWeights, Inputs], Layer]
 
 
 def build_layers(architecture: Architecture, weights: Weights) -> list[Layer]:
-    """Builds every layer, bottom to top. The bounds of each layer's output are the bounds of the next layer's inputs."""
+    """Builds every layer, bottom to top. The bounds of each layer's output bound the next layer's inputs."""
     layers: list[Layer] = []
     build_layer: BuildLayer = load("certificate", architecture.cell).build_layer
     for layer in range(architecture.layers):

@@ -45,7 +45,6 @@ def perron_vector_2x2(matrix: Matrix) -> tuple[float, Vector]:
     """Returns the spectral radius, rounded up, and the Perron vector (largest entry 1) of a positive 2 x 2 matrix."""
     (a, b), (c, d) = matrix
     half, slant = (a - d) / 2, np.hypot((a - d) / 2, np.sqrt(b) * np.sqrt(c))
-    vector = np.array([b, slant - half]) if d > a else np.array([slant + half, c])  # the larger eigenvalue minus a, and
-    # minus d
+    vector = np.array([b, slant - half]) if d > a else np.array([slant + half, c])  # eigenvalue - a, or - d
     vector = vector / vector.max()
     return float(np.max(matrix @ vector / vector)) * UP, vector

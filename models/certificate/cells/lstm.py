@@ -131,8 +131,7 @@ class LstmLayer:
         self.open_i, self.open_f, self.open_o = (np.minimum(sigmoid(gate.high) * UP, 1) for gate in (i, f, o))
         self.shown = np.tanh(box.c) * UP
         slopes = (np.tanh(g.magnitude()) * i.sigmoid_slope(), box.c * f.sigmoid_slope(), self.open_i * g.tanh_slope())
-        self.cell_slopes = tuple(slope * UP for slope in slopes)  # the factors of |y_i|, |y_f|, |y_g| in the bound of
-        # |dc'|
+        self.cell_slopes = tuple(slope * UP for slope in slopes)  # the factors of y_i, y_f, y_g in |dc'|
         self.output_slope = self.shown * o.sigmoid_slope() * UP
         self.maps = tuple(LinearMap(block) for block in np.split(weight_hh, 4))
         self.into = None if isinstance(inputs, Rows) else tuple(map(inputs.seen_by, np.split(weight_ih, 4)))
