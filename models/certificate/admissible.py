@@ -52,7 +52,8 @@ class Reach:
         return sigmoid(nearest) * sigmoid(-nearest)
 
     def tanh_slope(self) -> Vector:
-        """Returns the greatest derivative of tanh on each interval. The formula avoids the cancellation of 1 - tanh^2."""
+        """Returns the greatest derivative of tanh on each interval. The formula avoids the cancellation in `1 -
+        tanh^2`, as a product of sigmoids."""
         doubled = 2 * self._nearest_to_zero()
         return 4 * sigmoid(doubled) * sigmoid(-doubled)
 

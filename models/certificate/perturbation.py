@@ -39,9 +39,10 @@ class Perturbation:
 
 
 class LinearMap:
-    """`d -> matrix d`. Its result is bounded unit by unit by the rows, and as a whole by the spectral norm.
+    """`d -> matrix d`. The matrix's rows bound each unit of the result, and the spectral norm bounds the result's
+    2-norm.
 
-    off: the error of each row in the 2-norm, (R).
+    off: the 2-norm of each row's error, (R).
     """
 
     def __init__(self, matrix: Matrix, off: Vector | float = 0.0) -> None:

@@ -13,7 +13,7 @@ the distance is 0 at first, and if it is at most X before a step, it is at most 
   FUNCTION u of their values. A LayerNorm is assumed to subtract the mean from its input before it squares. The result
   is the distance of two runs, and therefore twice the bound of one run.
 
-The result is to first order in u: slopes and reach are those of exact states.
+The result is to first order in u, because the slopes and the bounds of states are those of exact arithmetic.
 """
 
 from __future__ import annotations

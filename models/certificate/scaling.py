@@ -6,9 +6,10 @@ diagonally weighted norm. Let
 
     P = sum_k (W / a)^k' (W / a)^k,   rho(W) < a < |W|_2,   W' P W = a^2 (P - I) <= a^2 P.
 
-Then the norm sqrt(s' P s) shrinks by less than a. This is the discrete Lyapunov equation. It is solved by doubling.
+Then the norm sqrt(s' P s) shrinks by less than a. This is the discrete Lyapunov equation. Its solution P is computed by
+repeated doubling of the number of terms.
 
-Neither solution is trusted: the stated factor is computed from T itself, and the error of T^-1 is added.
+The computed T need not be exact: the stated factor is computed from T itself, and includes the error of T^-1.
 """
 
 from __future__ import annotations
