@@ -39,8 +39,8 @@ class Perturbation:
 
 
 class LinearMap:
-    """`d -> matrix d`. The matrix's rows bound each unit of the result, and the spectral norm bounds the result's
-    2-norm.
+    """The linear map `d -> matrix d`. The matrix's rows bound each unit of the result, and the spectral norm bounds the
+    result's 2-norm.
 
     off: the 2-norm of each row's error, (R).
     """

@@ -11,7 +11,7 @@ the distance is 0 at first, and if it is at most X before a step, it is at most 
   / (1
   - n u) times the sum of their absolute values, u the unit roundoff. exp, tanh and the sigmoid are assumed to be within
   FUNCTION u of their values. A LayerNorm is assumed to subtract the mean from its input before it squares. The result
-  is the distance of two runs, and therefore twice the bound of one run.
+  is the distance of two runs, which is twice the bound of one run.
 
 The result is to first order in u, because the slopes and the bounds of states are those of exact arithmetic.
 """
@@ -195,7 +195,7 @@ class _Writer:
         return BlockNoise(perturbation, at_norm, self._gamma(len(gain) + 4) * sizes, added), stream
 
     def _layer_norm(self, stream: float) -> float:
-        """Returns the 2-norm error of a LayerNorm's normalised vector, for an input whose 2-norm is at most `stream`."""
+        """Returns the 2-norm error of a LayerNorm's normalised vector. The input's 2-norm is at most `stream`."""
         width = self.architecture.hidden
         gamma = self._gamma(width + 8)
         return float(np.sqrt(width) * gamma * (1 + 4 * stream / np.sqrt(width * self.architecture.norm_epsilon)))

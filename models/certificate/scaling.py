@@ -67,7 +67,8 @@ class Gauge:
 
 
 def balanced(matrix: Matrix) -> Gauge:
-    """Returns the diagonal T for which row i and column i of T W T^-1 have the same 2-norm, for all i (Osborne 1960)."""
+    """Returns the norm with a diagonal T for which row i and column i of T W T^-1 have the same 2-norm, for every i
+    (Osborne 1960)."""
     squares = matrix**2
     np.fill_diagonal(squares, 0.0)
     scales = np.ones(len(matrix))  # T = diag(1 / scales)

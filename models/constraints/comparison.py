@@ -27,9 +27,9 @@ LEAST_WEIGHT = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """The terms that are added to the pre-activations in addition to the recurrent matrix's product: (G H), float64.
+    """Bounds of the terms that are added to the recurrent matrix's product to give the pre-activations: (G H), float64.
 
-    least, greatest: the range of the input's part, including its bias. bias: the recurrent bias.
+    least, greatest: the range of the input's terms, including the input bias. bias: the recurrent bias.
     """
 
     least: Tensor
@@ -39,10 +39,11 @@ class Drive:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A sigmoid gate over a range of pre-activations, (H). `low`, `high`, `slope`: by case, (C, H).
+    """A sigmoid gate over a range of pre-activations, (H). The range is split into C intervals. `low`, `high`, `slope`:
+    the gate's bounds by interval, (C, H).
 
-    The smaller of two gates is between low and high. The gates differ by at most slope times the difference of their
-    pre-activations (`models/certificate/gate_pieces.py`).
+    If the smaller of two gates is in an interval, it is between low and high, and the gates differ by at most slope
+    times the difference of their pre-activations (`models/certificate/gate_pieces.py`).
     """
 
     low: Tensor
@@ -107,8 +108,8 @@ class Comparison(Protocol):
         """Returns the contraction factor by the rule in the 2-norm."""
 
     def rows_held(self, bounds: Tensor, target: float) -> Tensor:
-        """Returns the matrix with each row projected to the nearest row for which `step(bounds) <= target bounds`, with
-        the current cases and box.
+        """Returns the matrix with each row replaced by the nearest row for which `step(bounds) <= target * bounds`. The
+        gates' intervals that decide, and the bounds of the states (box), are those of the current matrix.
 
         For the smaller matrix, the box is smaller, and the gates' intervals that decide may be others. `step` of the
         result may therefore exceed the target slightly.
