@@ -26,7 +26,7 @@ class Recurrence:
     greatest: Tensor
 
     def drive(self) -> Drive:
-        """Returns the bounds of the terms that are added to the recurrent matrix's product to give the pre-activations."""
+        """Returns bounds of the terms that are added to the recurrent matrix's product to give the pre-activations."""
         return Drive(self.least, self.greatest, self.bias.double())
 
 

@@ -1,8 +1,10 @@
-"""The radius of a window as ONNX nodes: the cheapest form of the bound of `models/certificate/request.py`.
+"""The radius of a window as ONNX nodes. It bounds the 2-norm distance of `hidden` from that of any run that ends in the
+window's tokens.
 
-Only input-gated cells have a radius. Let B windows have T tokens each. The error of a value is its distance from the
-run's value. r, (T * B, 1), bounds the error of the stream x, a layer's input, in the 2-norm. e bounds the error of a
-state, unit by unit. e' is the next value of e:
+This is the form of the bound of `models/certificate/request.py` that is cheapest to compute. Only networks of
+input-gated cells have a radius. Let B windows have T tokens each. The error of a value is its distance from the run's
+value. r, (T * B, 1), bounds the error of the stream x, a layer's input, in the 2-norm. e bounds the error of a state,
+unit by unit. e' is the next value of e:
 
 - First layer: `e' = f e`, starting from `|s| + reach` at the cut. Above convolution blocks, e starts at the first token
   whose receptive field is within the window. Before this token, r is FAR. If the network has a single layer, e is the
