@@ -79,7 +79,7 @@ class Front(Frozen):
 
 
 class Architecture(Frozen):
-    """The complete function that the weights parametrise.
+    """All properties of the network except its weights.
 
     `block` is "plain" or "residual". In a plain network, each cell reads the output of the cell below. A residual block
     computes `x = x + mix(cell(LayerNorm(x)))`, where mix is an (H, units) matrix. If the width `feed_forward` is not 0,
@@ -243,28 +243,30 @@ class StateError(Frozen):
 class Rounding(Frozen):
     """Bounds of the distance between a run of the graphs in `dtype` and exact arithmetic over the same tokens.
 
-    The error of one step is measured (`step_error`): the `step` graph is compared with the float64 oracle over `steps`
-    steps, both from the graph's last state. These steps include every token of the vocabulary, tokens repeated for 4 /
-    (1 - factor) steps (at most 4,096) after two different pasts, cycles of two and three tokens, the tokens that forget
-    least, and sequences chosen to make the state large.
+    The error of one step is measured (`step_error`): the `step` graph is compared with the float64 oracle in `steps`
+    steps. In each step, both start from the state that the graph returned last. These steps include every token of the
+    vocabulary, tokens repeated for 4 / (1 - factor) steps (at most 4,096) after two different sequences, cycles of two
+    and three tokens, and sequences chosen to make the state large. The repeated tokens include those that reduce the
+    difference of two states least.
 
-    `step`: the largest error of one step, times `safety`, by state tensor of the layers. `output`: the same for the
-    output, the larger of the 2-norm at `hidden` and the spread of the logits' errors over `head_diameter`. `states`:
-    the errors of a whole run of any length, by state tensor. `carried`: the error of a whole run of any length, in the
-    2-norm at `hidden` (`output` included).
+    `step`: the largest error of one step, times `safety`, by state tensor of the layers. `output`: the largest error of
+    the output, times a safety factor. This error is the larger of two numbers: the 2-norm error of `hidden`, and the
+    greatest minus the least error of the logits, divided by `head_diameter`. `states`: the errors of a whole run of any
+    length, by state tensor. `carried`: the 2-norm error of `hidden` in a whole run of any length, including `output`.
 
     `sequences`: the token sequences for which the errors of steps were accumulated:
 
-    - all: the theorem that bounds a window's error carries one step's error through the recurrence, for any tokens.
-      `states` and `carried` are recomputed from `step` when a bundle is loaded. Plain networks use this.
-    - probed: the theorem for one request's tokens carries each step's error along each of the measured sequences. The
-      largest result, times `safety`, is kept. Residual networks use this if the bound for all tokens is too large for a
-      certificate, because the Lipschitz constants of LayerNorms are far above any observed change. The error may be
-      larger for an unmeasured sequence whose state a LayerNorm shortens to almost nothing.
+    - all: the errors of all steps are accumulated by the theorem that bounds a window's error for any tokens. `states`
+      and `carried` are recomputed from `step` when a bundle is loaded. Plain networks use this.
+    - probed: the errors of all steps are accumulated along each of the measured sequences, by the theorem for one
+      request's tokens. The bounds are the largest results, times `safety`. Residual networks use this if the bound for
+      all tokens is too large for a certificate, because the Lipschitz constants of LayerNorms are far above any
+      observed change. The error may be larger for an unmeasured sequence whose state a LayerNorm shortens to almost
+      nothing.
 
-    `worst_case`: an a priori bound of the distance of two runs by rounding. It is to first order in the unit roundoff,
-    and assumes the accuracy of exp and tanh that `models/certificate/rounding.py` states. It is null if the
-    architecture has a `front`.
+    `worst_case`: a bound of the distance between the `hidden` of two runs that differ only in rounding. No measurement
+    enters it. It is to first order in the unit roundoff, and assumes the accuracy of exp and tanh that
+    `models/certificate/rounding.py` states. It is null if the architecture has a `front`.
     """
 
     dtype: Literal["float32"] = "float32"
@@ -280,26 +282,27 @@ class Rounding(Frozen):
 
     @property
     def between_runs(self) -> float:
-        """The bound of the rounding distance of `hidden` in two runs over the same tokens. Each run is at most
-        `carried` from exact arithmetic."""
+        """The bound of the distance between the `hidden` of two runs over the same tokens. Rounding moves each run by
+        at most `carried` from exact arithmetic."""
         return 2 * self.carried
 
 
 class Certificate(Frozen):
     """Bounds, for all tokens, of the distance between a window's prediction and the uninterrupted run's.
 
-    `contractive`: every layer has a factor < 1, by which its states come closer at every token. Only then is there a
-    curve, for k = 1 to the largest window. `state_error` (e_k) bounds the 2-norm distance of `hidden` in exact
-    arithmetic. `error_bound` (epsilon(k)) bounds the total variation at temperature 1, with two runs' rounding added to
-    e_k. Both hold for k and for every longer window, so they never rise. `head_diameter` is D, the largest 2-norm
-    distance of two rows of the output matrix: epsilon = tanh(D (e_k + rounding) / 4).
+    `contractive`: every layer has a factor < 1, by which the difference of two of its states shrinks at every token.
+    Only contractive models have the two curves `state_error` and `error_bound`, for k = 1 to the largest window.
+    `state_error` (e_k) bounds the 2-norm distance of `hidden` in exact arithmetic. `error_bound` (epsilon(k)) bounds
+    the total variation at temperature 1, with the rounding of two runs added to e_k. Both values at k hold for every
+    window of at least k tokens, so the curves never rise. `head_diameter` is D, the largest 2-norm distance of two rows
+    of the output matrix: epsilon = tanh(D (e_k + rounding) / 4).
 
-    `certified`: epsilon falls to 1e-3 within the largest window. If not, `reason` explains why. The certificate is
-    recomputed from the float32 weights when the bundle is loaded. The measured part of `rounding` (`step`, `output`,
-    and `states` and `carried` if `sequences` is probed) is the exception: only a sample of it is measured again.
-    `rounding` is null unless the model is contractive. `bit_identical` is not in a manifest. It is measured when the
-    bundle is loaded, and is true if the graphs give the same bits for the same tokens, step by step, as a window, in
-    pieces, alone and in the largest batch.
+    `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. If not, `reason` explains why. The
+    certificate is recomputed from the float32 weights when the bundle is loaded. The measured part of `rounding`
+    (`step`, `output`, and `states` and `carried` if `sequences` is probed) is the exception: only a sample of it is
+    measured again. `rounding` is null unless the model is contractive. `bit_identical` is not in a manifest. It is
+    measured when the bundle is loaded, and is true if the graphs give the same bits for the same tokens, step by step,
+    as a window, in pieces, alone and in the largest batch.
     """
 
     contractive: bool
@@ -313,16 +316,17 @@ class Certificate(Frozen):
     bit_identical: bool = Field(default=True, exclude=True)
 
     def state_error_at(self, k: int) -> float | None:
-        """Returns e_k, or the curve's last value for a longer window, for which it holds too. Returns None without a
-        curve."""
+        """Returns e_k. For a window longer than the curve, returns the curve's last value, which holds for it, too.
+        Returns None without a curve."""
         return self._at(self.state_error, k)
 
     def error_bound_at(self, k: int) -> float | None:
-        """Returns epsilon(k), or the curve's last value for a longer window. Returns None without a curve."""
+        """Returns epsilon(k). For a window longer than the curve, returns the curve's last value. Returns None without
+        a curve."""
         return self._at(self.error_bound, k)
 
     def smallest_window(self, epsilon: float) -> int | None:
-        """Returns the smallest k with epsilon(j) <= epsilon for all j >= k. Returns None if there is no such k."""
+        """Returns the smallest k for which epsilon(j) <= `epsilon` for all j >= k. Returns None if there is no such k."""
         return next((k for k, bound in enumerate(self.error_bound, start=1) if bound <= epsilon), None)
 
     @staticmethod
@@ -333,8 +337,8 @@ class Certificate(Frozen):
 
 
 CACHE_BINS = (1, 2, 3, 5, 9)
-"""The lower limits of the bins of a cache's table, in occurrences. The first bin, which is not listed, is for no
-occurrence."""
+"""A number of occurrences is assigned to a bin, which selects a row of a cache's table of weights. These are the
+smallest numbers in each bin except the first, which is for 0 occurrences."""
 
 
 class CacheModel(Frozen):

@@ -25,10 +25,11 @@ from wane.models.reference import Reference, State
 TOLERANCE = 1e-4
 
 TOLERANCE_INT8 = 0.2
-"""The tolerance for graphs that multiply in int8. Their rounding causes differences of some hundredths.
+"""The tolerance for graphs that multiply in int8. Their rounding causes differences of some hundredths in
+probabilities.
 
-Small log-probabilities differ by more than 1, so probabilities are compared instead. This check detects only graphs
-that are wrong.
+The logarithms of small probabilities may differ by more than 1, so probabilities are compared instead. This check
+detects wrong graphs only, not imprecise ones.
 """
 
 HEADROOM = 2.0
@@ -219,10 +220,10 @@ class _Check:
             yield outputs, expected
 
     def _one_step_at_a_time(self, rounding: Rounding) -> None:
-        """Checks the error of each step, from the state of the previous `step`, against the certificate's error of one
-        step.
+        """Compares the error of each step with the certificate's error of one step. `step` and the oracle both start
+        from the state that `step` returned last.
 
-        Runs rows of random tokens, and rows that repeat one token.
+        The rows are random tokens, and repetitions of one token.
         """
         tokens = np.concatenate([self._tokens, np.repeat(self._tokens[:, :1], self._tokens.shape[1], axis=1)])
         exact = self._reference.zero_state(len(tokens))

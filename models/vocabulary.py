@@ -128,11 +128,12 @@ class Vocabulary:
         """Returns a cheap lower bound of the number of tokens of `text`. Raises ValueError like `encode`."""
         _check_characters(text)
         if self.kind == "events":
-            return 0  # no division: the result is 0 if all lines are empty
+            return 0  # every line may be empty, which gives no token
         breaks = text.count("\n")
         if self.kind == "words":
             return breaks
-        return breaks - (breaks - len(text.encode())) // self._longest_bytes  # rounds the quotient up
+        return breaks - (breaks - len(text.encode())) // self._longest_bytes  # the floor of a negative quotient: rounds
+        # up
 
     def encode_lines(self, lines: list[str]) -> list[list[int]]:
         """Returns the token ids of lines without line breaks, encoded in parallel. Adds no `<eos>`.

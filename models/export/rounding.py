@@ -1,9 +1,9 @@
 """Measures, at export, the distance of float32 graphs from exact arithmetic: the error of one step, and the error of a
 whole run.
 
-**One step.** The output of the `step` graph is compared with that of the float64 oracle. Both start from the graph's
-last state, but both use the exact run's state of the convolution blocks. The blocks' receptive field is finite, so
-their error is part of the step's error.
+**One step.** The output of the `step` graph is compared with that of the float64 oracle. Both steps start from the
+state that the graph returned last. The state of the convolution blocks is an exception: it is taken from the oracle's
+run. The step's error therefore contains the whole error of these blocks, whose receptive field is finite.
 
 The measurement depends on the choice of steps. Random tokens never cause the largest error. If a token is repeated, the
 state s of a cell with factor f converges to a fixed point. In float32 it stops at a distance of up to about u |s| / (1

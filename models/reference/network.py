@@ -1,4 +1,4 @@
-"""The oracle: the network in numpy, one step at a time, written from the equations alone.
+"""The oracle: the network in numpy, one step at a time. It shares no code with the torch network and the graphs.
 
 Rows are a batch: x (B, H). The cells' equations are in `models/reference/cells/`; the equations of a convolution block
 are
