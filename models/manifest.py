@@ -124,7 +124,7 @@ class Architecture(Frozen):
         return self
 
     def gate_cap(self, layer: int) -> float:
-        """Returns the greatest value of one layer's forget gates: the entry of `gate_caps`, rounded to float32, or 1."""
+        """Returns the greatest value of one layer's forget gates: its entry of `gate_caps`, rounded to float32, or 1."""
         return float(np.float32(self.gate_caps[layer])) if self.gate_caps else 1.0
 
     @property
@@ -326,7 +326,7 @@ class Certificate(Frozen):
         return self._at(self.error_bound, k)
 
     def smallest_window(self, epsilon: float) -> int | None:
-        """Returns the smallest k for which epsilon(j) <= `epsilon` for all j >= k. Returns None if there is no such k."""
+        """Returns the smallest k for which epsilon(j) <= `epsilon` for all j >= k, or None if there is no such k."""
         return next((k for k, bound in enumerate(self.error_bound, start=1) if bound <= epsilon), None)
 
     @staticmethod

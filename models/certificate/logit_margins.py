@@ -26,11 +26,12 @@ CANCELLED = 1e-12
 difference."""
 
 CERTAIN = 0.0005
-"""The share of the sum of all units' errors, after the mixing matrix, whose effect is bounded by lengths and not unit
-by unit. These are the units with the smallest errors."""
+"""The share of the sum of all units' errors, multiplied by the norms of the mixing matrix's columns, that is bounded by
+lengths and not unit by unit. These units have the smallest of these products."""
 
 MOST_OPEN = 128
-"""The largest number of units whose effect is bounded unit by unit. These are the units with the largest errors."""
+"""The largest number of units whose effect is bounded unit by unit. These are the units with the largest errors,
+multiplied by the norms of the mixing matrix's columns."""
 
 NEGLIGIBLE = 1e-4
 """The greatest sum of the amounts that the tokens bounded by the radius alone may add to the total variation. It is a

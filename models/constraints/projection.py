@@ -21,8 +21,8 @@ from wane.models.networks import Network
 Constrain = Callable[[ConstrainedLayer, float], Tensor | None]
 
 MARGIN = 1e-4
-"""The weights are projected to a factor that is below the requested limit by this relative amount, which is larger than
-float32 rounding."""
+"""The requested limits are reduced by this relative amount before the projection. It is larger than float32 rounding.
+"""
 
 
 @torch.no_grad()

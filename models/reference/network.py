@@ -1,4 +1,5 @@
-"""The oracle: the network in numpy, one step at a time. It shares no code with the torch network and the graphs.
+"""The oracle: the network in numpy, one step at a time. It is implemented from the equations, independently of the
+torch network and the graphs.
 
 Rows are a batch: x (B, H). The cells' equations are in `models/reference/cells/`; the equations of a convolution block
 are

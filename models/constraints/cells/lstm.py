@@ -13,8 +13,8 @@ from wane.models.constraints.l1_ball import project_rows
 from wane.models.constraints.layer import ConstrainedLayer
 
 HEARD = 1.2
-"""The ratio of the bound of h's difference to the bound of c's difference in `even`. Because it is above 1, the output
-gate's recurrent rows need not be 0."""
+"""The ratio of the bound of h's difference to the bound of c's difference in `even`. The larger it is, the larger the
+output gate's recurrent rows may be."""
 
 OPEN = 1e-9
 """If a forget gate may come this close to 1, c has no useful bound."""
