@@ -11,9 +11,9 @@ the distance is 0 at first, and if it is at most X before a step, it is at most 
   / (1
   - n u) times the sum of their absolute values, u the unit roundoff. exp, tanh and the sigmoid are assumed to be within
   FUNCTION u of their values. A LayerNorm is assumed to subtract the mean from its input before it squares. The result
-  is the distance of two runs, which is twice the bound of one run.
+  bounds the distance of two runs, which is twice the bound of one run.
 
-The result is to first order in u, because the slopes and the bounds of states are those of exact arithmetic.
+`worst_case` is to first order in u, because the slopes and the bounds of states are those of exact arithmetic.
 """
 
 from __future__ import annotations
