@@ -124,7 +124,7 @@ class Architecture(Frozen):
         return self
 
     def gate_cap(self, layer: int) -> float:
-        """Returns the greatest value of one layer's forget gates: its entry of `gate_caps`, rounded to float32, or 1."""
+        """Returns the greatest value of a layer's forget gates: its entry of `gate_caps`, rounded to float32, or 1."""
         return float(np.float32(self.gate_caps[layer])) if self.gate_caps else 1.0
 
     @property

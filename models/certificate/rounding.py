@@ -7,11 +7,10 @@ the monotone function that `stack.py` uses. Any X with F(X) + delta <= X bounds 
 the distance is 0 at first, and if it is at most X before a step, it is at most F(X) + delta <= X after the step.
 
 - `carry` uses a measured delta (`models/export/rounding.py`). The certificate's bounds include its result.
-- `worst_case` uses an a priori bound of delta. In any order, the error of a sum of n products is at most gamma_n = n u
-  / (1
-  - n u) times the sum of their absolute values, u the unit roundoff. exp, tanh and the sigmoid are assumed to be within
-  FUNCTION u of their values. A LayerNorm is assumed to subtract the mean from its input before it squares. The result
-  bounds the distance of two runs, which is twice the bound of one run.
+- `worst_case` uses an a priori bound of delta. In any order, the error of a sum of n products is at most gamma_n times
+  the sum of their absolute values, where gamma_n = n u / (1 - n u) and u is the unit roundoff. exp, tanh and the
+  sigmoid are assumed to be within FUNCTION u of their values. A LayerNorm is assumed to subtract the mean from its
+  input before it squares. The result bounds the distance of two runs, which is twice the bound of one run.
 
 `worst_case` is to first order in u, because the slopes and the bounds of states are those of exact arithmetic.
 """
