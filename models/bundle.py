@@ -1,4 +1,4 @@
-"""A bundle: a directory with everything that the service needs to run a model, as data.
+"""A bundle is a directory of data files with everything that the service needs to run a model.
 
     manifest.json  weights.safetensors  tokenizer.json  step.onnx  window.onnx  advance.onnx  scan.onnx  head.onnx
 
@@ -54,21 +54,22 @@ __all__ = [
 ]
 
 PROBE_LENGTHS = (24, 1, 17)
-"""The lengths of the token rows that `verify_graphs` runs. The lengths differ, and one row has a single token."""
+"""The lengths of the token sequences on which `verify_graphs` runs the graphs. They differ, and one sequence has a
+single token."""
 
 BEYOND_FRONT = 16
-"""The longest row has at least this many tokens more than the convolutions' receptive field. The gates of these
-additional tokens determine the row's radius."""
+"""The longest sequence in `verify_graphs` has at least this many tokens more than the convolutions' receptive field.
+The `window` graph's radius for this sequence depends on the gates at these additional tokens."""
 
 QUANTISED = Certificate(
     contractive=False, reason="its graphs multiply in int8, and what is proved is of the float32 weights", layers=()
 )
-"""The certificate of a bundle whose graphs are not float32."""
+"""The certificate of a bundle whose graphs multiply in int8."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A verified bundle. It reads its weights once and computes the proofs of its layers once."""
+    """A verified bundle. Its weights are read from the file once, and the proofs of its layers are computed once."""
 
     path: Path
     manifest: Manifest
@@ -109,19 +110,20 @@ class Bundle:
         return dict(self._weights)
 
     def request_bound(self) -> RequestBound:
-        """Returns the bound of the distance between a window's last hidden state and that of any uninterrupted run."""
+        """Returns the object that bounds the distance between the hidden state at the end of a window and the hidden
+        state of any uninterrupted run that ends with the same tokens."""
         return self._request_bound
 
     def propagation(self) -> Propagation | None:
-        """Returns the propagation of state errors. Returns None if a layer is not contractive or rounding was not
-        measured."""
+        """Returns the object that bounds how errors of the state propagate along a sequence. Returns None if a layer is
+        not contractive, or if the certificate has no rounding."""
         architecture, certificate = self.manifest.architecture, self.manifest.certificate
         if not certificate.contractive or certificate.rounding is None:
             return None
         return Propagation(architecture, self._weights, self._layers, certificate.rounding)
 
     def graph_path(self, role: Role) -> Path:
-        """Returns the path of the ONNX file of a role."""
+        """Returns the path of the ONNX file of one of the graphs."""
         return self.path / self.manifest.graphs[role]
 
     @cached_property
@@ -144,7 +146,8 @@ class Bundle:
 
 
 def verify_graphs(bundle: Bundle, run: Run) -> float:
-    """Compares every graph with the numpy oracle, on random tokens, from the zero state and from random states.
+    """Compares every graph's outputs with those of the numpy oracle, on random tokens, from the zero state and from
+    random states.
 
     `run(role, feeds)` runs one graph. Returns the largest difference. Raises BundleError if the difference exceeds the
     tolerance. Raises CertificateError if the difference is within the tolerance but exceeds the rounding that the
@@ -195,8 +198,8 @@ def check_place(path: Path, version: str, quality: Quality | None, replace: bool
 
 
 def _describe(quality: Quality | None) -> str:
-    """Returns the recurrent perplexity per token of the validation split, or of the first split if there is no
-    validation split."""
+    """Returns a text with the recurrent perplexity per token of the validation split, or of the first split if there is
+    no validation split."""
     if quality is None or not quality.recurrent:
         return "not evaluated"
     if (valid := quality.recurrent.get("valid")) is not None:
@@ -218,7 +221,7 @@ def write_bundle(
     `check_place` raises BundleExistsError if the bundle at `path` may not be replaced. If writing fails, the bundle at
     `path` stays unchanged. If `path` is a symbolic link, the bundle that it points to is replaced. `files` maps the
     names of the manifest's files to their contents. The files' hashes are added to the manifest. The new bundle is read
-    back and passed to `check` before it is moved to `path`. Exceptions of `check` propagate.
+    back and passed to `check` before it is moved to `path`. `write_bundle` does not catch exceptions of `check`.
     """
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())}
     manifest = manifest.model_copy(update={"files": hashes})
@@ -238,7 +241,8 @@ def write_bundle(
 
 
 def _replace(path: Path, building: Path, replaced: Path) -> None:
-    """Moves the bundle at `path` to `replaced`, and `building` to `path`. Undoes the first move on any exception."""
+    """Moves the bundle at `path` to `replaced`, then moves `building` to `path`. If the second move fails, moves the
+    old bundle back to `path`."""
     try:
         if path.exists():
             path.rename(replaced)

@@ -16,16 +16,18 @@ MANIFEST = "manifest.json"
 ROLES: tuple[Role, ...] = ("step", "window", "advance", "scan", "head")
 
 TOP = 16
-"""The number of largest logits that the graphs return. A smaller vocabulary limits it."""
+"""The number of largest logits that the graphs return. If the vocabulary has fewer tokens, they return all logits."""
 
 NEWEST_OPSET = 21
 """The newest ONNX opset that the oldest supported onnxruntime (1.20) runs."""
 
 CERTIFICATE_TOLERANCE = 1e-7
-"""The relative tolerance of a recomputed number. Machines sum in different orders, so the last digits differ."""
+"""The relative tolerance between a number of the manifest's certificate and its recomputed value. Machines sum in
+different orders, so the last digits differ."""
 
 WEIGHT_TOLERANCE = 1e-6
-"""The relative tolerance of a norm's weights. They magnify rounding if an LSTM's recurrent matrix is nearly zero."""
+"""The relative tolerance of the weights of a norm in the certificate. The rounding of these weights is larger if an
+LSTM's recurrent matrix is nearly zero."""
 
 
 class BundleError(Exception):
@@ -52,7 +54,7 @@ def read_manifest(path: Path) -> Manifest:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BundleError(f"{file}: the file is missing") from error
-    except (OSError, ValueError, RecursionError) as error:  # includes invalid UTF-8 and very long integers
+    except (OSError, ValueError, RecursionError) as error:  # ValueError includes invalid UTF-8 and very long integers
         raise BundleError(f"{file}: cannot be read as JSON: {error}") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -76,14 +78,15 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_served(path: Path, manifest: Manifest) -> None:
-    """Raises BundleError if the manifest asks for something that no server of this release does."""
+    """Raises BundleError if the manifest requires a feature that this release does not have."""
     for field, value in (("unknown", "skip"), ("start", "zero")):
         if getattr(manifest, field) == value:
             raise BundleError(f"{path / MANIFEST}: {field}: {value!r} is not supported by this release")
 
 
 def check_names(path: Path, manifest: Manifest) -> None:
-    """Raises BundleError unless every listed file has a hash and a plain name, and every role has a graph."""
+    """Raises BundleError unless every file that the manifest names has a hash and a plain name, and every role has a
+    graph."""
     file = path / MANIFEST
     for name in manifest.files:
         if name in ("", ".", "..", MANIFEST) or Path(name).name != name or "\\" in name or "\0" in name:

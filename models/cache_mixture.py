@@ -7,12 +7,12 @@ Let N be the cache's length and h_1 .. h_n the last n = min(N, position) tokens,
 
 q is the network's distribution at temperature 1. The second share counts the tokens after the earlier occurrences of
 h_n in the cache. The third share counts only the tokens after the earlier occurrences of the pair h_(n-1), h_n. The
-weights depend on the numbers of these occurrences. If n < N, the unused part of w_1 is added to w_0, so that the sum
-stays 1.
+weights depend on the numbers of these occurrences. If n < N, the counts divided by N sum to n / N only. The remaining
+weight, w_1 (1 - n / N), is added to w_0, so that the probabilities sum to 1.
 
 Kuhn and De Mori (1990), "A cache-based natural language model for speech recognition"; Grave, Joulin and Usunier
 (2017), "Improving neural language models with a continuous cache". The counts are exact and depend on the last N tokens
-alone. A window and an uninterrupted run with the same last N tokens therefore have the same cache term.
+alone. A window and an uninterrupted run with the same last N tokens therefore add the same probabilities of the cache.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from wane.models.manifest import CACHE_BINS, CacheModel
 Tokens = NDArray[np.unsignedinteger[Any]] | NDArray[np.int64]
 
 NEAR = 8
-"""The smallest number of tokens of each row whose mixture probability is computed. They are the network's most probable
-tokens."""
+"""`CacheMixture.top` computes the mixture's probability of at least this many tokens of each row: the network's most
+probable ones."""
 
 
 class CacheShares(NamedTuple):
@@ -37,9 +37,9 @@ class CacheShares(NamedTuple):
 
     network: float64 (B), the weight of the network's distribution. each: float64 (B), the probability that each
     occurrence of a token adds. keys: integers (B * N), `row * (V + 1) + token` for each place of each ring, ascending.
-    Token V stands for an empty place. following: int64 (F), the keys, ascending, of the tokens after earlier
-    occurrences of the last token. added: float64 (F), the probability that each of these adds. tokens: int64 (B), the
-    number of tokens in each row's cache.
+    Token V stands for an empty place. following: int64 (F), the ascending keys of the tokens that follow earlier
+    occurrences of the last token. added: float64 (F), for each key in `following`, the probability added because its
+    token follows such an occurrence. tokens: int64 (B), the number of tokens in each row's cache.
     """
 
     network: NDArray[np.float64]
@@ -50,7 +50,8 @@ class CacheShares(NamedTuple):
     tokens: NDArray[np.int64]
 
     def at(self, keys: NDArray[np.int64], rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Returns the probability that the cache adds to some keys of the given rows: float64, of the keys' shape."""
+        """Returns the probability that the cache adds to the token of each key. `rows` is the row of each key. The
+        result is float64 and has the shape of `keys`."""
         sought = keys.astype(self.keys.dtype, copy=False)  # searchsorted converts all keys if the types differ
         result = np.zeros(keys.shape)
         if len(self.keys):
@@ -71,8 +72,8 @@ class TopTokens(NamedTuple):
 
 
 def weight_rows(pairs: NDArray[np.int64], triples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the row of the weights' table for each number of occurrences of the last token (`pairs`) and of the last
-    two tokens (`triples`): int64, of the same shape."""
+    """Returns row indices of the table of weights: int64, of the arguments' shape. `pairs` are the numbers of earlier
+    occurrences of the last token, `triples` those of the last two tokens."""
     rows: NDArray[np.int64] = (len(CACHE_BINS) + 1) * np.searchsorted(
         CACHE_BINS, pairs, side="right"
     ) + np.searchsorted(CACHE_BINS, triples, side="right")
@@ -80,42 +81,46 @@ def weight_rows(pairs: NDArray[np.int64], triples: NDArray[np.int64]) -> NDArray
 
 
 class CacheMixture:
-    """The mixture of one model. Each cache is a ring buffer: token i of a sequence is at place i % N."""
+    """The mixture of one model's network and cache. Each cache is a ring buffer of N elements: token i of a sequence is
+    at index i % N."""
 
     def __init__(self, cache: CacheModel, vocabulary_size: int) -> None:
         self.model = cache
         self.length = cache.length
         self.vocabulary_size = vocabulary_size
         self.empty = vocabulary_size
-        """The id of a place in a ring that holds no token."""
+        """The id that stands for "no token" in a ring buffer."""
         self.dtype: np.dtype[Any] = np.dtype(np.uint16 if vocabulary_size < 1 << 16 else np.uint32)
-        """The smallest integer type for the rings. Small types are sorted faster."""
+        """The integer type of the ring buffers. It is the smallest possible one, because small types are sorted faster.
+        """
         self._weights = np.array(cache.weights, np.float64)
         self._has_counts = bool(self._weights[:, 1].any())
         self.least_network = float(self._weights[:, 0].min())
-        """The smallest weight of the network over all histories."""
+        """The smallest weight of the network in the table of weights."""
 
     def unknown(self, tokens: int, position: int) -> float:
-        """Returns the bound of the total variation between a cache that holds only the last `tokens` of `position`
-        tokens and a complete cache."""
+        """Returns a bound of the total variation between two mixtures, one with a complete cache and one whose cache
+        holds only the last `tokens` of the sequence's `position` tokens."""
         return 0.0 if tokens >= min(position, self.length) else 1 - self.least_network
 
     def ring(self, history: Sequence[int] | Tokens, position: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Returns the ring (N) of a sequence at `position`. `history` holds the known tokens without the start token,
-        and needs at most the last N of them."""
+        """Returns the ring buffer (N) of a sequence of `position` tokens. `history` holds the sequence's last tokens,
+        without the start token. Only the last N of them are read."""
         known = np.asarray(history[-self.length :], self.dtype)
         ring = np.full(self.length, self.empty, self.dtype)
         ring[np.arange(position - len(known), position) % self.length] = known
         return ring
 
     def of(self, history: Sequence[int] | Tokens) -> CacheShares:
-        """Returns the shares of one row. `tokens` are those before the prediction, without the start token."""
+        """Returns the cache's part of one distribution. `history` holds the tokens before the predicted one, without
+        the start token."""
         return self.shares(self.ring(history, len(history))[None], np.array([(len(history) - 1) % self.length]))
 
     def shares(self, rings: Tokens, newest: NDArray[np.int64]) -> CacheShares:
         """Returns the cache's part of B distributions.
 
-        rings: (B, N), with `empty` at places without a token. newest: int64 (B), the place of the last token.
+        rings: (B, N), the ring buffers, with `empty` at indices without a token. newest: int64 (B), the index of the
+        last token.
         """
         batch, length = rings.shape
         every = np.arange(batch)
@@ -134,7 +139,8 @@ class CacheMixture:
         place -= row * length
         earlier = (place != newest[row]) & (last[row] != self.empty)
         row, place = row[earlier], place[earlier]
-        # In a full ring, the place before the oldest token holds the newest token.
+        # In a full ring buffer, the element before the oldest token is the newest token, which does not precede it in
+        # the sequence.
         is_triple = (rings[row, place - 1] == before[row]) & (place != oldest[row])
         pairs = np.bincount(row, minlength=batch)
         triples = np.bincount(row[is_triple], minlength=batch)
@@ -198,8 +204,8 @@ class CacheMixture:
         """Returns the `count` most probable tokens of the mixture without reading every logit.
 
         logits: (B, V). log_sum_exp: (B), the log-sum-exp of each row's logits. network_ids: (B, K >= count), the tokens
-        with the largest logits in descending order. Any other token is among the most probable only if the cache adds
-        enough to exceed the last of them.
+        with the largest logits in descending order. Any other token is among the mixture's most probable ones only if
+        the cache adds enough probability to it.
         """
         batch, stride = len(logits), self.vocabulary_size + 1
         every = np.arange(batch)
@@ -208,7 +214,7 @@ class CacheMixture:
         of_network = found.network[:, None] * np.exp(logits[every[:, None], ids] - log_sum_exp[:, None])
         near = of_network + found.at(near_keys, every[:, None])
         least = np.partition(near, near.shape[1] - count, axis=1)[:, near.shape[1] - count]
-        # The network gives every other token at most the probability of the last of these tokens.
+        # To any token that is not in `ids`, the network gives at most the probability of the last token in `ids`.
         needed = least - of_network[:, -1] * (1 + 1e-9)
         others = self._that_add(found, needed)
         row = others // stride
@@ -228,9 +234,10 @@ class CacheMixture:
         return TopTokens(keys[chosen] - (every * stride)[:, None], np.minimum(probabilities[chosen], 1.0))
 
     def _that_add(self, found: CacheShares, needed: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Returns the keys, ascending, of the tokens to which the cache may add at least the `needed` (B) probability
-        of their row."""
-        rows = np.flatnonzero(found.each * self.length >= needed)  # elsewhere, N occurrences do not suffice
+        """Returns the ascending keys of all tokens to which the cache may add at least `needed`, the row's probability
+        (B)."""
+        rows = np.flatnonzero(found.each * self.length >= needed)  # in all other rows, even N occurrences of a token
+        # add less than `needed`
         if not len(rows) or not len(found.keys):
             return found.following
         stride = self.vocabulary_size + 1

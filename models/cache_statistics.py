@@ -1,4 +1,4 @@
-"""The statistics of a cache (`cache_mixture.py`) over a text that is already known.
+"""The statistics of a cache (`cache_mixture.py`) at every position of a known text.
 
 Only the probability of the actual next token is needed. Each position therefore has three numbers, which depend on the
 text alone: the next token's share in the cache, its share after the last token, and its share after the last two
@@ -16,17 +16,17 @@ from wane.models.cache_mixture import weight_rows
 from wane.models.manifest import CacheModel
 
 TINY = 1e-300
-"""Replaces a probability of 0, whose logarithm is not finite."""
+"""Replaces a probability of 0 before its logarithm is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """The cache's statistics for each token of a stream except the first, at n positions.
 
-    shares: float64 (n, 3). Its columns are the next token's count divided by the cache's length, its share among the
-    tokens after earlier occurrences of the last token, and its share among the tokens after earlier occurrences of the
-    last two tokens. rows: int64 (n), the row of the weights' table. filled: float64 (n), the share of the cache that
-    holds tokens.
+    shares: float64 (n, 3). Column 0 is the next token's count in the cache divided by the cache's length. Column 1 is
+    the next token's share among the tokens after earlier occurrences of the last token. Column 2 is its share among the
+    tokens after earlier occurrences of the last two tokens. rows: int64 (n), the row indices of the table of weights.
+    filled: float64 (n), the share of the cache that holds tokens.
     """
 
     length: int
@@ -35,7 +35,7 @@ class CacheStatistics:
     filled: NDArray[np.float64]
 
     def at(self, positions: NDArray[np.int64]) -> CacheStatistics:
-        """Returns the statistics of some positions, an array of any shape."""
+        """Returns the statistics at the given positions. `positions` is an index array of any shape."""
         return CacheStatistics(self.length, self.shares[positions], self.rows[positions], self.filled[positions])
 
     def parts(self, cache: CacheModel) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -54,8 +54,8 @@ class CacheStatistics:
 def cache_statistics(
     stream: NDArray[np.int64], length: int, start: int | None = None, *, truncated: bool = False
 ) -> CacheStatistics:
-    """Returns the statistics of a stream of at least two tokens. The first one is the start token, which is not in the
-    cache. If `truncated` is true, the first token is an ordinary token.
+    """Returns the statistics of a stream of at least two tokens. By default, the first token is the start token, which
+    does not enter the cache. If `truncated` is true, the first token is an ordinary token, which does.
 
     `start` is a token that begins a new sequence with an empty cache, like `<eos>` for events. If `start` is None, the
     stream is one sequence.
@@ -82,15 +82,15 @@ def cache_statistics(
 
 
 class Occurrences:
-    """Counts the occurrences of an array's values, int64 (n), between two positions."""
+    """Counts how often a value of an int64 array (n) occurs between two positions of the array."""
 
     def __init__(self, values: NDArray[np.int64]) -> None:
         self._values, self._count = values, len(values)
         self._ordered = np.sort(values * self._count + np.arange(self._count))
 
     def __call__(self, like: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns how often the value at each position `like` occurs from position `first` to `last`. Returns 0 if
-        `last` is before `first`."""
+        """Returns, for each index i, how often the array's value at position `like[i]` occurs from position `first[i]`
+        to `last[i]`, inclusive. The result is 0 where `last[i]` is before `first[i]`."""
         if not self._count:
             return np.zeros(len(like), np.int64)
         base = self._values[like] * self._count

@@ -1,8 +1,8 @@
-"""The registry of cells, with one line per cell, and the modules that implement them.
+"""The registry of the recurrent cells (GRU, LSTM, ...) and of the modules that implement them.
 
-To add a cell, add a line to `CELLS`, its name to `Cell`, and a file named `CellInfo.module` to each folder of `PARTS`.
-The docstring of each of these folders describes what its files define. `load` imports a part on demand, so that reading
-a manifest does not need torch.
+To add a cell, add an entry to `CELLS`, add the cell's name to `Cell`, and add a file to each folder of `PARTS`. The
+file's name is `CellInfo.module`. The docstring of each of these folders describes what its files define. `load` imports
+a part on demand, so that reading a manifest does not need torch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ PARTS: dict[Part, str] = {
     "constraint": "wane.models.constraints.cells",
     "export": "wane.models.export.cells",
 }
-"""The package of each part, with one module per cell. The oracle and the certificate need only numpy."""
+"""The package of each part of the implementation, for example the torch network. Each package has one module per cell.
+The oracle and the certificate need only numpy."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellInfo:
     """The properties of a cell.
 
-    module: the name of its file in every folder of `PARTS`; cells that differ in one function share a file. gates: the
-    number of blocks of H rows in its matrices, in torch's order: gru r, z, n; lstm i, f, g, o; gated f, z. states: its
-    state tensors, (H) each; the first is its output. input_gated: whether its gates depend on the input alone, never on
-    the state. Such gates may have caps. missing: the parts that this cell does not have, each with the reason. A key is
-    a `Part` or "audit", which means that checkpoints of this cell cannot be imported. A cell without the key "audit" is
-    a class of `torch.nn` whose name is the module's name in capitals.
+    module: the name of the cell's file in every folder of `PARTS`. Cells that differ in one function share a file.
+    gates: the number of blocks of H rows in the cell's matrices. The blocks are in torch's order: gru r, z, n; lstm i,
+    f, g, o; gated f, z. states: the names of the cell's state tensors, (H) each. The first tensor is the cell's output.
+    input_gated: whether the cell's gates depend on the input alone, never on the state. Such gates may have caps
+    (greatest values). missing: the parts that this cell does not have, each with the reason. A key is a `Part` or
+    "audit". The key "audit" means that checkpoints of this cell cannot be imported. Every other cell is a class of
+    `torch.nn`, whose name is `module` in capitals.
     """
 
     module: str
@@ -47,12 +49,13 @@ class CellInfo:
 
     @property
     def input_tensors(self) -> tuple[str, str]:
-        """The names of the input weight (gates * H, I) and the input bias (gates * H)."""
+        """The names of the two tensors that multiply and shift the input: the weight (gates * H, I) and the bias (gates
+        * H)."""
         return ("weight", "bias") if self.input_gated else ("weight_ih_l0", "bias_ih_l0")
 
     @property
     def recurrent_tensors(self) -> tuple[str, str] | None:
-        """The names of the recurrent weight (gates * H, H) and the recurrent bias (gates * H). None if the cell is
+        """The names of the recurrent weight (gates * H, H) and the recurrent bias (gates * H), or None if the cell is
         input-gated."""
         return None if self.input_gated else ("weight_hh_l0", "bias_hh_l0")
 

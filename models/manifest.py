@@ -1,5 +1,5 @@
-"""A bundle's `manifest.json`, as pydantic models. The manifest is untrusted data: every field is checked, and an
-unknown field is an error."""
+"""The fields of a bundle's `manifest.json`, as pydantic models. The manifest is untrusted data: every field is checked,
+and an unknown field is an error."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from wane.models.cell_registry import CELLS, Cell
 
 SCHEMA_VERSION = 4
-"""The schema that this Wane writes."""
+"""The version of the manifest's schema that this version of Wane writes."""
 
 OLDEST_SCHEMA = 3
-"""The oldest schema that this Wane reads. Schema 4 added `unknown`, `start` and the scan's output `hiddens`."""
+"""The oldest version of the schema that this version of Wane reads. Schema 4 added the fields `unknown` and `start`,
+and the output `hiddens` of the `scan` graph."""
 
 LARGEST_WINDOW = 65_536
 """The largest window, in tokens. A window is one input of a graph and is held in memory."""
 
 REWOUND_TOKENS = 512
-"""The number of tokens by which a session can be rewound and still have a full cache."""
+"""A session's cache is still full after a rewind by at most this number of tokens."""
 
 LARGEST_CACHE = 8_192
-"""The largest cache, in tokens. Each resident session holds its cache in memory."""
+"""The largest cache, in tokens. Each session whose state is in memory also has its cache in memory."""
 
 Role = Literal["step", "window", "advance", "scan", "head"]
 Positive = Annotated[int, Field(ge=1)]
@@ -34,13 +35,14 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 VocabularyKind = Literal["bpe", "words", "events"]
 
 Unknown = Literal["refuse", "skip", "token"]
-"""What the server does with a word or an event that the vocabulary lacks: an error, no step, or a step of `<unk>`."""
+"""What the server does with a word or an event that the vocabulary lacks: it answers with an error, skips it, or reads
+it as the token `<unk>`."""
 
 Start = Literal["token", "zero"]
-"""How a sequence starts: `<eos>` is fed to the zero state, or the first token is."""
+"""The first token that the model reads in the zero state: `<eos>`, or the sequence's first token."""
 
 Precision = Literal["float32", "int8"]
-"""The number format in which graphs multiply by weights. The weights in the file are always float32."""
+"""The number format in which the graphs multiply by weights. The weights in the weights file are always float32."""
 
 
 class Frozen(BaseModel):
@@ -62,8 +64,8 @@ class Front(Frozen):
 
         x = x + feed_forward_out(relu(feed_forward_in(convolution(LayerNorm(x)))))
 
-    with a depthwise convolution over the last `kernel_size` tokens and `feed_forward` inner units. The blocks'
-    receptive field is finite: their output depends only on the last `reach + 1` tokens.
+    with a depthwise convolution over the last `kernel_size` tokens and `feed_forward` inner units. The blocks' output
+    depends only on the last `reach + 1` tokens, their receptive field.
     """
 
     blocks: int = Field(ge=1, description="number of blocks, each of which reads the output of the one below")
@@ -72,22 +74,22 @@ class Front(Frozen):
 
     @property
     def reach(self) -> int:
-        """The number of tokens before the current one in the blocks' receptive field."""
+        """The number of tokens in the blocks' receptive field, without the current token."""
         return self.blocks * (self.kernel_size - 1)
 
 
 class Architecture(Frozen):
-    """The complete function that the weights parametrise.
+    """All properties of the network except its weights.
 
     `block` is "plain" or "residual". In a plain network, each cell reads the output of the cell below. A residual block
-    is `x = x + mix(cell(LayerNorm(x)))` with mix an (H, units) matrix. If the width `feed_forward` is not 0, `x = x +
-    feed_forward(LayerNorm(x))` follows. The last block is followed by a LayerNorm. `front` and `units` are for residual
-    blocks: the convolution blocks below the first layer, and the number of units of each cell (null: `hidden`).
-    `norm_epsilon` is added to the variance by every LayerNorm. The change of a LayerNorm's output is therefore at most
-    `max|gain| / sqrt(norm_epsilon)` times the change of its input.
+    computes `x = x + mix(cell(LayerNorm(x)))`, where mix is an (H, units) matrix. If the width `feed_forward` is not 0,
+    `x = x + feed_forward(LayerNorm(x))` follows. The last block is followed by a LayerNorm. Two fields are for residual
+    blocks only: `front` describes the convolution blocks below the first layer, and `units` is the number of units of
+    each cell (null means the value of `hidden`). `norm_epsilon` is added to the variance by every LayerNorm. The change
+    of a LayerNorm's output is therefore at most `max|gain| / sqrt(norm_epsilon)` times the change of its input.
 
-    `gate_caps` (gated only), by layer, are the c of `f = c * sigmoid(...)`, in float32: no forget gate of a layer
-    exceeds its cap. An empty tuple means caps of 1.
+    `gate_caps` (gated cells only) has one number c for each layer, in float32. The layer's forget gates are `f = c *
+    sigmoid(...)`, so none exceeds c. An empty tuple means that every c is 1.
     """
 
     cell: Cell
@@ -122,8 +124,7 @@ class Architecture(Frozen):
         return self
 
     def gate_cap(self, layer: int) -> float:
-        """Returns the cap of one layer's forget gates: the manifest's number in float32, by which the gates are
-        multiplied."""
+        """Returns the greatest value of a layer's forget gates: its entry of `gate_caps`, rounded to float32, or 1."""
         return float(np.float32(self.gate_caps[layer])) if self.gate_caps else 1.0
 
     @property
@@ -140,7 +141,8 @@ class Architecture(Frozen):
         return tuple(f"layers.{layer}.{name}" for name in CELLS[self.cell].states)
 
     def front_tensors(self) -> tuple[StateTensor, ...]:
-        """Returns `front.0.inputs`, ...: the latest normalised inputs of each block's convolution, oldest first."""
+        """Returns the state tensors of the convolution blocks, `front.0.inputs`, ...: the last normalised inputs of
+        each block's convolution, oldest first."""
         if self.front is None:
             return ()
         shape = (self.front.kernel_size - 1, self.hidden)
@@ -166,7 +168,8 @@ class VocabularyInfo(Frozen):
 
 
 class Perplexity(Frozen):
-    """The perplexity of one split in one mode. `per_word` counts one `<eos>` per line. It is null for event models."""
+    """The perplexity of one split in one mode. `per_word` is the perplexity per word, where one `<eos>` per line counts
+    as a word. It is null for event models."""
 
     per_token: float = Field(gt=0)
     per_word: float | None = Field(default=None, gt=0)
@@ -182,12 +185,13 @@ class WindowPerplexity(Frozen):
 
 
 class Quality(Frozen):
-    """The claimed perplexity by split: recurrent over the whole split, and of windows at sampled positions.
+    """The claimed perplexity by split. `recurrent` is that of the uninterrupted run over the whole split, and `windows`
+    is that of windows at sampled positions.
 
-    `window_within_half_percent`: the smallest evaluated k such that for all evaluated windows of at least k tokens the
-    validation perplexity per token is within 0.5 % of recurrent. It is null if there is no such k. All perplexities are
-    of the mixture with the cache, if there is one. `without_cache`: the recurrent perplexities of the network alone
-    over the whole split.
+    `window_within_half_percent`: the smallest evaluated k such that, for all evaluated windows of at least k tokens,
+    the validation perplexity per token is within 0.5 % of the recurrent one. It is null if there is no such k. All
+    perplexities are of the mixture with the cache, if there is one. `without_cache`: the recurrent perplexities of the
+    network alone over the whole split.
     """
 
     tokens: dict[str, NotNegative]
@@ -199,7 +203,8 @@ class Quality(Frozen):
 
 
 class Condition(Frozen):
-    """One sufficient condition that was tried on a layer. `factor` is null if the condition does not apply."""
+    """One sufficient condition for contraction that was applied to a layer. `factor` is null if the condition does not
+    apply."""
 
     rule: str
     norm: str
@@ -207,13 +212,15 @@ class Condition(Frozen):
 
 
 class Contraction(Frozen):
-    """One layer's contraction factor in its state, and the rule that bounds it, the best of `conditions`.
+    """One layer's contraction factor, by which the difference of two states shrinks at least in one step, and the rule
+    that proves it, the best of `conditions`.
 
-    `weights`: the divisors of the state tensors in the norm, in the state's order (`p` and `q` in the norm's text). It
-    is empty if the state is one tensor, or if the norm has a weight for each unit. Those weights are recomputed.
-    `input_gain`: the bound of the change of the layer's state in one step, in the 2-norm, per unit change of its input.
-    `reach`: the 2-norm bound of the layer's output from the zero state, which is also its error right after a cut.
-    `input_gain` and `reach` are null if unbounded.
+    `weights`: the numbers by which the state tensors are divided in the norm, in the state's order (`p` and `q` in the
+    norm's text). It is empty if the state is one tensor, or if the norm has a weight for each unit. Weights for each
+    unit are not stored, but recomputed. `input_gain`: the bound of the change of the layer's state in one step, in the
+    2-norm, per unit change of its input. `reach`: the 2-norm bound of the layer's output over all states that are
+    reached from zero. It is also the bound of the output's error at the start of a window. `input_gain` and `reach` are
+    null if unbounded.
     """
 
     layer: NotNegative
@@ -236,28 +243,30 @@ class StateError(Frozen):
 class Rounding(Frozen):
     """Bounds of the distance between a run of the graphs in `dtype` and exact arithmetic over the same tokens.
 
-    The error of one step is measured (`step_error`): the `step` graph is compared with the float64 oracle over `steps`
-    steps, both from the graph's last state. These steps include every token of the vocabulary, tokens repeated for 4 /
-    (1 - factor) steps (at most 4,096) after two different pasts, cycles of two and three tokens, the tokens that forget
-    least, and sequences chosen to make the state large.
+    The error of one step is measured (`step_error`): the `step` graph is compared with the float64 oracle in `steps`
+    steps. In each step, both start from the state that the graph returned last. These steps include every token of the
+    vocabulary, tokens repeated for 4 / (1 - factor) steps (at most 4,096) after two different sequences, cycles of two
+    and three tokens, and sequences chosen to make the state large. The repeated tokens include those that reduce the
+    difference of two states least.
 
-    `step`: the largest error of one step, times `safety`, by state tensor of the layers. `output`: the same for the
-    output, the larger of the 2-norm at `hidden` and the spread of the logits' errors over `head_diameter`. `states`:
-    the errors of a whole run of any length, by state tensor. `carried`: the error of a whole run of any length, in the
-    2-norm at `hidden` (`output` included).
+    `step`: the largest error of one step, times `safety`, by state tensor of the layers. `output`: the largest error of
+    the output, times a safety factor. This error is the larger of two numbers: the 2-norm error of `hidden`, and the
+    greatest minus the least error of the logits, divided by `head_diameter`. `states`: the errors of a whole run of any
+    length, by state tensor. `carried`: the 2-norm error of `hidden` in a whole run of any length, including `output`.
 
     `sequences`: the token sequences for which the errors of steps were accumulated:
 
-    - all: the theorem that bounds a window's error carries one step's error through the recurrence, for any tokens.
-      `states` and `carried` are recomputed from `step` when a bundle is loaded. Plain networks use this.
-    - probed: the theorem for one request's tokens carries each step's error along each of the measured sequences. The
-      largest result, times `safety`, is kept. Residual networks use this if the bound for all tokens is too large for a
-      certificate, because the Lipschitz constants of LayerNorms are far above any observed change. The error may be
-      larger for an unmeasured sequence whose state a LayerNorm shortens to almost nothing.
+    - all: the errors of all steps are accumulated by the theorem that bounds a window's error for any tokens. `states`
+      and `carried` are recomputed from `step` when a bundle is loaded. Plain networks use this.
+    - probed: the errors of all steps are accumulated along each of the measured sequences, by the theorem for one
+      request's tokens. The bounds are the largest results, times `safety`. Residual networks use this if the bound for
+      all tokens is too large for a certificate, because the Lipschitz constants of LayerNorms are far above any
+      observed change. The error may be larger for an unmeasured sequence whose state a LayerNorm shortens to almost
+      nothing.
 
-    `worst_case`: an a priori bound of the distance of two runs by rounding. It is to first order in the unit roundoff,
-    and assumes the accuracy of exp and tanh that `models/certificate/rounding.py` states. It is null if the
-    architecture has a `front`.
+    `worst_case`: a bound of the distance between the `hidden` of two runs that differ only in rounding. No measurement
+    enters it. It is to first order in the unit roundoff, and assumes the accuracy of exp and tanh that
+    `models/certificate/rounding.py` states. It is null if the architecture has a `front`.
     """
 
     dtype: Literal["float32"] = "float32"
@@ -273,26 +282,27 @@ class Rounding(Frozen):
 
     @property
     def between_runs(self) -> float:
-        """The bound of the rounding distance of `hidden` in two runs over the same tokens. Each run is at most
-        `carried` from exact arithmetic."""
+        """The bound of the distance between the `hidden` of two runs over the same tokens. Rounding moves each run by
+        at most `carried` from exact arithmetic."""
         return 2 * self.carried
 
 
 class Certificate(Frozen):
     """Bounds, for all tokens, of the distance between a window's prediction and the uninterrupted run's.
 
-    `contractive`: every layer has a factor < 1, by which its states come closer at every token. Only then is there a
-    curve, for k = 1 to the largest window. `state_error` (e_k) bounds the 2-norm distance of `hidden` in exact
-    arithmetic. `error_bound` (epsilon(k)) bounds the total variation at temperature 1, with two runs' rounding added to
-    e_k. Both hold for k and for every longer window, so they never rise. `head_diameter` is D, the largest 2-norm
-    distance of two rows of the output matrix: epsilon = tanh(D (e_k + rounding) / 4).
+    `contractive`: every layer has a factor < 1, by which the difference of two of its states shrinks at every token.
+    Only contractive models have the two curves `state_error` and `error_bound`, for k = 1 to the largest window.
+    `state_error` (e_k) bounds the 2-norm distance of `hidden` in exact arithmetic. `error_bound` (epsilon(k)) bounds
+    the total variation at temperature 1, with the rounding of two runs added to e_k. Both values at k hold for every
+    window of at least k tokens, so the curves never rise. `head_diameter` is D, the largest 2-norm distance of two rows
+    of the output matrix: epsilon = tanh(D (e_k + rounding) / 4).
 
-    `certified`: epsilon falls to 1e-3 within the largest window. If not, `reason` explains why. The certificate is
-    recomputed from the float32 weights when the bundle is loaded. The measured part of `rounding` (`step`, `output`,
-    and `states` and `carried` if `sequences` is probed) is the exception: only a sample of it is measured again.
-    `rounding` is null unless the model is contractive. `bit_identical` is not in a manifest. It is measured when the
-    bundle is loaded, and is true if the graphs give the same bits for the same tokens, step by step, as a window, in
-    pieces, alone and in the largest batch.
+    `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. If not, `reason` explains why. The
+    certificate is recomputed from the float32 weights when the bundle is loaded. The measured part of `rounding`
+    (`step`, `output`, and `states` and `carried` if `sequences` is probed) is the exception: only a sample of it is
+    measured again. `rounding` is null unless the model is contractive. `bit_identical` is not in a manifest. It is
+    measured when the bundle is loaded, and is true if the graphs give the same bits for the same tokens, step by step,
+    as a window, in pieces, alone and in the largest batch.
     """
 
     contractive: bool
@@ -306,16 +316,17 @@ class Certificate(Frozen):
     bit_identical: bool = Field(default=True, exclude=True)
 
     def state_error_at(self, k: int) -> float | None:
-        """Returns e_k, or the curve's last value for a longer window, for which it holds too. Returns None without a
-        curve."""
+        """Returns e_k. For a window longer than the curve, returns the curve's last value, which holds for it, too.
+        Returns None without a curve."""
         return self._at(self.state_error, k)
 
     def error_bound_at(self, k: int) -> float | None:
-        """Returns epsilon(k), or the curve's last value for a longer window. Returns None without a curve."""
+        """Returns epsilon(k). For a window longer than the curve, returns the curve's last value. Returns None without
+        a curve."""
         return self._at(self.error_bound, k)
 
     def smallest_window(self, epsilon: float) -> int | None:
-        """Returns the smallest k with epsilon(j) <= epsilon for all j >= k. Returns None if there is no such k."""
+        """Returns the smallest k for which epsilon(j) <= `epsilon` for all j >= k, or None if there is no such k."""
         return next((k for k, bound in enumerate(self.error_bound, start=1) if bound <= epsilon), None)
 
     @staticmethod
@@ -326,8 +337,8 @@ class Certificate(Frozen):
 
 
 CACHE_BINS = (1, 2, 3, 5, 9)
-"""The lower limits of the bins of a cache's table, in occurrences. The first bin, which is not listed, is for no
-occurrence."""
+"""A number of occurrences is assigned to a bin, which selects a row of a cache's table of weights. These are the
+smallest numbers in each bin except the first, which is for 0 occurrences."""
 
 
 class CacheModel(Frozen):

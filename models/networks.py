@@ -47,7 +47,8 @@ class CausalConvolution(nn.Module):
             self.weight[-1] += 0.5
 
     def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """x: (T, B, H), before: (B, K - 1, H), oldest first. Returns (T, B, H) and the `before` of the next call."""
+        """x: (T, B, H). before: the K - 1 inputs before x, (B, K - 1, H), oldest first. Returns the outputs (T, B, H)
+        and the value of `before` for the next call."""
         seen = torch.cat([before.transpose(0, 1), x.float()])
         time = len(x)
         y = self.weight[0] * seen[:time]
@@ -57,7 +58,7 @@ class CausalConvolution(nn.Module):
 
 
 class FrontBlock(nn.Module):
-    """`x + feed_forward(convolution(norm(x)))`."""
+    """The convolution block `x + feed_forward(convolution(norm(x)))`."""
 
     def __init__(self, architecture: Architecture, front: Front, dropout: float) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class FrontBlock(nn.Module):
 
 
 class ResidualLayer(nn.Module):
-    """`x + mix(cell(norm(x)))`, then `x + feed_forward(norm(x))`."""
+    """The residual block: `x + mix(cell(norm(x)))`, then `x + feed_forward(norm(x))`."""
 
     def __init__(self, architecture: Architecture, index: int, dropout: float) -> None:
         super().__init__()
@@ -95,7 +96,8 @@ class ResidualLayer(nn.Module):
         return self.above(x, y), state
 
     def above(self, x: Tensor, y: Tensor) -> Tensor:
-        """Runs the rest of the block. x: (..., H), its input. y: (..., units), its cell's output. Returns (..., H)."""
+        """Computes the block's output (..., H) from the block's input x, (..., H), and its cell's output y, (...,
+        units)."""
         x = x + self.dropout(self.mix(y))
         if self.has_feed_forward:
             y = torch.relu(self.feed_forward_in(self.feed_forward_norm(x)))
@@ -132,7 +134,7 @@ class Network(nn.Module):
         return [self.embedding.weight.new_zeros(batch, *tensor.shape) for tensor in tensors]
 
     def forward(self, tokens: Tensor, state: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
-        """tokens: int64 (T, B). Returns the output layer's input, hidden, float32 (T, B, H), and the final state."""
+        """tokens: int64 (T, B). Returns hidden, the output layer's input, float32 (T, B, H), and the final state."""
         if state is None:
             state = self.zero_state(tokens.shape[1])
         x = functional.embedding(tokens, self.embedding.weight)
@@ -149,12 +151,13 @@ class Network(nn.Module):
         return self.norm(x), after
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: (..., H) -> logits (..., V)."""
+        """Computes the output layer: hidden (..., H) -> logits (..., V)."""
         output: Tensor = self.head(self.dropout(hidden) if self.architecture.block == "plain" else hidden)
         return output
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the tensors of the weights file: the state_dict without a tied output matrix."""
+        """Returns the tensors of the weights file: those of the `state_dict`, without the output matrix if it is tied
+        to the embedding."""
         skip = {"head.weight"} if self.architecture.tied else set()
         return {name: tensor for name, tensor in self.state_dict().items() if name not in skip}
 

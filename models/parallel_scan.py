@@ -1,8 +1,9 @@
 """The linear recurrence `s_t = f_t * s_(t-1) + b_t`, for all t in parallel, with its gradient.
 
-The algorithm is work-efficient odd-even reduction. It joins neighbouring steps into one, solves the recurrence of half
-the length, and fills in the states in between. It needs 2 T multiply-adds and 2 log2(T) dependent steps. Long runs
-underflow to zero and not to NaN, because only products of gates are formed, never `exp(cumsum(log f))`.
+The algorithm is odd-even reduction. It combines each pair of adjacent steps into one step, solves this recurrence of
+half the length in the same way, and computes the remaining states from its solution. It needs 2 T multiply-adds and 2
+log2(T) dependent steps. For long sequences, products of gates underflow to zero and never give NaN, because only
+products of gates are formed, never `exp(cumsum(log f))`.
 
 Blelloch, "Prefix sums and their applications" (1990); Martin and Cundy, arXiv 1709.04057.
 """
@@ -41,8 +42,8 @@ class _LinearRecurrence(Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients. With g the incoming gradient, `d_t = g_t + f_(t+1) d_(t+1)`, the same recurrence
-        backwards in time."""
+        """Returns the gradients. Let g be the gradient by the states as outputs. The gradient d by the states in the
+        recurrence is `d_t = g_t + f_(t+1) d_(t+1)`, which is the same recurrence backwards in time."""
         gate, states, initial = ctx.saved_tensors  # type: ignore[attr-defined]
         later_gate = torch.cat([gate[1:], torch.zeros_like(gate[:1])])
         inflow_gradient = _solve(later_gate.flip(0), gradients[0].flip(0)).flip(0)

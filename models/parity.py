@@ -1,10 +1,11 @@
 """Checks that the graphs compute the same function as the oracle, so that proofs about the weights hold for the
 predictions.
 
-Differences are between the float32 graphs and the float64 oracle. For log-probabilities they are absolute. For hidden
-and state tensors they are relative to the greatest magnitude if it is above 1. Float32 rounding causes differences of
-about 1e-6, and a wrong gate order differences of about 1. The tolerance is the one promised for streaming a thousand
-tokens. Graphs that multiply in int8 have a wider tolerance.
+A graph's float32 outputs are compared with those of the float64 oracle. The difference of log-probabilities is
+absolute. The difference of hidden and state tensors is divided by the tensor's greatest absolute value if this value is
+above 1. Float32 rounding causes differences of about 1e-6. A wrong order of gates causes differences of about 1. The
+tolerance is the difference that is allowed after a thousand streamed tokens. Graphs that multiply in int8 have a wider
+tolerance.
 """
 
 from __future__ import annotations
@@ -24,22 +25,24 @@ from wane.models.reference import Reference, State
 TOLERANCE = 1e-4
 
 TOLERANCE_INT8 = 0.2
-"""The tolerance for graphs that multiply in int8. Their rounding causes differences of some hundredths.
+"""The tolerance for graphs that multiply in int8. Their rounding causes differences of some hundredths in
+probabilities.
 
-Small log-probabilities differ by more than 1, so probabilities are compared instead. This check detects only graphs
-that are wrong.
+The logarithms of small probabilities may differ by more than 1, so probabilities are compared instead. This check
+detects wrong graphs only, not imprecise ones.
 """
 
 HEADROOM = 2.0
 """`rounding.carried` must be at least this many times the measured distance of `hidden` from the oracle."""
 
 PIECE = 8
-"""The number of tokens, beyond the receptive field of the convolution blocks, in each of the two pieces of a sequence
-in `compare_bits`."""
+"""`compare_bits` splits a sequence into two pieces. The first has this number of tokens more than the reach of the
+convolution blocks, and the second has this number of tokens."""
 
 Tensors = dict[str, NDArray[Any]]
 Run = Callable[[Role, Tensors], Tensors]
-"""Runs a graph. It takes the inputs by name and returns all outputs by name."""
+"""A function that runs the graph of a role. Its arguments are the role and the inputs by name. It returns all outputs
+by name."""
 
 RADIUS = "radius"
 HIDDENS = "hiddens"
@@ -64,14 +67,15 @@ class ParityError(Exception):
 
 
 class RoundingError(ParityError):
-    """Raised if the graphs are correct, but round more than the certificate states."""
+    """Raised if the graphs are correct, but their rounding exceeds the bounds in the certificate."""
 
 
 def rounding_seen(outputs: Tensors, expected: Mapping[str, NDArray[np.floating]], diameter: float) -> float:
-    """Returns the error of `logits` (B, V) and `hidden` (B, H) as a 2-norm at `hidden`.
+    """Returns the error of `logits` (B, V) and `hidden` (B, H) as a 2-norm error of `hidden`.
 
-    It is the larger of the error of `hidden` and the spread of the logits' errors over `diameter`, D. The bound of the
-    total variation, tanh(D (e + error) / 4), then includes the output layer's rounding.
+    The result is the larger of two numbers: the 2-norm error of `hidden`, and the greatest minus the least error of the
+    logits, divided by `diameter`, D. The bound of the total variation, tanh(D (e + error) / 4), then includes the
+    output layer's rounding.
     """
     apart = np.linalg.norm(outputs["hidden"].astype(np.float64) - expected["hidden"], axis=1)
     off = outputs["logits"].astype(np.float64) - expected["logits"]
@@ -96,12 +100,13 @@ def check_graphs(
     bound: Callable[[], RequestBound] | None = None,
     precision: Precision = "float32",
 ) -> float:
-    """Compares every graph with the oracle, on tokens (B, T) of which the first `lengths` (B) of each row count.
+    """Compares every graph with the oracle, on tokens (B, T). Row b has `lengths[b]` tokens, and the rest of the row is
+    padding.
 
     The graphs run from the zero state and from `start`, on whole sequences and in two pieces, in a batch, row by row,
-    and token by token. `certificate`: its rounding is checked against the measured rounding of `window`, and of `step`
-    from the zero state. `bound`: builds the bound of the same weights if a graph returns radii. The radii must not be
-    below the proved ones. `precision`: the number format of the products.
+    and token by token. `certificate`: if given, its rounding is compared with the measured rounding of `window`, and of
+    `step` from the zero state. `bound`: returns the bound for the same weights. It is called if a graph returns radii,
+    which must not be below the proved ones. `precision`: the number format of the products.
 
     Returns the largest difference. Raises ParityError if it exceeds the tolerance. Raises RoundingError if the
     certificate's rounding is less than HEADROOM times the measured one.
@@ -166,7 +171,8 @@ class _Check:
     def _oracle(self, state: State) -> Expected:
         """Returns the expected value of every output after every token, (B, T, ...), starting from `state`.
 
-        Runs the oracle once along the tokens. Its output layer, which is most of the work, runs once for all tokens.
+        Runs the oracle once over the tokens. The output layer takes most of the time, and is computed for all tokens at
+        once.
         """
         steps = []
         for column in self._tokens.T:
@@ -178,7 +184,7 @@ class _Check:
         return {**every, "logits": logits, "logprobs": chosen}
 
     def _at(self, every: Expected, lengths: NDArray[np.int64]) -> Expected:
-        """Returns the expected outputs of the sequence graphs if only the first `lengths` tokens count."""
+        """Returns the expected outputs of the graphs for sequences, for rows with `lengths` tokens."""
         expected = {name: value[np.arange(len(lengths)), lengths - 1] for name, value in every.items()}
         counts = np.arange(self._tokens.shape[1]) < lengths[:, None]
         expected["logprobs"] = np.where(counts, every["logprobs"], 0.0)
@@ -186,8 +192,8 @@ class _Check:
         return expected
 
     def _in_pieces(self, start: State, every: Expected) -> None:
-        """Runs `advance` over the first half, then `scan` over the second half from the resulting state. All positions
-        count."""
+        """Runs `advance` over the first half of each row, then `scan` over the second half from the resulting state,
+        and compares both with the oracle. No row has padding."""
         batch, time = self._tokens.shape
         half = time // 2
         if half == 0:
@@ -203,7 +209,8 @@ class _Check:
         self._compare("scan", "the second half", feeds, expected | second)
 
     def _token_by_token(self, start: State, every: Expected) -> Iterator[tuple[Tensors, Expected]]:
-        """Runs `step` and the oracle, each on its own state. Yields the outputs and the expected values."""
+        """Runs `step` and the oracle token by token, each from its own previous state. Yields the outputs of `step` and
+        the expected values."""
         fed = _float32(start)
         for t in range(self._tokens.shape[1]):
             expected = {name: value[:, t] for name, value in every.items()}
@@ -213,10 +220,10 @@ class _Check:
             yield outputs, expected
 
     def _one_step_at_a_time(self, rounding: Rounding) -> None:
-        """Checks the error of each step, from the state of the previous `step`, against the certificate's error of one
-        step.
+        """Compares the error of each step with the certificate's error of one step. `step` and the oracle both start
+        from the state that `step` returned last.
 
-        Runs rows of random tokens, and rows that repeat one token.
+        The rows are random tokens, and repetitions of one token.
         """
         tokens = np.concatenate([self._tokens, np.repeat(self._tokens[:, :1], self._tokens.shape[1], axis=1)])
         exact = self._reference.zero_state(len(tokens))
@@ -236,7 +243,8 @@ class _Check:
                     )
 
     def _compare(self, role: Role, case: str, feeds: Tensors, expected: Expected) -> Tensors:
-        """Runs a graph and compares its outputs with `expected`, which may hold more names than this role returns."""
+        """Runs a graph and compares its outputs with `expected`, which may contain values of outputs that this graph
+        does not have."""
         try:
             outputs = self._run(role, feeds)
         except Exception as error:  # wrong names, shapes or types of inputs, or a missing operator
@@ -271,7 +279,7 @@ class _Check:
 
 
 def _check_radius(case: str, radii: NDArray[Any] | None, rows: int, row: int, least: float) -> None:
-    """Raises ParityError if a radius is below `least`, the proved radius. `least` is infinite if no radius is
+    """Raises ParityError if a radius is below `least`, the proved radius. `least` is infinite if no finite radius is
     proved."""
     if radii is None or radii.shape != (rows,) or radii.dtype != np.float32:
         raise ParityError(f"window, {case}: {RADIUS} is not one float32 number per row")
@@ -329,8 +337,8 @@ def _float32(state: State) -> Tensors:
 class Bits:
     """Whether the graphs give bitwise equal outputs for the same tokens on this machine.
 
-    differ: the first difference, or None. digest: the hash of one stream's outputs. It is equal on machines of one
-    kind.
+    differ: a message with the first difference, or None if all outputs are equal. digest: the hash of the last outputs
+    of `step` for one sequence. It is equal on machines whose processors and libraries round alike.
     """
 
     differ: str | None
@@ -340,10 +348,10 @@ class Bits:
 def compare_bits(architecture: Architecture, run: Run, batch: int) -> Bits:
     """Runs every graph over the same tokens and compares the bits of the outputs.
 
-    All graphs start from the zero state, with rows of random tokens and one row that repeats a token. `step` runs in a
-    batch of `batch` rows, and with one row alone. `window` runs over whole sequences, `advance` and `scan` run in two
-    pieces each, and `head` reads the last hidden. `log_sum_exp` is not compared, because another batch may sum the
-    vocabulary in another order, which changes log-probabilities by a bit.
+    All graphs read the same rows from the zero state: random tokens, and one row that repeats a token. `step` runs in a
+    batch of `batch` rows, and with one row alone. `window` reads whole sequences, `advance` and `scan` read them in two
+    pieces, and `head` reads the last `hidden` of `step`. `log_sum_exp` is not compared, because another batch may sum
+    the vocabulary in another order, which changes log-probabilities by a bit.
     """
     front = 0 if architecture.front is None else architecture.front.reach
     time, half = front + 2 * PIECE, front + PIECE

@@ -1,7 +1,7 @@
 """A bundle's tokenizer files in the form that Hugging Face's libraries read.
 
-`tokenizer.json` names its decoder, without which they decode byte-level tokens as `TheĠhistory`.
-`tokenizer_config.json` names the tokenizer's class and special tokens.
+`tokenizer.json` names the tokenizer's decoder. Without a decoder, these libraries decode byte-level tokens as
+`TheĠhistory`. `tokenizer_config.json` names the tokenizer's class and its special tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": Tru
 
 
 def with_decoder(kind: VocabularyKind, tokenizer_json: str) -> str:
-    """Returns `tokenizer_json` with the byte-level decoder, if it encodes bytes and names no decoder."""
+    """Returns `tokenizer_json`. If the vocabulary is byte-level BPE and the JSON names no decoder, the byte-level
+    decoder is added."""
     if kind != "bpe":
         return tokenizer_json
     record = json.loads(tokenizer_json)

@@ -19,7 +19,7 @@ from wane.models.manifest import VocabularyKind
 EOS = "<eos>"
 UNK = "<unk>"
 
-LINES_AT_ONCE = 1024  # the number of lines per batch; other threads can run between batches
+LINES_AT_ONCE = 1024  # the number of lines that are encoded at once; other threads can run between two such batches
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -36,7 +36,8 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 def _check_characters(text: str) -> None:
-    """Raises ValueError for half of a surrogate pair. JSON can contain one, but UTF-8 and `tokenizers` cannot."""
+    """Raises ValueError if the text contains half of a surrogate pair. JSON can represent such a character, but UTF-8
+    and the library `tokenizers` cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -44,7 +45,7 @@ def _check_characters(text: str) -> None:
 
 
 class TooManyTokens(Exception):
-    """Raised if a text has more tokens than allowed. `count` is a lower bound of their number."""
+    """Raised if a text has more tokens than allowed. `count` is a lower bound of the number of its tokens."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"the text has at least {count} tokens")
@@ -52,7 +53,7 @@ class TooManyTokens(Exception):
 
 
 class Vocabulary:
-    """Encodes and decodes tokens. Immutable and safe to share between threads.
+    """Converts text or event names to token ids and back. The object is immutable, so threads can share it.
 
     `texts` and `partials`: the results of `token` and `partial_bytes`, by id. `partial_ids`: the ids of tokens that are
     not valid UTF-8.
@@ -105,9 +106,9 @@ class Vocabulary:
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Returns the token ids of `text`. A line break is `<eos>`. For events, a line break only separates two names.
 
-        Releases the interpreter lock while it encodes lines. Raises ValueError for half of a surrogate pair. Raises
-        TooManyTokens for more than `most` tokens, if `most` is given, because building a list of millions of ids would
-        hold the interpreter lock.
+        Releases the interpreter lock while it encodes lines. Raises ValueError if the text contains half of a surrogate
+        pair. If `most` is given, raises TooManyTokens for a text of more than `most` tokens, because building a list of
+        millions of ids would block the other threads.
         """
         _check_characters(text)
         lines = text.split("\n")
@@ -127,11 +128,12 @@ class Vocabulary:
         """Returns a cheap lower bound of the number of tokens of `text`. Raises ValueError like `encode`."""
         _check_characters(text)
         if self.kind == "events":
-            return 0  # lines may be empty
+            return 0  # every line may be empty, which gives no token
         breaks = text.count("\n")
         if self.kind == "words":
             return breaks
-        return breaks - (breaks - len(text.encode())) // self._longest_bytes  # rounds the quotient up
+        return breaks - (breaks - len(text.encode())) // self._longest_bytes  # the floor of a negative quotient: rounds
+        # up
 
     def encode_lines(self, lines: list[str]) -> list[list[int]]:
         """Returns the token ids of lines without line breaks, encoded in parallel. Adds no `<eos>`.

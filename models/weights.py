@@ -1,6 +1,7 @@
 """The weights file: a safetensors file of float32 tensors, named and shaped by the architecture.
 
-It is the only copy of the weights: the oracle, the certificate and the ONNX graphs (by offset) read these bytes.
+It is the only copy of the weights in a bundle. The oracle and the certificate read it, and the ONNX graphs refer to its
+bytes by offset.
 """
 
 from __future__ import annotations
@@ -78,12 +79,13 @@ def _cell_shapes(cell: CellInfo, rows: int, inputs: int, units: int) -> dict[str
 
 
 Affine = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""A weight, (rows, columns), and a bias, (rows)."""
+"""A weight matrix, (rows, columns), and its bias, (rows)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellWeights:
-    """The weights of one layer's cell: for its input, and for its state unless the cell is input-gated."""
+    """The weights of one layer's cell: the weight and bias for the input and, unless the cell is input-gated, for the
+    state."""
 
     cell: Cell
     gate_cap: float
@@ -98,7 +100,8 @@ class CellWeights:
         weights: Mapping[str, NDArray[np.floating]],
         dtype: type[np.float64 | np.float32] = np.float64,
     ) -> CellWeights:
-        """Extracts a layer's cell from the `weights` of the whole network, which have the names of the weights file."""
+        """Returns the weights of one layer's cell. `weights` are those of the whole network, by the names of the
+        weights file."""
 
         def read(name: str) -> NDArray[np.float64]:
             tensor: NDArray[np.float64] = weights[f"layers.{layer}.cell.{name}"].astype(dtype)
@@ -157,7 +160,7 @@ def decode_weights(data: bytes) -> dict[str, NDArray[np.float32]]:
 
 
 def tensor_extents(data: bytes) -> dict[str, tuple[int, int]]:
-    """Returns each tensor's extent in a safetensors file: (offset from the file's start, length), in bytes."""
+    """Returns the range of each tensor's bytes in a safetensors file: (offset from the file's start, length)."""
     header_length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + header_length])
     start = 8 + header_length

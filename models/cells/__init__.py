@@ -1,7 +1,7 @@
 """The recurrent cells in torch. Each cell has one file, which `models/cell_registry.py` imports.
 
-Each file defines `build(architecture, layer)`, which returns the cell of one layer. A cell reads time-major input and
-carries its state explicitly:
+Each file defines `build(architecture, layer)`, which returns the cell of one layer. A cell is a torch module. Its input
+is time-major, and its state is an argument and a result:
 
     forward(x: float32 (T, B, I), state: tuple of (B, H)) -> (y: (T, B, H), state after the last step)
 

@@ -17,9 +17,9 @@ class GatedCell(nn.Module):
     """`s' = f(x) * s + (1 - f(x)) * z(x)`, `f = cap * sigmoid(W_f x + b_f)`, `z = tanh(W_z x + b_z)`.
 
     The gates depend on the input only, so a parallel scan computes all steps of a sequence. The state is a convex
-    combination of values in (-1, 1) and decays by the factor f at each step. Related: SRU, QRNN, minGRU. If `remember`
-    is true, `gates` keeps the forget gates of the latest forward pass, (T, B, H), for training. The initial biases give
-    the units memories of 2 to 50 tokens, limited by the cap.
+    combination of values in (-1, 1). Each step multiplies the influence of the previous state by f. Related: SRU, QRNN,
+    minGRU. If `remember` is true, `gates` keeps the forget gates of the latest forward pass, (T, B, H), for training.
+    The initial biases give the units memories of 2 to 50 tokens, limited by the cap.
     """
 
     def __init__(self, inputs: int, hidden: int, gate_cap: float) -> None:

@@ -9,7 +9,8 @@ from wane.models.manifest import Architecture
 
 
 class GruCell(OneState, nn.GRU):  # type: ignore[misc]
-    """torch's GRU with one layer. The reset gate multiplies the product of the recurrent matrix and the state."""
+    """torch's GRU with one layer. In the candidate, the reset gate multiplies the product of the recurrent matrix and
+    the state, not the state itself."""
 
 
 def build(architecture: Architecture, layer: int) -> GruCell:

@@ -1,4 +1,4 @@
-"""The RNN with tanh or relu in torch, and the base class that it shares with the GRU."""
+"""The RNN with tanh or relu in torch, and the base class of the RNN and the GRU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NONLINEARITIES: dict[Cell, str] = {"rnn_tanh": "tanh", "rnn_relu": "relu"}
 
 
 class OneState(nn.RNNBase):
-    """A torch cell with one layer whose only state is h."""
+    """A recurrent cell of `torch.nn` with one layer, whose only state tensor is h."""
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         y, h = super().forward(x, state[0].unsqueeze(0))

@@ -1,5 +1,5 @@
-"""The proofs about a model: `certify(architecture, weights, max_window, rounding)`. This package imports neither torch
-nor onnx."""
+"""Computes the proofs about a model's weights: `certify(architecture, weights, max_window, rounding)`. This package
+imports neither torch nor onnx."""
 
 from wane.models.certificate.certify import certify
 

@@ -1,11 +1,11 @@
-"""The admissible inputs of a layer, and the ranges of its pre-activations.
+"""The admissible inputs of a layer (all that a token sequence can cause), and the ranges of its pre-activations.
 
-The vocabulary is finite, so the first layer's bounds are exact maxima over the tokens. The input of a higher layer is
-bounded by a box (|x_i| <= b_i) or, after a LayerNorm, by a ball.
+The first layer's inputs are the finitely many tokens' embeddings, so its bounds are exact maxima over the tokens. The
+input of a higher layer is bounded by a box (|x_i| <= b_i) or, after a LayerNorm, by a ball.
 
-All bounds are in float64 and rounded outward. The error of a sum of I products is at most about I * 2^-53 times the sum
-of their absolute values. Because terms may cancel, this error may be far larger than the rounding of the sum itself.
-Every interval is therefore widened by at least that much.
+All bounds are in float64 and rounded outward. The rounding error of a sum of I products is at most about I * 2^-53
+times the sum of the products' absolute values. Because products may cancel, this error may be far larger than the last
+digit of the sum. Every interval is therefore widened by at least this error.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Reach:
         return Reach(self.low[rows], self.high[rows])
 
     def wider(self, radius: Vector) -> Reach:
-        """Returns the interval after adding terms of at most `radius`."""
+        """Returns the intervals after adding terms of absolute value at most `radius`."""
         return Reach(np.nextafter(self.low - radius, -np.inf), np.nextafter(self.high + radius, np.inf))
 
     def plus(self, other: Reach) -> Reach:
-        """Returns the interval of the sums."""
+        """Returns the intervals of the sums of two pre-activations."""
         low, high = self.low + other.low, self.high + other.high
         return Reach(np.nextafter(low, -np.inf), np.nextafter(high, np.inf))
 
@@ -52,7 +52,8 @@ class Reach:
         return sigmoid(nearest) * sigmoid(-nearest)
 
     def tanh_slope(self) -> Vector:
-        """Returns the greatest derivative of tanh on each interval, without the cancellation of 1 - tanh^2."""
+        """Returns the greatest derivative of tanh on each interval. The formula avoids the cancellation in `1 -
+        tanh^2`, as a product of sigmoids."""
         doubled = 2 * self._nearest_to_zero()
         return 4 * sigmoid(doubled) * sigmoid(-doubled)
 
@@ -70,13 +71,15 @@ class Inputs(Protocol):
         """Returns an upper bound of `|weight| |x|`: (R)."""
 
     def seen_by(self, weight: Matrix) -> LinearMap:
-        """Returns `weight` (R, I) as a map of the difference of two inputs. After a LayerNorm, the map applies to the
-        difference of two normalised vectors n, before gain and shift."""
+        """Returns the linear map from the difference of two inputs to the difference of `weight x`, with `weight` (R,
+        I). If the inputs are outputs of a LayerNorm, the map is from the difference of the two normalised vectors n,
+        before gain and shift."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One input for each token, (V, I). In exact arithmetic, each input differs from its row by at most `error` (I)."""
+    """One computed input for each token, (V, I). Each differs from the input in exact arithmetic by at most `error`
+    (I)."""
 
     rows: Matrix
     error: Vector | float = 0.0
@@ -85,9 +88,9 @@ class Rows:
     def normalised(cls, rows: Matrix, gain: Vector, shift: Vector, epsilon: float) -> Rows:
         """Returns the outputs of a LayerNorm over `rows`.
 
-        Let u be the roundoff of I terms. The error of the centred input c is at most e = u max|x|. The error of the
-        standard deviation s is at most e as well, because the root of a mean of squares is a norm. Hence the error of n
-        = c / s is (1 + |n|) e / s + |n| u.
+        Let u be the roundoff of I terms. The error of each entry of the centred input c is at most e = u max|x|. The
+        standard deviation s is the 2-norm of c divided by sqrt(I), so its error is at most e as well. Hence the error
+        of n = c / s is (1 + |n|) e / s + |n| u.
         """
         relative = roundoff(rows.shape[1])
         centring = relative * np.abs(rows).max(axis=1)

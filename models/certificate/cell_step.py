@@ -1,8 +1,8 @@
-"""Computes one step of a cell in a window: the next state, and a bound of its distance from the uninterrupted run's
-state.
+"""Computes one step of a cell in a window: the next state, and a bound of the distance between this state and the
+uninterrupted run's.
 
-A value without a tilde belongs to the window, and a value with a tilde to the run. The prefix d denotes the distance
-between the two. `models/certificate/cells/` has the step of each cell.
+A value without a tilde belongs to the window, and a value with a tilde to the run. The prefix d denotes a bound of the
+distance between the two values. `models/certificate/cells/` has the step of each cell.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ States = tuple[Matrix, ...]
 Deviations = tuple[Deviation, ...]
 
 HARDLY = 1e-9
-"""Inputs whose distance is below this value need no sharper bound."""
+"""The least distance of inputs for which `Pre.ball` computes the sharper of its two bounds."""
 
 Moved = tuple[States, tuple[Matrix, ...], tuple[Vector, ...]]
-"""For each state tensor, a cell's next state and the bound of its distance from the run's, entry by entry and in the
-2-norm."""
+"""Three tuples with one entry for each state tensor of a cell: the next state, the bounds of its distance from the
+run's state entry by entry (box), and the bounds in the 2-norm (ball)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pre:
-    """A block of H pre-activations, (B, H), with the radius of each. `sources` holds the linear maps that the block
-    sums, each with the ball of its input."""
+    """A block of H pre-activations, (B, H). `radius` bounds the distance of each from the run's, and `rounding` is the
+    part of `radius` that rounding causes. The block is a sum of linear maps. `sources` holds each map with the 2-norm
+    bound of its input's change."""
 
     value: Matrix
     radius: Matrix
@@ -54,7 +55,8 @@ class Pre:
         return Pre(self.value + other.value, radius, rounding, self.sources + other.sources)
 
     def ball(self, scale: Matrix) -> Vector:
-        """Returns the 2-norm of the block's distance if each unit is multiplied by at most `scale` (B, H): (B)."""
+        """Returns a bound of the 2-norm of the block's distance from the run's, after each unit has been multiplied by
+        at most `scale` (B, H): (B)."""
         apart = [source.scaled_norm(scale) * ball for source, ball in self.sources]
         whole = np.linalg.norm(scale * self.rounding, axis=1) + np.sum(apart, axis=0)
         result: Vector = np.minimum(whole, np.linalg.norm(scale * self.radius, axis=1))
@@ -62,8 +64,8 @@ class Pre:
 
 
 class CellStep:
-    """The cell of one layer. inflow, recurrent: its input and recurrent matrices, by gate. reach: the bounds of the
-    state tensors, (H)."""
+    """The cell of one layer. inflow, recurrent: the cell's input matrices and recurrent matrices, one for each gate.
+    reach: for each state tensor, the bounds of its units' absolute values, (H)."""
 
     def __init__(
         self, cell: Cell, gate_cap: float, inflow: list[Linear], recurrent: list[Linear], reach: tuple[Vector, ...]
@@ -83,7 +85,7 @@ class CellStep:
         new, boxes, balls = self._moved(self, pre, state, error)
         errors = []
         for value, box, ball, reach in zip(new, boxes, balls, self.reach, strict=True):
-            if self._reaches_far:  # there is no bound of the run's state
+            if self._reaches_far:  # some unit of the run's state has no bound
                 errors.append(Deviation.within(np.full_like(box, FAR)))
                 continue
             box = box + ULP * (1 + np.abs(value))
@@ -93,8 +95,8 @@ class CellStep:
 
 
 Step = Callable[[CellStep, list[Pre], States, Deviations], Moved]
-"""The step of a cell. Its arguments are the input's pre-activations by gate, the previous state, and the bound of that
-state's error."""
+"""A function that computes one step of a cell. Its arguments are the `CellStep`, the input's part of the
+pre-activations by gate, the previous state, and the bound of the previous state's distance from the run's."""
 
 
 def mixed(
@@ -103,8 +105,9 @@ def mixed(
     gate_ball: Callable[[Matrix], Vector],
     candidate_ball: Callable[[Matrix], Vector],
 ) -> Moved:
-    """Returns `f s + (1 - f) z` with its bounds. before: s and its deviation. values: f, df, z, dz. gate_ball and
-    candidate_ball: functions that return the balls of `scale * (f~ - f)` and `scale * (z~ - z)`.
+    """Returns `f s + (1 - f) z` with the bounds of its distance from the run's. before: s and its deviation. values: f,
+    df, z, dz. gate_ball and candidate_ball: functions of `scale` that bound the 2-norms of `scale * (f~ - f)` and
+    `scale * (z~ - z)`.
     """
     (s, error), (f, df, z, dz) = before, values
     apart = np.abs(s - z)

@@ -14,7 +14,7 @@ from wane.models.manifest import Architecture, Certificate, Condition, Contracti
 from wane.models.weights import Weights, head_weight
 
 CERTIFIED = 1e-3
-"""The bound of the total variation that a certified model attains."""
+"""A model is certified if the bound of the total variation falls to this value."""
 
 
 def certify(
@@ -24,12 +24,13 @@ def certify(
     rounding: Rounding | None,
     layers: list[Layer] | None = None,
 ) -> Certificate:
-    """Computes the certificate of these float32 weights, for windows of up to `max_window` tokens.
+    """Computes the certificate of float32 weights, for windows of up to `max_window` tokens.
 
-    `rounding`, if given, is the measured rounding of the float32 graphs. The bound of the total variation includes the
-    rounding of two runs. This function also computes the effect of one step's error on all sequences, and the worst
-    case. The certificate of a model that is not contractive has no rounding. `layers` are the layers of these weights,
-    if already built.
+    `rounding`, if given, is the measured rounding of the float32 graphs. The bound of the total variation includes this
+    rounding twice, once for the window and once for the run. If `rounding.sequences` is "all", the errors of a whole
+    run are computed from the measured errors of one step. `rounding.worst_case` is computed, too. The certificate of a
+    model that is not contractive has no rounding. `layers` are the layers of these weights, if the caller has already
+    built them.
     """
     layers = layers or build_layers(architecture, weights)
     bounds = [layer.bound for layer in layers]

@@ -1,12 +1,14 @@
-"""Bounds the distance between a computed value and any other value within a radius, one operation at a time.
+"""Bounds the distance between two vectors x and x~ after each operation of a network: x is the computed vector (the
+window's), and x~ is any vector within a given distance (the uninterrupted run's).
 
-Everything is batched: B rows, each with its own computed value and its own radius. A `Deviation` bounds the difference
-of two vectors both entry by entry and by its 2-norm, because neither bound implies the other.
+All functions work on a batch of B rows. Each row has its own x and its own bound of the distance, its radius. A
+`Deviation` bounds the difference of two vectors both entry by entry and by its 2-norm, because neither bound implies
+the other.
 
 The radius includes float64's rounding: the error of each computed value is added to the radius
-(`models/certificate/admissible.py` states the unit). The radius therefore bounds the distance between the computed
+(`models/certificate/admissible.py` states this error). The radius therefore bounds the distance between the computed
 value and the value in exact arithmetic. Radii themselves are sums and products of non-negative numbers, with a relative
-error of about 1e-13. The margin MARGIN, applied once at the end, covers this error.
+error of about 1e-13. The final results are multiplied once by 1 + MARGIN, which covers this error.
 """
 
 from __future__ import annotations
@@ -20,28 +22,31 @@ from wane.models.certificate.interval_rounding import Matrix, Vector, roundoff
 from wane.models.reference.functions import sigmoid
 
 LARGE = 50.0
-"""A pre-activation that may change by more than this value leaves its sigmoid without a useful bound: it may change
-from 0 to 1."""
+"""If a pre-activation may change by more than this value, its sigmoid may change from 0 to 1 and has no useful bound.
+"""
 
 FAR = 1e100
 """Represents the absence of a bound. Its square is finite."""
 
 BEYOND = 1e80
-"""A bound above this value counts as no bound, because the product of FAR with a small matrix is below FAR."""
+"""A bound above this value counts as no bound. This value is smaller than FAR, because the product of FAR with a matrix
+of small entries is below FAR."""
 
 TINY = 1e-300
 
 MARGIN = 1e-9
-"""Relative margin of radii, far above the rounding of their sums and products of non-negative numbers."""
+"""The relative margin of radii. It is far above the rounding of the sums and products of non-negative numbers from
+which radii are computed."""
 
 ULP = 2.0**-50
-"""The relative error of exp, tanh and similar functions, including the few operations around them."""
+"""The assumed relative error of exp, tanh and similar functions in float64, together with the few operations before and
+after the function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Bounds of a difference: |x~ - x| <= box entry by entry, (B, H), and |x~ - x|_2 <= ball, (B). no_box: whether the
-    ball is the only bound."""
+    """Bounds of the difference of two vectors: |x~ - x| <= box entry by entry, (B, H), and |x~ - x|_2 <= ball, (B).
+    no_box: whether `box` follows from `ball` alone."""
 
     box: Matrix
     ball: Vector
@@ -49,14 +54,15 @@ class Deviation:
 
     @classmethod
     def within(cls, box: Matrix, ball: Vector | None = None) -> Deviation:
-        """Builds a deviation from both bounds. Reduces each bound to what the other one implies."""
+        """Builds a deviation from `box` and, if given, `ball`. Each of the two bounds is reduced to the value that the
+        other one implies."""
         length = np.linalg.norm(box, axis=1)
         ball = length if ball is None else np.minimum(ball, length)
         return cls(np.minimum(box, ball[:, None]), ball)
 
     @classmethod
     def ball_only(cls, ball: Vector, width: int) -> Deviation:
-        """Builds a deviation from a ball alone. The ball also bounds each entry."""
+        """Builds a deviation of `width` entries from a 2-norm bound alone, which also bounds each entry."""
         return cls(np.broadcast_to(ball[:, None], (len(ball), width)), ball, no_box=True)
 
 
@@ -90,8 +96,8 @@ class Linear:
 
     @classmethod
     def behind_norm(cls, weight: Matrix, bias: Vector, gain: Vector, shift: Vector) -> Linear:
-        """Builds `weight (gain * n + shift) + bias` as a function of n. The entries of n, and of its differences, sum
-        to zero."""
+        """Returns the linear map from n to `weight (gain * n + shift) + bias`. The entries of n sum to zero, and so do
+        those of a difference of two such n."""
         scaled = weight * gain
         off = roundoff(weight.shape[1]) * (np.abs(weight) @ np.abs(shift) + np.linalg.norm(scaled, axis=1))
         once = scaled - scaled.mean(axis=1, keepdims=True)
@@ -102,21 +108,22 @@ class Linear:
         return result
 
     def rounding(self, x: Matrix) -> Matrix:
-        """Returns the rounding error of `self(x)`, entry by entry: (B, R)."""
+        """Returns a bound of the rounding error of `self(x)`, entry by entry: (B, R)."""
         length = np.linalg.norm(x, axis=1, keepdims=True)
         result: Matrix = roundoff(self.weight.shape[1]) * length * self.rows + self._off
         return result
 
     def moved(self, x: Deviation) -> Matrix:
-        """Returns the bound of the change of `self(x)`, entry by entry: (B, R)."""
+        """Returns a bound of the change of `self(x)` if x changes by at most the given deviation, entry by entry: (B,
+        R)."""
         by_ball: Matrix = x.ball[:, None] * self.rows
         return by_ball if x.no_box else np.minimum(x.box @ self.magnitude.T, by_ball)
 
     def furthest(self, box: Matrix) -> Vector:
-        """Returns the greatest `|weight d|_2` over all |d_i| <= box_i, rounded up: (B, I) -> (B).
+        """Returns an upper bound of `|weight d|_2` over all d with |d_i| <= box_i: (B, I) -> (B).
 
-        `|W d|^2 = sum_ij d_i d_j (W' W)_ij`, where each term is at most its magnitude. The off-diagonal terms are small
-        if the columns are nearly orthogonal, as in a wide matrix.
+        `|W d|^2 = sum_ij d_i d_j (W' W)_ij <= sum_ij box_i box_j |(W' W)_ij|`. The off-diagonal terms are small if the
+        columns of W are nearly orthogonal, like those of a wide matrix.
         """
         result: Vector = np.sqrt(np.einsum("bi,bi->b", box @ self._between_columns, box))
         return result
@@ -128,10 +135,10 @@ class Linear:
         return result
 
     def scaled_norm(self, scale: Matrix) -> Vector:
-        """Returns `|diag(scale) weight|_2`, rounded up, for scale >= 0: (B, R) -> (B).
+        """Returns an upper bound of the spectral norm `|diag(scale) weight|_2`, for scale >= 0: (B, R) -> (B).
 
-        The result is the smaller of two bounds: the largest `scale` times the matrix's norm, and the Schatten 4-norm,
-        as `|A|_2^4 <= |A A'|_F^2`.
+        The result is the smaller of two bounds. The first is the largest entry of `scale` times the matrix's spectral
+        norm. The second is the Schatten 4-norm of A = diag(scale) weight, because `|A|_2^4 <= |A A'|_F^2`.
         """
         squares = scale**2
         schatten = np.einsum("br,br->b", squares @ self._gram, squares) ** 0.25
@@ -142,8 +149,9 @@ class Linear:
 def sigmoid_rise(pre: Matrix, radius: Matrix) -> Matrix:
     """Returns the largest change of the logistic function if its argument changes by at most `radius`.
 
-    With s = sigma(p) and E = exp(r) - 1: sigma(p + r) - s = s (1 - s) E / (1 + s E). The downward change is the same
-    with 1 - s in place of s. The smaller denominator gives the larger change. The formula avoids cancellation.
+    Let p be the argument, r the radius, s = sigma(p) and E = exp(r) - 1. Then sigma(p + r) - s = s (1 - s) E / (1 + s
+    E), and s - sigma(p - r) = s (1 - s) E / (1 + (1 - s) E). The result is the larger of the two, which has the smaller
+    denominator. These formulas avoid cancellation.
     """
     up, down = sigmoid(pre), sigmoid(-pre)
     growth = np.expm1(np.minimum(radius, LARGE))
@@ -170,6 +178,7 @@ def tanh_slope(pre: Matrix, radius: Matrix) -> Matrix:
 
 
 def longest(kept: Matrix, deviation: Deviation) -> Vector:
-    """Returns the greatest `|kept * d|_2` over all d within the deviation, rounded up, for kept >= 0: (B, H) -> (B)."""
+    """Returns an upper bound of `|kept * d|_2` over all differences d within the deviation, for kept >= 0: (B, H) ->
+    (B)."""
     result: Vector = np.minimum(np.linalg.norm(kept * deviation.box, axis=1), kept.max(axis=1) * deviation.ball)
     return result

@@ -1,4 +1,5 @@
-"""Bounds the change of a feed-forward block's output between window and run, in the 2-norm and along a direction."""
+"""Bounds the distance between a feed-forward block's outputs in the window and in the uninterrupted run, in the 2-norm
+and along a direction."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from wane.models.certificate.interval_rounding import Matrix, Vector
 
 
 class FeedForward:
-    """`W_2 relu(W_1 x + b_1) + b_2`."""
+    """The feed-forward block `W_2 relu(W_1 x + b_1) + b_2`. `inner` is the first linear map and `outer` the second."""
 
     def __init__(self, inner: Linear, outer: Linear) -> None:
         self.inner = inner
@@ -21,17 +22,18 @@ class FeedForward:
         self.columns = Linear(outer.weight.T)
 
     def __call__(self, x: Matrix, ball: Vector, units: Matrix | None = None) -> Fed:
-        """x: (B, H), which changes by at most `ball` (B). `inner x` changes by at most `units` (B, R)."""
+        """Returns the block's output and the bound of its change. x: (B, H). x changes by at most `ball` (B) in the
+        2-norm. `inner x` changes by at most `units` (B, R), if given."""
         return Fed(self, x, ball, units)
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The U units of one row that may be active.
+    """The U inner units that may be active in one row of the batch.
 
-    outer, inner: their columns of the outer matrix (H, U) and their rows of the inner matrix (U, H). slope, slack: the
-    lines that approximate relu, and the distance of relu from these lines, (U). off: the bound of the effect of all
-    other units, for a function of length 1.
+    outer: these units' columns of the outer matrix, (H, U). inner: their rows of the inner matrix, (U, H). slope: the
+    slopes of the lines that approximate relu, (U). slack: the largest distances of relu from these lines, (U). off: the
+    bound of the effect of all other units and of rounding on `g . value`, for |g|_2 = 1.
     """
 
     outer: Matrix
@@ -42,10 +44,11 @@ class Live:
 
 
 class Fed:
-    """The output of a feed-forward block, `value` (B, H), and the bound of its change, `ball` (B).
+    """The output of a feed-forward block, `value` (B, H), and the 2-norm bound of its change, `ball` (B).
 
-    A unit that stays inactive has no effect, and a unit that stays active is linear. A unit may switch if its
-    pre-activation p may change by r > |p|. Its relu is then within (r - |p|) / 2 of a line of slope (r + p) / 2 r.
+    A unit that stays inactive has no effect on the change, and a unit that stays active is linear. A unit may become
+    active or inactive if its pre-activation p may change by r > |p|. On [p - r, p + r], relu is then within (r - |p|) /
+    2 of a line with the slope (r + p) / (2 r).
     """
 
     def __init__(self, layer: FeedForward, x: Matrix, ball: Vector, units: Matrix | None = None) -> None:
@@ -67,8 +70,8 @@ class Fed:
         self._slack = np.maximum(0, (r - np.abs(p)) / 2) + off
 
     def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
-        """Returns linear functions of x that approximate `g . value` (P, H), each for one of `rows` (P), and their
-        errors."""
+        """Returns the gradients (P, H) of linear functions of x that approximate the changes of `g . value`, and the
+        bounds of their errors, (P). g: (P, H). Vector j of g belongs to row `rows[j]` of the batch."""
         if len(self._slope) == 1:
             alone = self._alone
             units = g @ alone.outer
@@ -80,7 +83,7 @@ class Fed:
         return (units * self._slope[rows]) @ self._layer.inner.weight, left
 
     def live(self, row: int) -> Live:
-        """Returns the units of one row that may be active."""
+        """Returns the units that may be active in one row of the batch."""
         live = self._slope[row] > 0
         off = float(self._layer.columns.rows[~live] @ self._slack[row, ~live]) + float(self._off[row])
         outer, inner = self._layer.outer.weight[:, live], self._layer.inner.weight[live]

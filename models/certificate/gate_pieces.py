@@ -2,8 +2,8 @@
 
 Let g = cap sigma(a), g~ = cap sigma(a~) and m the smaller pre-activation. Then min(g, g~) = cap sigma(m). By the mean
 value theorem |g - g~| <= cap F(m) |a - a~|, where F(m) is the greatest slope of the sigmoid between m and the greatest
-pre-activation. A gate that is nearly open therefore hardly changes. The range of m is split into pieces, so that every
-m lies in one of them.
+pre-activation. The slope F(m) is small where sigma(m) is close to 1, so a nearly open gate hardly changes. The range of
+m is split into intervals (pieces), and each interval has its own bounds of the value and of the slope.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PIECES = 16
 
 @dataclass(frozen=True, slots=True)
 class GatePieces:
-    """The pieces of a gate by piece and unit, (C, H). The smaller gate is between `low` and `high`. The gates differ by
-    at most `slope` |da|."""
+    """Bounds of a gate in each of C intervals of m, by interval and unit, (C, H). The smaller of the two gates is
+    between `low` and `high`. The two gates differ by at most `slope * |a - a~|`."""
 
     low: Matrix
     high: Matrix
@@ -30,12 +30,12 @@ class GatePieces:
 
     @classmethod
     def of(cls, reach: Reach, cap: float = 1.0) -> GatePieces:
-        """Returns the pieces of a gate whose pre-activations stay within `reach` (H)."""
+        """Returns the intervals' bounds for a gate whose pre-activations stay within `reach` (H)."""
         low, high = np.maximum(reach.low, -800.0), np.minimum(reach.high, 800.0)
         low, high = np.minimum(low, 700.0), np.maximum(high, -700.0)  # finite limits at which the sigmoid is saturated
         shares = np.linspace(0, 1, PIECES + 1)[:, None]
-        # equal steps of the gate's value, so that the pieces near its maximum, which determine the result, are not
-        # coarser
+        # The intervals have equal widths in the gate's value. The intervals near its maximum, which determine the
+        # result, are therefore as fine as the others.
         gates = sigmoid(low) + shares * (sigmoid(high) - sigmoid(low))
         with np.errstate(divide="ignore"):
             inner = np.log(gates) - np.log1p(-gates)

@@ -1,8 +1,8 @@
-"""Bounds the length of a vector after k elementwise products with one row of a table.
+"""Bounds the 2-norm (length) of a vector r after k elementwise products with one row f(x) of a table of gates.
 
-For row x, `q_x(k) = sum_i r_i^2 f_i(x)^(2k)` is log-convex in k. Between two values of k, it is at most the geometric
-interpolation of its values there. All rows are therefore computed only in strides. In between, only the rows that may
-be the longest are computed.
+For row x, the squared length `q_x(k) = sum_i r_i^2 f_i(x)^(2k)` is log-convex in k. Between two values of k, it is at
+most the geometric interpolation of its values at these two. The lengths of all rows are therefore computed only for
+every STRIDE-th k. For the other k, only the rows that may have the greatest length are computed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ DOUBLINGS = 4
 STRIDE = 2**DOUBLINGS
 
 ALIKE = 1 + 1e-9
-"""Rows whose length is this close to the longest are computed too, so that rounding does not decide."""
+"""Rows are computed too if their interpolated squared length times this factor reaches the greatest one. Rounding
+therefore cannot exclude the row with the greatest length."""
 
 
 class GateProducts:
-    """`max_x |r f(x)^k|_2` for k >= 1, rounded up. table: (V, H), upper bounds of f(x). start: r, (H). The result is
-    never below TINY."""
+    """The function `max_x |r f(x)^k|_2` of k >= 1, rounded up. table: (V, H), upper bounds of f(x). start: the vector
+    r, (H). No result is below TINY."""
 
     def __init__(self, table: Matrix, start: Vector) -> None:
         self._table, self._leap = table, table
@@ -37,7 +38,7 @@ class GateProducts:
         return self._lengths[k - 1]
 
     def _stride(self) -> None:
-        """Computes the next STRIDE lengths."""
+        """Computes the greatest lengths for the next STRIDE values of k."""
         before, rows = self._squares, self._rows
         self._rows = np.maximum(rows * self._leap, TINY)
         self._squares = _squares(self._rows)

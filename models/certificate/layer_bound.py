@@ -12,14 +12,14 @@ from wane.models.certificate.norm import Norm
 from wane.models.certificate.perturbation import Perturbation
 
 TIE = 1e-9
-"""A later rule replaces an earlier one only if its factor is relatively smaller by more than this, so that rounding
-does not decide."""
+"""The least relative improvement of the factor for which a later rule is preferred to an earlier one. It prevents
+rounding from deciding between equal factors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """`|phi(s, x) - phi(s~, x)| <= factor |s - s~|`, proved by one rule, in the rule's norm. factor is None if the rule
-    does not apply."""
+    """A proof of `|phi(s, x) - phi(s~, x)| <= factor |s - s~|` by one rule, for the layer's state map phi and in the
+    rule's norm. factor is None if the rule does not apply."""
 
     rule: str
     norm: Norm
@@ -28,11 +28,12 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class LayerBound:
-    """The bounds of one layer, for every admissible x and all states s, s~ within `reach`. The best of `proofs` counts.
+    """The bounds of one layer, for every admissible input x and all states s, s~ within `reach`. The layer's factor is
+    that of the best of `proofs`.
 
-    reach: the greatest |value| of each unit, (H), from the zero state, by state tensor in the manifest's order.
-    input_gain: the 2-norm of the state's change in one step per unit change of the input. None if the inputs are
-    embeddings, which are the same for both trajectories.
+    reach: for each state tensor in the manifest's order, the greatest absolute value of each unit, (H), over all states
+    that are reached from zero. input_gain: the bound of the state's change in one step, in the 2-norm, per unit change
+    of the input. It is None if the inputs are embeddings, which are equal in both trajectories.
     """
 
     proofs: tuple[Proof, ...]
@@ -55,7 +56,7 @@ class LayerBound:
         return factor
 
     def distance(self, *differences: Matrix) -> Vector:
-        """Returns the norm, by the best proof, of differences of states: (B, H) for each state tensor -> (B)."""
+        """Returns the norms of differences of states, in the best proof's norm: (B, H) for each state tensor -> (B)."""
         return self.best.norm.distance(*differences)
 
 
@@ -63,8 +64,9 @@ class LayerBound:
 class Errors:
     """Bounds of the distance between two trajectories' states of one layer, some steps after the cut.
 
-    perturbations: by state tensor. The first one is the layer's output. gauges: bounds in other norms. steps: the
-    number of steps since the cut. cut_only: whether no other error has entered since the cut.
+    The cut is the start of the window, where the window's state is zero. perturbations: the bounds by state tensor. The
+    first tensor is the layer's output. gauges: bounds of the same distance in other norms. steps: the number of steps
+    since the cut. cut_only: whether the cut is the only cause of the distance.
     """
 
     perturbations: tuple[Perturbation, ...]
@@ -91,8 +93,9 @@ class Errors:
 class Layer(Protocol):
     """One recurrent layer of a model.
 
-    `step` is monotone: larger input errors give larger output errors. Differences and errors stay within the box of
-    reachable states. `fed` is the distance of the layer's inputs, or None if the inputs are equal.
+    `step` is monotone: larger errors before a token give larger errors after it. Its argument `fed` bounds the distance
+    between the layer's inputs in the two trajectories, and is None if the inputs are equal. Errors never exceed the
+    distance of two reachable states.
     """
 
     @property
@@ -106,11 +109,13 @@ class Layer(Protocol):
         """Returns the errors one token later."""
 
     def at_least(self, perturbations: tuple[Perturbation, ...]) -> Errors:
-        """Returns errors with these perturbations of the state tensors, and with the gauges that follow from them."""
+        """Returns errors with the given bounds of the state tensors, and with the bounds in other norms that follow
+        from them."""
 
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
         """Returns the error that one floating-point step of the cell adds to each state tensor.
 
-        before_gates: the error of its pre-activations, (G H), in the order of the weights' rows. function: the error of
-        its functions. unit: the error of every multiplication and addition, relative to its result.
+        before_gates: the errors of the cell's pre-activations, (G H), in the order of the weights' rows. function: the
+        absolute error of the sigmoid and tanh. unit: the error of every multiplication and addition, relative to its
+        result.
         """

@@ -1,16 +1,16 @@
-"""Bounds the distance of a LayerNorm's outputs by the distance of its inputs.
+"""Bounds the distance between two outputs of a LayerNorm by the distance between its two inputs.
 
-Let v be the centred input (d), and w = (v, sqrt(d epsilon)), which has one coordinate more. The normalised vector is n
-= sqrt(d) v / |w|, the projection of sqrt(d) times w's direction. So `|n - n~| <= 2 sqrt(d) sin(theta / 2)`, theta the
-angle between w and w~. Two bounds of theta hold for two points at distance r:
+Let v be the input (d) without its mean, and w the vector (v, sqrt(d epsilon)) of d + 1 entries. The normalised vector
+is n = sqrt(d) v / |w|: the first d entries of sqrt(d) w / |w|. So `|n - n~| <= 2 sqrt(d) sin(theta / 2)`, where theta
+is the angle between w and w~. Let r = |v - v~|, which is also the distance between w and w~. There are two bounds:
 
-- Both points lie on a plane at distance c = sqrt(d epsilon) from the origin. The angle is largest, 2 atan(r / (2 c)),
-  if the segment between them is centred: `|n - n~| <= sqrt(d) r / sqrt(r^2 / 4 + c^2)`. This is at most r /
-  sqrt(epsilon) and at most 2 sqrt(d).
-- If both have a length of at least m, then |w - w~| >= 2 m sin(theta / 2), so `|n - n~| <= sqrt(d) r / m`.
+- w and w~ lie on a plane at distance c = sqrt(d epsilon) from the origin. theta is largest, 2 atan(r / (2 c)), if the
+  midpoint of w and w~ is the plane's nearest point to the origin: `|n - n~| <= sqrt(d) r / sqrt(r^2 / 4 + c^2)`. This
+  is at most r / sqrt(epsilon) and at most 2 sqrt(d).
+- If |w| and |w~| are at least m, then |w - w~| >= 2 m sin(theta / 2), so `|n - n~| <= sqrt(d) r / m`.
 
-`Normalised` is a LayerNorm in a window. It bounds the distance of the window's output from the run's, in the 2-norm and
-along a direction.
+`Normalised` is a LayerNorm in a window. It bounds the distance between the window's output and the uninterrupted run's,
+in the 2-norm and along a direction.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def normalised_furthest(width: int) -> float:
 
 
 class Between:
-    """Two matrices with a LayerNorm in between: `reader n(x + source d)`. The rows of `reader` sum to zero."""
+    """Two matrices with a LayerNorm n between them: `reader n(x + source d)`. Each row of `reader` sums to zero."""
 
     def __init__(self, reader: Linear, source: Linear) -> None:
         self.reader = reader
@@ -48,18 +48,20 @@ class Normalised:
     """LayerNorms of rows x (B, H) without gain and shift, `n = (x - mean) / sqrt(variance + epsilon)`. `ball` (B)
     bounds the 2-norm distance of each n from the LayerNorm of any x~ with |x~ - x|_2 <= r.
 
-    Let v be x less its mean. Centring does not lengthen differences. `n = sqrt(H) v / w`, w = sqrt(|v|^2 + H epsilon),
-    is sqrt(H) times the unit vector along v with sqrt(H epsilon) as an additional coordinate. If two such vectors are
-    at most r apart and one of them has length w, the angle between them is at most asin(r / w). For larger r, |n - n~|
-    <= r / sqrt(epsilon), as both roots are at least sqrt(H epsilon). No n is longer than its |v| allows.
+    Let v be x without its mean. Subtracting the means does not increase the distance of two vectors. `n = sqrt(H) v /
+    w`, w = sqrt(|v|^2 + H epsilon), is sqrt(H) times the unit vector along v with sqrt(H epsilon) as an additional
+    coordinate. Let (v, sqrt(H epsilon)) and (v~, sqrt(H epsilon)) be at most r apart. The length of the first is w, so
+    the angle between them is at most asin(r / w) if r < w. For any r, |n - n~| <= r / sqrt(epsilon), because the
+    lengths of both are at least sqrt(H epsilon). A third bound is |n| + |n~|, where |v~| <= |v| + r bounds |n~|.
 
-    `remainder` (B) bounds the distance of n~ - n from `D (x~ - x)`, D the derivative at x. The second derivative of a
-    unit vector along a direction of length r is at most (2 / sqrt 3) r^2 / |u|^2, and |u| >= w - r on the segment.
-    Along one direction g the remainder can be far smaller (`turned`).
+    `remainder` (B) bounds the distance between n~ - n and `D (x~ - x)`, where D is the derivative of n at x. The second
+    derivative of y / |y| along a vector of length r is at most (2 / sqrt 3) r^2 / |y|^2. Here y is on the segment
+    between the two vectors of H + 1 entries, so |y| >= w - r. Along one direction g the remainder can be far smaller
+    (`turned`).
 
-    Rounding: the computed v is at most `uncentred` away from v. All expansions are about the computed v, so x~ is
-    further from it by that distance. The terms of D and of its products may cancel. Their error is at most MARGIN of
-    the terms' magnitudes, and the remainder includes it.
+    Rounding: the computed v is at most `uncentred` away from v. All expansions are about the computed v, so r is
+    increased by `uncentred`. The terms of D and of its products may cancel. The error of these sums is at most MARGIN
+    times the sum of the terms' absolute values, and the remainder includes this error.
     """
 
     def __init__(self, x: Matrix, epsilon: float, r: Vector) -> None:
@@ -89,8 +91,8 @@ class Normalised:
         self.remainder: Vector = np.minimum(second, moved + self._factor * r) + self._rounding
 
     def seen_by(self, between: Between, box: Matrix, rest: Vector) -> Matrix:
-        """Bounds the change of `reader n` row by row, (B, R), if x changes by `source d`, |d_i| <= box_i, plus another
-        vector of length at most `rest` (B), and by at most r in total.
+        """Bounds the change of each entry of `reader n`, (B, R). x changes by `source d` with |d_i| <= box_i, plus
+        another vector of length at most `rest` (B). The whole change of x has a length of at most r.
 
         The derivative between the two matrices is multiplied out: `sqrt(H) / w (reader source - reader u (u source))`,
         u = v / w.
@@ -104,22 +106,24 @@ class Normalised:
         return moved
 
     def pull(self, g: Matrix, rows: NDArray[np.intp]) -> tuple[Matrix, Vector]:
-        """Returns the gradients at x of functions `g . n` (P, H), each for one of `rows` (P), and their errors."""
+        """Returns the gradients at x (P, H) of the functions `g . n`, and the bounds of the linear functions' errors,
+        (P). g: (P, H). Vector j of g belongs to row `rows[j]` of the batch."""
         g = g - g.mean(axis=1, keepdims=True)
         unit = self._unit[rows]
         turned = g - unit * np.einsum("ph,ph->p", unit, g)[:, None]
         return turned * self._factor[rows, None], np.linalg.norm(g, axis=1) * self.remainder[rows]
 
     def derivative(self, row: int) -> tuple[Vector, float]:
-        """Returns u (H) and the factor in this row's derivative of n, `factor (I - u u')`, for x without its mean."""
+        """Returns the vector u (H) and the number `factor` of a row's derivative of n. For x without its mean, the
+        derivative is `factor (I - u u')`."""
         return self._unit[row], float(self._factor[row])
 
     def reached(self, row: int) -> float:
-        """Returns the largest change of this row's n to first order."""
+        """Returns a bound of the change of a row's n, to first order."""
         return float(self._root * self._share[row])
 
     def along(self, rows: NDArray[np.intp]) -> Matrix:
-        """Returns the vectors u = v / w of these rows: (P, H)."""
+        """Returns the vectors u = v / w of the given rows: (P, H)."""
         unit: Matrix = self._unit[rows]
         return unit
 
@@ -127,10 +131,11 @@ class Normalised:
         """Bounds the change of `g . n` (P) if its first-order part is at most `moved` and |u . (x~ - x)| is at most
         `along`.
 
-        Let a = u . (x~ - x) / w, b = |x~ - x|^2 / w^2, T the first-order part and rho = w~ / w. The change is T / rho +
-        sqrt(H) (u . g) ((1 + a) / rho - 1), where rho^2 = 1 + 2 a + b >= (1 + a)^2, as a^2 <= b. The second order of a
-        LayerNorm shortens n, and the lead of one token over another, `g . n`, is a small part of n. With q = b / ((1 -
-        |a|)^2 + b), (1 + a) / rho is between sqrt(1 - q) and 1. Returns infinity if |a| may be 1.
+        Let e be x~ - x without its mean, a = u . e / w, b = |e|^2 / w^2 and rho = w~ / w. The first-order part is T =
+        sqrt(H) / w (g . e - (u . g) (u . e)). As n~ = sqrt(H) (v + e) / w~, the change is T / rho + sqrt(H) (u . g) ((1
+        + a) / rho - 1). Here rho^2 = 1 + 2 a + b >= (1 + a)^2, because a^2 <= b. With q = b / ((1 - |a|)^2 + b), (1 +
+        a) / rho is therefore between sqrt(1 - q) and 1. The second term is small if |u . g| is small, as for the lead
+        of one token over another. Returns infinity if |a| may be 1.
         """
         g = g - g.mean(axis=1, keepdims=True)
         lead = np.abs(np.einsum("ph,ph->p", self._unit[rows], g))
@@ -144,7 +149,8 @@ class Normalised:
         moved: Vector,
         along: Vector | float,
     ) -> Vector:
-        """Like `turned`, for functions described by `length` |g| and `lead` |u . g| (P), with g without its mean."""
+        """Like `turned`, but from two numbers for each g without its mean: `length` is |g| and `lead` is |u . g|, (P)
+        each."""
         share = self._share[rows]
         turning = (along + self._uncentred[rows]) / self._whole[rows] + self._cancelled[rows]
         closer = 1 - np.minimum(turning, share) - 8 * self._relative

@@ -1,12 +1,13 @@
 """The recurrent layers of a model, bottom to top, with the proofs of each.
 
 A layer's state map `s' = phi(s, x)` is contractive if `|phi(s, x) - phi(s~, x)| <= factor |s - s~|` with factor < 1, in
-a fixed norm, for every input x that a token can cause and all states s, s~ that are reached from zero.
+a fixed norm, for every input x that a token can cause, and for all states s and s~ that can be reached from the zero
+state.
 
-These are theorems about the float32 weights in exact arithmetic. They are evaluated in float64 and rounded outward. The
-terms of pre-activations may cancel, so their rounding is bounded explicitly (`models/certificate/admissible.py`).
-Products and sums of non-negative numbers have a relative margin (`models/certificate/interval_rounding.py`).
-`models/certificate/cells/` has the rules of each cell.
+The rules are theorems about the float32 weights in exact arithmetic. Their bounds are computed in float64 and rounded
+outward. The terms of pre-activations may cancel, so their rounding is bounded explicitly
+(`models/certificate/admissible.py`). Products and sums of non-negative numbers have a relative margin
+(`models/certificate/interval_rounding.py`). `models/certificate/cells/` has the rules of each cell.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BuildLayer = Callable[[CellWeights, Inputs], Layer]
 
 
 def build_layers(architecture: Architecture, weights: Weights) -> list[Layer]:
-    """Builds every layer, bottom to top. The reach of each layer bounds the inputs of the next one."""
+    """Builds every layer, bottom to top. The bounds of each layer's output bound the next layer's inputs."""
     layers: list[Layer] = []
     build_layer: BuildLayer = load("certificate", architecture.cell).build_layer
     for layer in range(architecture.layers):

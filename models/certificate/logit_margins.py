@@ -1,12 +1,15 @@
-"""Bounds the changes of all tokens' logits of one window, relative to the mean of the logits.
+"""Bounds the changes of all tokens' logits between one window and any uninterrupted run, relative to the mean of the
+logits.
 
-`top1.py` propagates the gradient of each lead separately back to the states. For a whole vocabulary it is cheaper to
-start from the states. Let G be the derivative of the output layer's input with respect to the few units whose states
-are still uncertain. The rows of the output layer times G are then the gradients of all tokens. Terms beyond the
-gradient are bounded as in `top1.py`: token by token where that is cheap, and by lengths where the terms are small.
+`top1.py` propagates the gradient of the difference of two logits back to the states, for one pair of tokens at a time.
+For a whole vocabulary it is cheaper to start from the states. Let G be the derivative of the output layer's input by
+those units of the states whose errors have a large effect. The rows of the output layer times G are then the gradients
+of all tokens. Terms beyond the gradient are bounded as in `top1.py`. Where the terms are small, a product of two
+vectors is bounded by the product of their lengths.
 
-Tokens whose probabilities add nearly nothing to the total variation are bounded by the radius alone. The products for
-all other tokens are computed in float32, which takes half the time. Their rounding is added to the bound.
+Tokens whose probabilities add nearly nothing to the total variation are bounded by the radius, the 2-norm bound of the
+change of `hidden`, alone. The products for all other tokens are computed in float32, which takes half the time. Their
+rounding is added to the bound.
 """
 
 from __future__ import annotations
@@ -19,31 +22,33 @@ from wane.models.certificate.interval_rounding import Matrix, Vector
 from wane.models.certificate.request import WindowBound
 
 CANCELLED = 1e-12
-"""The error of a computed difference of squared lengths, relative to the squares. It is added to the difference."""
+"""The error of a computed difference of squared lengths, relative to the sum of the squares. It is added to the
+difference."""
 
 CERTAIN = 0.0005
-"""The share of the units' errors, after a mixing matrix, that is bounded by lengths. These are the errors of the most
-certain units."""
+"""The share of the sum of all units' errors, multiplied by the norms of the mixing matrix's columns, that is bounded by
+lengths and not unit by unit. These units have the smallest of these products."""
 
 MOST_OPEN = 128
-"""The largest number of units whose errors are bounded one by one. These are the units with the largest effect."""
+"""The largest number of units whose effect is bounded unit by unit. These are the units with the largest errors,
+multiplied by the norms of the mixing matrix's columns."""
 
 NEGLIGIBLE = 1e-4
-"""The largest amount that all tokens bounded by the radius alone may add to the total variation, as a share of the
-total variation's bound by the radius."""
+"""The greatest sum of the amounts that the tokens bounded by the radius alone may add to the total variation. It is a
+share of the total variation's bound by the radius."""
 
 MOST_MOVED = 60.0
-"""A token whose logit may change by more than this is never bounded by the radius alone."""
+"""If the radius allows a logit to change by more than this, the token is never bounded by the radius alone."""
 
 UNIT = 2.0**-24  # the unit roundoff of float32
-LARGEST = 1e15  # columns with larger entries are not multiplied in float32, where their squares overflow
+LARGEST = 1e15  # columns with larger entries are not multiplied: their squares overflow in float32
 TINY = 1e-25  # far above the error of products that underflow in float32
 
 
 class LogitMargins:
-    """The margins of one model with LayerNorms.
+    """Bounds the changes of logits for one model with LayerNorms.
 
-    rows: (V, H), of the output layer. gain: (H), of the last LayerNorm. mixes: the mixing matrices, by layer.
+    rows: the output matrix, (V, H). gain: the last LayerNorm's gain, (H). mixes: the mixing matrices, by layer.
     """
 
     def __init__(self, rows: Matrix, gain: Vector, mixes: list[Linear]) -> None:
@@ -57,9 +62,10 @@ class LogitMargins:
         self._columns = [np.linalg.norm(mix.weight, axis=0) for mix in mixes]
 
     def moved(self, bound: WindowBound, row: int, shares: Vector, along: float) -> Vector:
-        """Bounds the change of each `(V_a - mean) . hidden`, (V), with the mean of all V_a weighted by `shares` (V).
+        """Bounds, for each token a, the change of `(W_a - mean) . hidden`. W_a is the token's row of the output matrix,
+        and `mean` is the mean of all rows, weighted by `shares`, shape (V). Returns shape (V).
 
-        along: the bound of the change of the last LayerNorm's input along itself (`Normalised.along`).
+        along: the bound of how far the last LayerNorm's input changes in its own direction (`Normalised.along`).
         """
         assert bound.norm is not None, "this is a bug"
         mean = shares @ self._read
@@ -76,8 +82,8 @@ class LogitMargins:
     def _by_direction(
         self, bound: WindowBound, row: int, tokens: NDArray[np.intp], mean: Vector, length: Vector, along: float
     ) -> Vector:
-        """Bounds the change for some of the tokens (P). length: (P), the lengths of their `V_a - mean`, as the last
-        LayerNorm reads them."""
+        """Bounds the change for the given tokens (P). mean: the mean of the rows, after multiplication by the
+        LayerNorm's gain. length: (P), the length of each token's `W_a - mean`, after the same multiplication."""
         assert bound.norm is not None, "this is a bug"
         unit, factor = bound.norm.derivative(row)
         read = Beside(self._read32[tokens], self._sizes[tokens], mean)
@@ -93,7 +99,7 @@ class LogitMargins:
                 left += read.sums(outer * live.slack) + length * (size * live.off)
                 corner = np.linalg.qr(
                     live.inner.T
-                ).R  # products with these columns are as long as products with the inner rows
+                ).R  # products with these columns have the lengths of products with the inner rows
                 left += read.lengths((outer * live.slope) @ corner.T) * step.norm.remainder[row]
                 inner_unit, inner_factor = step.norm.derivative(row)
                 centred = live.inner - live.inner.mean(axis=1, keepdims=True)
@@ -111,7 +117,8 @@ class LogitMargins:
             rest[open_] = 0
             left += length * (size * min(float(sent[certain].sum()), float(mix.furthest(rest[None])[0])))
         left += length * (size * float(bound.below[row]))
-        # The terms of a product may cancel. Its error in float64 is far below MARGIN times its factors' lengths.
+        # The terms of a product may cancel. The product's error in float64 is far below MARGIN times the product of its
+        # factors' lengths.
         left += MARGIN * (self._sizes[tokens] + float(np.linalg.norm(mean))) * bound.norm.reached(row)
         lead = read.sums(unit[:, None])
         first = left + length * float(bound.norm.remainder[row])
@@ -120,11 +127,11 @@ class LogitMargins:
 
 
 class Beside:
-    """P rows r_j less their mean m, multiplied in float32. Every result is rounded up.
+    """P rows r_j minus a vector m, which are multiplied in float32 by columns. Every result is rounded up.
 
-    rows: float32 (P, H), r. sizes: (P), their 2-norms. mean: (H), m. Take a product of two vectors of H numbers in
-    float32, after both are rounded to float32. Its error is at most (H + 4) u / (1 - (H + 4) u) times the product of
-    their 2-norms.
+    rows: float32 (P, H), r. sizes: (P), the 2-norms of the rows. mean: (H), m. Let two vectors of H numbers be rounded
+    to float32 and multiplied in float32. The error of their product is at most (H + 4) u / (1 - (H + 4) u) times the
+    product of the two 2-norms, where u is the unit roundoff.
     """
 
     def __init__(self, rows: NDArray[np.float32], sizes: Vector, mean: Vector) -> None:
@@ -133,7 +140,7 @@ class Beside:
         self._off: Vector = 2 * terms / (1 - terms) * (sizes + float(np.linalg.norm(mean)))
 
     def sums(self, columns: Matrix) -> Vector:
-        """Bounds `sum_i |(r_j - m) . c_i|` for the columns (H, N): (P)."""
+        """Bounds `sum_i |(r_j - m) . c_i|` for each row r_j, (P), where c_i are the columns, (H, N)."""
         if not np.abs(columns).max(initial=0.0) < LARGEST:
             return np.full(len(self._rows), np.inf)
         products = self._products(columns)
@@ -141,7 +148,7 @@ class Beside:
         return total + self._off * float(np.linalg.norm(columns, axis=0).sum()) + TINY
 
     def lengths(self, columns: Matrix) -> Vector:
-        """Bounds the 2-norm of `(r_j - m) C` for the matrix C (H, N): (P)."""
+        """Bounds the 2-norm of `(r_j - m) C` for each row r_j, (P), where C is the matrix of the columns, (H, N)."""
         if not np.abs(columns).max(initial=0.0) < LARGEST:
             return np.full(len(self._rows), np.inf)
         products = self._products(columns)
@@ -156,8 +163,8 @@ class Beside:
 
 
 def _those_that_matter(shares: Vector, moved: Vector) -> NDArray[np.intp]:
-    """Returns the tokens (V) for which the radius' bound, `moved`, is too large: with it alone they would add more than
-    NEGLIGIBLE to the total variation."""
+    """Returns the ids of the tokens that need a sharper bound than `moved` (V), the radius' bound of each logit's
+    change. All other tokens together add at most the share NEGLIGIBLE to the total variation."""
     added = np.where(moved < MOST_MOVED, shares * np.expm1(np.minimum(moved, MOST_MOVED)), np.inf)
     order = np.argsort(added)
     negligible = np.cumsum(added[order]) <= NEGLIGIBLE * np.tanh(moved.max() / 2)

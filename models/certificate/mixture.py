@@ -1,19 +1,21 @@
-"""Proves the most probable token of a network's distribution, or of its mixture with a cache
-(`models/cache_mixture.py`).
+"""Proves that a token is the most probable one of a network's distribution, or of its mixture with a cache
+(`models/cache_mixture.py`), in every uninterrupted run that ends in a window's tokens.
 
 Let q be the network's distribution at a window's end, and p = w q + c the mixture. w and c depend on the last tokens
-alone. A run that ends in the same tokens has the same w and c, but another q~ and therefore another p~. Token a is
-first in p~ if p~_a > p~_b for every other token b. Two facts about q~ are used:
+alone. A run that ends in the same tokens has the same w and c, but another network distribution q~ and another mixture
+p~. Token a is the most probable one of p~ if p~_a > p~_b for every other token b. Two facts about q~ are used:
 
-- Relative to their mean under q, the logits move by at most M_t. So `log q~_t - log q_t` is at least `-M_t - log sum_u
-  q_u exp(M_u)`. It is at most `M_t + off` if `sum_u q_u eta_u` of the moves eta is at least -off, because the sum of
-  exponentials is then at least exp(-off) (Jensen).
-- The lead z_a - z_b moves by at most R_ab. Let d = z_a - z_b - R_ab be the remaining lead. Then q~_b <= q~_a exp(-d).
+- Let eta_t be the change of token t's logit, relative to the mean of the changes under q. |eta_t| is at most M_t. `log
+  q~_t - log q_t = eta_t - log sum_u q_u exp(eta_u)` is at least `-M_t - log sum_u q_u exp(M_u)`. If `sum_u q_u eta_u`
+  is at least -off, then `sum_u q_u exp(eta_u)` is at least exp(-off) (Jensen), so `log q~_t - log q_t` is at most `M_t
+  + off`.
+- The difference of two logits, z_a - z_b, changes by at most R_ab. Let d = z_a - z_b - R_ab be its least value in the
+  run. Then q~_b <= q~_a exp(-d).
 
-For nearly all b the first fact is enough: the lower bound of w q~_a + c_a exceeds the upper bound of w q~_b + c_b. All
-other b need the second fact. If c_a >= c_b, a leads if d > 0, or if w q~_b (1 - exp(d)) < c_a - c_b with the upper
-bound of q~_b. If c_a < c_b, a leads if d > 0 and w q~_a (1 - exp(-d)) > c_b - c_a with the lower bound of q~_a. Without
-a cache w is 1 and c is 0.
+For nearly all b the first fact is enough, because the lower bound of w q~_a + c_a exceeds the upper bound of w q~_b +
+c_b. All other b need the second fact. If c_a >= c_b, then p~_a > p~_b if d > 0, or if w q~_b (1 - exp(d)) < c_a - c_b
+with the upper bound of q~_b. If c_a < c_b, then p~_a > p~_b if d > 0 and w q~_a (1 - exp(-d)) > c_b - c_a with the
+lower bound of q~_a. Without a cache, w is 1 and c is 0.
 
 The evaluation is in float64. SLACK covers its rounding.
 """
@@ -30,18 +32,18 @@ from numpy.typing import NDArray
 from wane.models.certificate.interval_rounding import Vector
 
 SLACK = 1e-10
-"""The relative slack. It is far above the rounding of probabilities and shares in float64."""
+"""The relative margin of the tests. It is far above the rounding of probabilities in float64."""
 
 FIRST, MOST_AT_ONCE = 16, 512
-"""The number of competing tokens in the first chunk, and the largest number in any chunk. A competing token that needs
-the second test is mostly one of the most probable tokens."""
+"""The tokens b that need the second fact are tested in chunks, in descending order of probability. These are the number
+of tokens in the first chunk and the largest number in any chunk. A failed test is mostly in the first chunk."""
 
 
 class LogitMoves(NamedTuple):
-    """The bound of the distance between one window's logits and any run's.
+    """Bounds of the distance between one window's logits and any run's.
 
-    logits: (V), of the window. shares: (V), the network's distribution q. moved: (V), M. off: see the module's
-    docstring.
+    logits: (V), z of the window. shares: (V), the network's distribution q. moved: (V), the bounds M. off: the number
+    of the same name in the module's docstring.
     """
 
     logits: Vector
@@ -55,12 +57,12 @@ def first_is_proved(
 ) -> bool:
     """Returns whether `first` has the largest probability in every run's mixture.
 
-    weight: w. added: (V), c, or None for a network alone. lead_moved: a function that returns R_ab for tokens b (P)
-    whose probability is large enough: (P).
+    weight: w. added: (V), c, or None for a network alone. lead_moved: a function that returns R_ab, (P), for the ids of
+    tokens b, (P).
     """
     if not math.isfinite(moves.off):
         return False
-    log_shares = moves.logits - _log_sum_exp(moves.logits)  # a share may underflow to 0
+    log_shares = moves.logits - _log_sum_exp(moves.logits)  # logarithms, because a share may underflow to 0
     fallen = max(_log_sum_exp(log_shares + moves.moved), 0.0) + moves.moved[first]
     lowest_share = weight * np.exp(log_shares[first] - fallen) * (1 - SLACK)
     highest_shares = weight * np.exp(np.minimum(log_shares + moves.moved + moves.off, 0.0)) * (1 + SLACK)

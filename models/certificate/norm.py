@@ -16,8 +16,9 @@ Order = Literal["2", "inf"]
 class Norm:
     """The maximum, over a layer's state tensors, of the 2-norm or maximum norm of each tensor divided by its scale.
 
-    scales: one for each state tensor in the manifest's order: a number, or a weight for each unit (H). transform: (H,
-    H), a matrix that multiplies a single state tensor first. The scales are then 1.
+    scales: one for each state tensor in the manifest's order. A scale is a number, or an array with a weight for each
+    unit, (H). transform: (H, H), a matrix by which a layer's only state tensor is multiplied before its norm is
+    computed. The scales are then 1.
     """
 
     order: Order
@@ -26,7 +27,7 @@ class Norm:
 
     @property
     def stated_weights(self) -> tuple[float, ...]:
-        """p and q if each of two state tensors has a number as its scale, else empty."""
+        """The scales (p, q) of two state tensors if both scales are numbers. Empty in all other cases."""
         numbers = tuple(float(scale) for scale in self.scales if not isinstance(scale, np.ndarray))
         return numbers if len(numbers) > 1 else ()
 
@@ -43,7 +44,7 @@ class Norm:
         return f"max(|h|_{self.order} / p, |c|_{self.order} / q)"
 
     def distance(self, *differences: Matrix) -> Vector:
-        """Returns the norm of differences of states: (B, H) for each state tensor -> (B)."""
+        """Returns the norms of differences of states: (B, H) for each state tensor -> (B)."""
         order = 2 if self.order == "2" else np.inf
         if self.transform is not None:
             differences = tuple(difference @ self.transform.T for difference in differences)

@@ -1,11 +1,12 @@
-"""Computes positive weights in which a comparison of non-negative vectors shrinks the most.
+"""Computes the positive weights of a maximum norm in which the bounds of differences shrink the most.
 
-A comparison T maps bounds of one step's differences to bounds of the next step's differences. T is monotone, and T(a d)
-= a T(d) for a > 0. If T(w) <= r w unit by unit for a positive w, then d <= a w implies T(d) <= r a w: the maximum norm
-weighted by w shrinks by r (Collatz and Wielandt). For a matrix the best w is its Perron vector and r its spectral
-radius.
+A comparison T maps non-negative bounds of the differences before a step to bounds of the differences after it. T is
+monotone, and T(a d) = a T(d) for a > 0. If T(w) <= r w unit by unit for a positive w, then d <= a w implies T(d) <= r a
+w: the maximum norm weighted by w shrinks by r (Collatz and Wielandt). For a matrix the best w is its Perron vector and
+r its spectral radius.
 
-The iteration only suggests w. The stated factor is the largest T(w)_i / w_i, rounded outward.
+w is computed by iteration and need not be exact: the stated factor is the largest T(w)_i / w_i, rounded up, which holds
+for any w.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from wane.models.certificate.interval_rounding import UP, Matrix, Vector
 ITERATIONS = 120
 
 LEAST = 1e-6
-"""The lower limit of a weight relative to the largest weight. It applies to units that do not affect other units."""
+"""The lower limit of a weight relative to the largest weight. Without this limit, units that do not affect other units
+would have weight 0."""
 
 
 def perron_vector(comparison: Callable[[Vector], Vector], size: int) -> tuple[float, Vector]:
@@ -43,6 +45,6 @@ def perron_vector_2x2(matrix: Matrix) -> tuple[float, Vector]:
     """Returns the spectral radius, rounded up, and the Perron vector (largest entry 1) of a positive 2 x 2 matrix."""
     (a, b), (c, d) = matrix
     half, slant = (a - d) / 2, np.hypot((a - d) / 2, np.sqrt(b) * np.sqrt(c))
-    vector = np.array([b, slant - half]) if d > a else np.array([slant + half, c])  # the root less a, or less d
+    vector = np.array([b, slant - half]) if d > a else np.array([slant + half, c])  # eigenvalue - a, or - d
     vector = vector / vector.max()
     return float(np.max(matrix @ vector / vector)) * UP, vector

@@ -1,4 +1,4 @@
-"""The distance of two trajectories at one place of the network, and the bound of this distance after a linear map."""
+"""Bounds of the difference of two trajectories at one position in the network, and the linear maps of such bounds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from wane.models.certificate.interval_rounding import TINY, UP, Matrix, Vector, 
 
 @dataclass(frozen=True, slots=True)
 class Perturbation:
-    """All differences d (H) with |d_i| <= box_i and |d|_2 <= ball."""
+    """The set of all differences d (H) with |d_i| <= box_i and |d|_2 <= ball."""
 
     box: Vector
     ball: float
 
     @classmethod
     def within(cls, box: Vector, ball: float = np.inf) -> Perturbation:
-        """Builds a perturbation from box and ball. Reduces each bound to what the other one implies."""
+        """Builds a perturbation from `box` and, if given, `ball`. Each of the two bounds is reduced to the value that
+        the other one implies."""
         box = np.maximum(box, TINY)
         ball = max(min(ball, norm_above(box)), TINY)
         return cls(np.minimum(box, ball), ball)
@@ -38,9 +39,10 @@ class Perturbation:
 
 
 class LinearMap:
-    """`d -> matrix d`. Its result is bounded unit by unit by the rows, and as a whole by the spectral norm.
+    """The linear map `d -> matrix d`. The matrix's rows bound each unit of the result, and the spectral norm bounds the
+    result's 2-norm.
 
-    off: the error of each row in the 2-norm, (R).
+    off: the 2-norm of each row's error, (R).
     """
 
     def __init__(self, matrix: Matrix, off: Vector | float = 0.0) -> None:
@@ -51,7 +53,7 @@ class LinearMap:
 
     @cached_property
     def norm(self) -> float:
-        """The spectral norm."""
+        """The matrix's spectral norm, rounded up."""
         return spectral_norm(self.matrix) + norm_above(self.off)
 
     def scaled(self, scale: Vector) -> LinearMap:

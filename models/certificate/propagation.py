@@ -1,18 +1,19 @@
 """Bounds the effect of small state errors in a sequence that is computed in parts whose states do not match exactly.
 
-Part i of a run starts from a state that is `rho_i` away, unit by unit, from the end of part i - 1. Let n be the least
-number of tokens between two joints, and F the monotone bound of the errors after one token
-(`models/certificate/stack.py`). The distance from the run without joints obeys `e_i <= rho_i + F^n(e_(i-1))`. For a
-single contractive layer that is `e_i <= rho_i + factor^n e_(i-1)`, in its norm.
+A joint is the position between two parts. The state at the start of part i differs by `rho_i`, unit by unit, from the
+state at the end of part i - 1. Let n be the least number of tokens between two joints, and F the monotone function that
+bounds the errors after a token by the errors before it (`models/certificate/stack.py`). Let e_i bound the distance
+between the state at the start of part i and the state of the run without joints. Then `e_i <= rho_i + F^n(e_(i-1))`.
+For a single contractive layer this is `e_i <= rho_i + factor^n e_(i-1)`, in the layer's norm.
 
 If one E satisfies `rho + F^n(E) <= E`, it bounds every e_i, by induction. The candidate is E = rho + rho / ROOM. F is
 iterated from E until no error is above rho / ROOM and no error grows. n must be at least the number of these
-iterations. Errors do not grow from then on. The largest distance up to that point therefore bounds the distance of
-`hidden` after any token. F does not include the convolution blocks: after as many tokens as their receptive field,
-their state is equal in both runs, except for rounding.
+iterations. After them, errors do not grow. The largest distance of `hidden` during the iterations therefore bounds the
+distance of `hidden` after any token. F does not include the convolution blocks: after as many tokens as their receptive
+field, their state is equal in both runs, except for rounding.
 
-**Rounding.** rho is measured between float32 runs, each of which differs from exact arithmetic. The distance of two
-runs' states by rounding is twice the certificate's `rounding.states`. It is added to every joint.
+**Rounding.** rho is measured between float32 runs, each of which differs from exact arithmetic. Rounding alone moves
+the states of two runs apart by at most twice the certificate's `rounding.states`. This bound is added to every rho_i.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ MAX_TOKENS = 1024
 class Propagation:
     """The propagation of state errors in one model whose layers are all contractive.
 
-    reach: the number of tokens after which a run's convolution blocks have forgotten all earlier tokens.
+    reach: the number of tokens after which the output of a run's convolution blocks no longer depends on any earlier
+    token.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], rounding: Rounding) -> None:
@@ -61,9 +63,9 @@ class Propagation:
         """Bounds the distance of `hidden`, after any token, from the run without joints, in the 2-norm and exact
         arithmetic.
 
-        joints: the largest distance of two parts at any joint, (units), by state tensor, without the tensors of the
-        convolution blocks. tokens: the least number of tokens between two joints, and before each part's start. Returns
-        None if there are too few tokens.
+        joints: the largest rho_i of all joints, (units), by state tensor, without the tensors of the convolution
+        blocks. tokens: the least number of tokens between two joints, and before the first one. Returns None if
+        `tokens` is too small for a bound.
         """
         if tokens < self.reach:
             return None

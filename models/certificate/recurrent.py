@@ -1,12 +1,13 @@
 """The common base of linear and RNN layers: `h' = rho(W h + U x + b)`, rho the identity, tanh or relu.
 
-`|h' - h~'| <= N |W (h - h~) + U (x - x~)|` unit by unit, where N <= 1 is the greatest slope of rho within reach. So the
-difference shrinks by |N W| in the 2-norm and in the maximum norm, both weighted by a number for each unit. The
-difference of a linear layer shrinks in any matrix-weighted norm as well (`models/certificate/scaling.py`).
+`|h' - h~'| <= N |W (h - h~) + U (x - x~)|` unit by unit, where N <= 1 is the greatest slope of rho over all reachable
+states. For equal inputs, a step therefore multiplies the difference by at most |N W|, in the 2-norm or the maximum
+norm. Either norm may have a weight for each unit. The difference of a linear layer shrinks in any matrix-weighted norm
+as well (`models/certificate/scaling.py`).
 
-**Reach.** For tanh, |h| <= 1. Each repetition with the bounded state gives a smaller bound. For linear and relu layers,
-|h'| <= |W h + U x + b|. In each norm in which W shrinks by r < 1, the states reached from zero therefore satisfy |h| <=
-max |U x + b| / (1 - r). Without such a norm there is no bound.
+**Reach.** For tanh, |h| <= 1. The bounded state limits the pre-activation, which gives a smaller bound of |h|, and so
+on. For linear and relu layers, |h'| <= |W h + U x + b|. In each norm in which W shrinks by r < 1, the states reached
+from zero therefore satisfy |h| <= max |U x + b| / (1 - r). Without such a norm there is no bound.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from wane.models.certificate.scaling import Gauge, balanced
 from wane.models.weights import CellWeights
 
 SETTLING = 12
-"""The number of times that the bounded reach is used to compute a smaller one."""
+"""The number of times that a smaller bound of |h| is computed from the current one."""
 
 
 class RecurrentLayer:
-    """A layer whose rho has a slope of at most 1 and is unbounded."""
+    """The proofs of a layer whose rho has a slope of at most 1 and is unbounded."""
 
     def __init__(self, cell: CellWeights, inputs: Inputs) -> None:
         (weight_ih, bias_ih), (weight_hh, bias_hh) = cell.input, cell.recurrent
@@ -59,8 +60,8 @@ class RecurrentLayer:
         return tuple(proofs), tuple(gauge for gauge in tried.values() if gauge and gauge.factor < norm)
 
     def _slope_and_reach(self, driven: Reach, magnitude: Matrix) -> tuple[Vector, Vector | None]:
-        """Returns the greatest slope of rho within reach and the greatest |h|, both (H). There is no reach if rho is
-        unbounded.
+        """Returns the greatest slope of rho over all reachable states, and the greatest |h|, both (H). The second
+        result is None if rho is unbounded.
 
         driven: the range of `U x + b`. magnitude: |W|.
         """
@@ -68,13 +69,13 @@ class RecurrentLayer:
         return np.ones(self.hidden), None
 
     def _gauges(self, matrix: Matrix) -> dict[str, Gauge | None]:
-        """Returns the weighted 2-norms to try, by rule. The value is None if a rule finds no norm. matrix: `diag(slope)
-        W`."""
+        """Returns the weighted 2-norm that each rule finds for the matrix `diag(slope) W`, or None if the rule finds
+        none. The keys are the rules' names."""
         return {"diagonal_scaling": balanced(matrix)}
 
     def _settle(self, driven: Perturbation, proofs: tuple[Proof, ...]) -> Vector:
-        """Returns the reach of a layer with an unbounded function, (H). The reach is infinite if the difference shrinks
-        in no norm."""
+        """Returns the greatest |h| of a layer with an unbounded rho, (H). It is infinite if no norm has a factor below
+        1."""
         hidden = self.hidden
         bounds: list[Vector] = [np.full(hidden, np.inf)]
         if self.recurrent.norm < 1:
@@ -116,5 +117,5 @@ class RecurrentLayer:
         return Errors(perturbations, tuple(gauge.of(perturbations[0]) for gauge in self.gauges))
 
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
-        del function, unit  # rho is exact, and no arithmetic follows
+        del function, unit  # rho is exact, and the state is its result
         return (Perturbation.within(before_gates),)

@@ -1,18 +1,22 @@
-"""The bound of one request: the distance between a window's end and any run that read the same last tokens.
+"""The bound of one request: the distance of the output layer's input between a window's end and any run with the same
+last tokens.
 
-The window starts from the zero state. The run was in any state reachable from zero when the window's first token came.
-From there on both read the same tokens, and the window's gates, slopes and lengths are known. The distance of the two
-is bounded step by step along the actual tokens, and layer by layer. Each state is bounded unit by unit and in the
-2-norm (`cell_step.py`, `deviation.py`):
+The window starts from the zero state. Before the window's first token, the run's state is any state that can be reached
+from zero. From this token on, the window and the run read the same tokens, and the window's gates, slopes and vector
+lengths are known. The distance between the window's states and the run's is bounded token by token and layer by layer.
+Each state is bounded unit by unit and in the 2-norm (`cell_step.py`, `deviation.py`):
 
-- A first layer whose inputs are the tokens alone has known gates. If it is gated, the distance is a product of gates
-  times the truncated state. Above convolution blocks, this holds as soon as their receptive field is within the window.
-- In a higher layer, a LayerNorm turns by an angle, matrices have norms, and a relu unit that stays inactive has no
-  effect.
-- No distance exceeds the distance from any state within the run's reach. If the reach is infinite (linear and relu
-  layers that may grow), states are unbounded. A LayerNorm above may still bound its output.
+- The inputs of the first layer are the tokens' embeddings, so its gates are known. If the layer is gated, the distance
+  is the distance before the first token times a product of gates. Above convolution blocks, this holds from the first
+  token whose receptive field is within the window.
+- In a higher layer, the change of a LayerNorm's output is bounded by an angle, and the change of a product by the
+  matrix's norms. A relu unit that stays inactive has no effect.
+- No distance exceeds the largest distance between the window's state and a reachable state. If reachable states are
+  unbounded (in some linear and relu layers), so is the distance. A LayerNorm above such a layer may still have a
+  bounded output.
 
-The statement is about exact runs and the window's end *as computed here*, in float64. The radius includes the rounding.
+The bound holds between a run in exact arithmetic and the window's end as computed here, in float64. The radius includes
+this computation's rounding.
 """
 
 from __future__ import annotations
@@ -36,9 +40,10 @@ from wane.models.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One layer at a window's last token. A plain network has only the cell.
+    """The values and bounds of one layer at a window's last token. In a plain network, a layer is only its cell.
 
-    state, error: after the token. off: (B), the rounding of the stream. norm, fed: of the feed-forward block.
+    state, error: the cell's state after the token, and the bound of its distance from the run's. off: (B), the rounding
+    of the layer's output. norm, fed: the LayerNorm and the output of the feed-forward block.
     """
 
     state: States
@@ -50,11 +55,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class WindowBound:
-    """The ends of windows, and the bounds of their distance from the runs. B windows, H units.
+    """The values at the ends of B windows, and the bounds of their distance from the runs.
 
-    hidden: (B, H), the output layer's input. radius: (B), the bound of its 2-norm distance from the run's, infinite if
-    unbounded. off: (B), the part of the radius that is the rounding of hidden itself. stream: (B, H), the first layer's
-    input. below: (B), the bound of the stream's change. steps: by layer. norm: the last LayerNorm.
+    hidden: (B, H), the output layer's input. radius: (B), the bound of the 2-norm distance between `hidden` and the
+    run's, infinite if there is no bound. off: (B), the part of the radius that the rounding of `hidden` itself adds.
+    stream: (B, H), the first layer's input. below: (B), the bound of the 2-norm distance between `stream` and the
+    run's. steps: one entry for each layer. norm: the last LayerNorm.
     """
 
     hidden: Matrix
@@ -67,10 +73,10 @@ class WindowBound:
 
 
 class RequestBound:
-    """The bounds of one model's windows. Computes once the parts that do not depend on the request."""
+    """Bounds the windows of one model. The values that do not depend on the request are computed once."""
 
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer] | None = None) -> None:
-        """layers: the layers of these weights, if already built."""
+        """layers: the layers of these weights, if the caller has already built them."""
         self._architecture = architecture
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
         self._residual = architecture.block == "residual"
@@ -83,7 +89,7 @@ class RequestBound:
         ]
 
     def __call__(self, windows: NDArray[np.int64]) -> WindowBound:
-        """Returns the bound of each of `windows`, token ids (B, k), k >= 1."""
+        """Returns the bounds of `windows`, token ids (B, k), k >= 1."""
         assert windows.ndim == 2 and windows.shape[1] >= 1, "this is a bug"
         batch = len(windows)
         seen = [block.nothing(batch) for block in self._front]
@@ -110,12 +116,14 @@ class RequestBound:
         errors: list[Matrix],
         rounding: float = 0.0,
     ) -> WindowBound:
-        """Returns the bound of windows from the outputs of a gated network's `window` graph at their last token.
+        """Returns the bounds of windows from the outputs of a gated network's `window` graph, which are values at each
+        window's last token.
 
-        stream: (B, H), the first layer's input. lengths: (B), of the windows. states and errors: by layer, (B, units),
-        of each cell's output. The window's end is computed from these in exact arithmetic, and may differ from the
-        graph's. `rounding` is the 2-norm bound of the rounding of the stream, of each layer's state and of the errors.
-        With this bound the result holds for exact runs. If it is 0, the graph's values are assumed to be exact.
+        stream: (B, H), the first layer's input. lengths: (B), the windows' numbers of tokens. states and errors: one
+        array (B, units) for each layer, with the cell's output and the bound of its distance from the run's. `hidden`
+        is computed from these arrays in float64, and may differ from the graph's. `rounding` bounds, in the 2-norm, the
+        rounding of the stream, of each layer's state and of the errors. The result then holds for runs in exact
+        arithmetic. If `rounding` is 0, the graph's values are assumed to be exact.
         """
         reach = 0 if self._architecture.front is None else self._architecture.front.reach
         x, ball = stream, np.where(lengths > reach, rounding, FAR)
@@ -145,7 +153,8 @@ def _outward(ball: Vector) -> Vector:
 
 
 class Block:
-    """One layer: its cell and, in a residual network, its block. weights: named without the layer's prefix."""
+    """One layer: its cell and, in a residual network, the rest of its block. weights: the layer's tensors, whose names
+    lack the layer's prefix."""
 
     def __init__(
         self, architecture: Architecture, index: int, weights: dict[str, Matrix], reach: tuple[Vector, ...]
@@ -174,20 +183,21 @@ class Block:
                 self._between = Between(self.feed_forward.inner, self.mix)
 
     def start(self, batch: int) -> tuple[States, Deviations]:
-        """Returns the zero state of a window, and the bound of its distance from the run's state."""
+        """Returns the zero state of `batch` windows, and the bound of its distance from the run's state."""
         reach = [np.tile(each, (batch, 1)) for each in self.cell.reach]
         return tuple(np.zeros_like(each) for each in reach), tuple(Deviation.within(each) for each in reach)
 
     def step(self, x: Matrix, ball: Vector, before: tuple[States, Deviations]) -> tuple[States, Deviations]:
-        """Steps the cell by one token. x: (B, H), the input from below, which changes by at most `ball`."""
+        """Computes the cell's state after one token, and its bounds. x: (B, H), the block's input. x changes by at most
+        `ball` (B) in the 2-norm. before: the state and its bounds before the token."""
         if not self._residual:
             return self.cell(x, Deviation.ball_only(ball, x.shape[1]), *before)
         norm = Normalised(x, self._epsilon, ball)
         return self.cell(norm.value, Deviation.ball_only(norm.ball, x.shape[1]), *before)
 
     def above(self, x: Matrix, ball: Vector, state: States, error: Deviations) -> tuple[Matrix, Vector, Step]:
-        """Computes the rest of the block for the state after the token. x: the block's input, which changes by at most
-        `ball`."""
+        """Computes the block's output and its bound from the cell's state after the token. x: (B, H), the block's
+        input. x changes by at most `ball` (B) in the 2-norm. state, error: the state and its bounds."""
         if not self._residual:
             return state[0], error[0].ball, Step(state, error, np.zeros(len(x)))
         rest, box = ball, error[0].box
@@ -206,11 +216,12 @@ class Block:
 
 
 Seen = tuple[Matrix, Matrix]
-"""The latest inputs of a convolution, (B, K - 1, H), oldest first, and the bound of each input's change, (B, K - 1)."""
+"""The last inputs of a convolution, (B, K - 1, H), oldest first, and the bound of each input's change in the 2-norm,
+(B, K - 1)."""
 
 
 class FrontBlock:
-    """A convolution block. Its inputs before the window's first token can be any outputs of a LayerNorm."""
+    """A convolution block. The run's inputs before the window's first token can be any outputs of a LayerNorm."""
 
     def __init__(self, architecture: Architecture, weights: dict[str, Matrix]) -> None:
         self._epsilon = architecture.norm_epsilon
@@ -221,12 +232,14 @@ class FrontBlock:
         self._anything = np.sqrt(architecture.hidden) * np.abs(self._gain).max() + np.linalg.norm(self._shift)
 
     def nothing(self, batch: int) -> Seen:
-        """Returns the inputs before the window's first token."""
+        """Returns zeros for the window's inputs before its first token, with the bounds of their distances from the
+        run's inputs."""
         earlier, hidden = len(self._taps) - 1, self._taps.shape[1]
         return np.zeros((batch, earlier, hidden)), np.full((batch, earlier), self._anything)
 
     def __call__(self, x: Matrix, ball: Vector, seen: Seen) -> tuple[Matrix, Vector, Seen]:
-        """Steps by one token. x: (B, H), which changes by at most `ball`."""
+        """Computes the block's output for one token, its bound, and the next `seen`. x: (B, H). x changes by at most
+        `ball` (B) in the 2-norm."""
         norm = Normalised(x, self._epsilon, ball)
         read = norm.value * self._gain + self._shift
         moved = norm.ball * np.abs(self._gain).max()

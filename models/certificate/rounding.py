@@ -1,17 +1,18 @@
-"""Bounds the distance of a floating-point run from exact arithmetic by carrying one step's error through the
-recurrence.
+"""Bounds the distance of a floating-point run from exact arithmetic by propagating the error of each step through the
+later steps.
 
-Every step of the computed run starts from the run's own state and adds an error. These errors follow the same recursion
-as a cut (`stack.py`): a run's distance from exact arithmetic obeys x' <= F(x) + delta, F monotone, delta the error of
-one step. Any X with F(X) + delta <= X bounds the distance after any number of steps, by induction from zero.
+Every step of the floating-point run starts from the run's own state and adds an error of at most delta. Let x bound the
+run's distance from exact arithmetic before a step. The distance after the step is then at most F(x) + delta, where F is
+the monotone function that `stack.py` uses. Any X with F(X) + delta <= X bounds the distance after any number of steps:
+the distance is 0 at first, and if it is at most X before a step, it is at most F(X) + delta <= X after the step.
 
-- `carry` takes a measured delta (`models/export/rounding.py`). The service uses this function.
-- `worst_case` computes an a priori delta. In any order, the error of a sum of n products is at most gamma_n = n u / (1
-  - n u) times the sum of their absolute values, u the unit roundoff. exp, tanh and the sigmoid are assumed to be within
-  FUNCTION u of their values. A LayerNorm is assumed to subtract the mean from its input before it squares. The result
-  is the distance of two runs, and therefore twice the bound of one run.
+- `carry` uses a measured delta (`models/export/rounding.py`). The certificate's bounds include its result.
+- `worst_case` uses an a priori bound of delta. In any order, the error of a sum of n products is at most gamma_n times
+  the sum of their absolute values, where gamma_n = n u / (1 - n u) and u is the unit roundoff. exp, tanh and the
+  sigmoid are assumed to be within FUNCTION u of their values. A LayerNorm is assumed to subtract the mean from its
+  input before it squares. The result bounds the distance of two runs, which is twice the bound of one run.
 
-The result is to first order in u: slopes and reach are those of exact states.
+`worst_case` is to first order in u, because the slopes and the bounds of states are those of exact arithmetic.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ DType = Literal["float32", "float64"]
 UNITS: dict[DType, float] = {"float32": 2.0**-24, "float64": 2.0**-53}
 
 FUNCTION = 8
-"""The assumed absolute accuracy of the sigmoid and tanh, in units of roundoff. Their values are at most 1."""
+"""The assumed absolute error of the sigmoid and tanh, whose values are at most 1, in units of roundoff."""
 
 ROUNDS = (16, 48, 96, 192, 384, 768)
-"""The numbers of steps after which twice the current errors are tried as a bound of all later errors."""
+"""The numbers of steps after which `worst_case` tests whether twice the current errors bound all later errors."""
 
 ROOM = 2.0
-"""The factor of the current errors that is tried as a bound of all later errors."""
+"""`carry` tests whether the current errors times this factor bound all later errors."""
 
 MAX_STEPS = 4096
-"""The largest number of steps over which errors are followed until a bound is found."""
+"""The largest number of steps after which `carry` stops the search for a bound."""
 
 SETTLING, SETTLED = 1 << 12, 1e-11
 """The largest number of steps that reduce a bound, and the relative change at which the reduction stops."""
@@ -76,7 +77,8 @@ def carry(stack: Stack, step: Mapping[str, StateError]) -> tuple[dict[str, State
 
 
 def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Perturbation, ...]], float]:
-    """Returns the errors of the states and of `hidden` if every step adds `delta`."""
+    """Returns bounds of the errors of the states, and of the error of `hidden`, if every step adds an error of at most
+    `delta`."""
 
     def step(errors: list[Errors]) -> list[Errors]:
         after, _ = stack.step(errors)
@@ -113,8 +115,8 @@ def _settled(step: Callable[[list[Errors]], list[Errors]], bound: list[Errors]) 
 
 
 def worst_case(architecture: Architecture, weights: Weights, stack: Stack, dtype: DType) -> float | None:
-    """Bounds the 2-norm distance of two runs' `hidden` by rounding alone. Returns None if the model has convolution
-    blocks."""
+    """Bounds the 2-norm distance between the `hidden` of two runs that differ only in rounding. Returns None if the
+    model has convolution blocks."""
     if architecture.front is not None:
         return None
     noise = _Writer(architecture, weights, stack.layers, UNITS[dtype]).noise()
@@ -137,7 +139,7 @@ class _Writer:
     unit: float
 
     def noise(self) -> Noise:
-        """Returns the rounding that every place of the network adds at each step."""
+        """Returns the rounding errors that one step adds at each position in the network."""
         architecture, residual = self.architecture, self.architecture.block == "residual"
         states, normalised, blocks = [], [], []
         stream = float(np.linalg.norm(self._tensor("embedding.weight"), axis=1).max())
@@ -155,7 +157,8 @@ class _Writer:
         return Noise(states, normalised, blocks, self._layer_norm(stream), 3 * self.unit * widest)
 
     def _before_gates(self, index: int, at_norm: float) -> Vector:
-        """Returns the error of the pre-activations. The first layer's input has only the rounding of its LayerNorm."""
+        """Returns the error that rounding adds to a layer's pre-activations, (G H). For the first layer, it includes
+        `at_norm`, the 2-norm error of its LayerNorm."""
         cell = CellWeights.of(self.architecture, index, self.weights)
         into, bias = cell.input
         sizes = inputs_of(self.architecture, self.weights, index, self.layers).magnitude(into) + np.abs(bias)
@@ -170,7 +173,8 @@ class _Writer:
         return off
 
     def _block(self, index: int, reach: Vector, stream: float) -> tuple[BlockNoise, float]:
-        """Returns the error that a block adds to a stream of length at most `stream`, and the stream's new length."""
+        """Returns the rounding errors of a block whose input has a 2-norm of at most `stream`, and a bound of the
+        output's 2-norm."""
         prefix, width = f"layers.{index}.", self.architecture.feed_forward
         mix = self._tensor(prefix + "mix.weight")
         mixed = np.abs(mix) @ reach
@@ -190,7 +194,7 @@ class _Writer:
         return BlockNoise(perturbation, at_norm, self._gamma(len(gain) + 4) * sizes, added), stream
 
     def _layer_norm(self, stream: float) -> float:
-        """Returns the error of the normalised vector, in the 2-norm, for an input of length at most `stream`."""
+        """Returns the 2-norm error of a LayerNorm's normalised vector. The input's 2-norm is at most `stream`."""
         width = self.architecture.hidden
         gamma = self._gamma(width + 8)
         return float(np.sqrt(width) * gamma * (1 + 4 * stream / np.sqrt(width * self.architecture.norm_epsilon)))

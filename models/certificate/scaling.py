@@ -1,13 +1,15 @@
 """Weighted 2-norms in which a matrix shrinks more than in the plain 2-norm.
 
-A norm |T s|_2 gives the factor |T W T^-1|_2. A diagonal T preserves unit-by-unit bounds of an elementwise function of
-slope at most 1, so it is valid for an RNN as well. For a linear layer any T is valid. Let
+In the norm |T s|_2, the factor of W is |T W T^-1|_2. For a linear layer, T is any invertible matrix. For an RNN, T must
+be diagonal: an elementwise function with a slope of at most 1 increases no entry of a difference, and therefore no
+diagonally weighted norm. Let
 
     P = sum_k (W / a)^k' (W / a)^k,   rho(W) < a < |W|_2,   W' P W = a^2 (P - I) <= a^2 P.
 
-Then the norm sqrt(s' P s) shrinks by less than a. This is the discrete Lyapunov equation. It is solved by doubling.
+Then the norm sqrt(s' P s) shrinks by less than a. This is the discrete Lyapunov equation. Its solution P is computed by
+repeated doubling of the number of terms.
 
-Neither solution is trusted: the stated factor is computed from T itself, and the error of T^-1 is added.
+The computed T need not be exact: the stated factor is computed from T itself, and includes the error of T^-1.
 """
 
 from __future__ import annotations
@@ -23,22 +25,23 @@ from wane.models.certificate.perturbation import Perturbation
 SWEEPS = 60
 
 DOUBLINGS = 24
-"""Sums up to 2^24 powers."""
+"""The number of doublings. The sum then has 2^24 terms."""
 
 SHARE = 0.2
-"""The position of the Lyapunov equation's `a` between spectral radius (0) and spectral norm (1). Smaller values skew
-the norm."""
+"""The position of the Lyapunov equation's `a` between the spectral radius (0) and the spectral norm (1). Smaller values
+increase the transform's condition number."""
 
 WIDEST = 1e6
-"""The largest condition number of a transform. With a larger one, the inverse costs more precision than the factor
-gains."""
+"""The largest condition number of a transform. With a larger one, the error of the inverse increases the factor more
+than the transform reduces it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
     """A weighted 2-norm with its factor: |s / scales|_2, or |transform s|_2 with an approximate inverse of transform.
 
-    into: the largest norm of a vector of 2-norm 1. back: the largest 2-norm of a vector of norm 1.
+    into: the largest weighted norm of a vector whose 2-norm is 1. back: the largest 2-norm of a vector whose weighted
+    norm is 1.
     """
 
     factor: float
@@ -47,13 +50,13 @@ class Gauge:
     back: float
 
     def of(self, perturbation: Perturbation) -> float:
-        """Returns the largest norm of all vectors within a perturbation, rounded up."""
+        """Returns the largest weighted norm of all vectors within a perturbation, rounded up."""
         above = self.into * perturbation.ball * UP
         (scale,) = self.norm.scales
         return min(above, norm_above(perturbation.box / scale)) if isinstance(scale, np.ndarray) else above
 
     def perturbation(self, value: float, size: int) -> Perturbation:
-        """Returns the perturbation of all vectors whose norm is at most `value`."""
+        """Returns a perturbation that contains all vectors whose weighted norm is at most `value`."""
         (scale,) = self.norm.scales
         ball = self.back * value * UP
         return (
@@ -64,7 +67,8 @@ class Gauge:
 
 
 def balanced(matrix: Matrix) -> Gauge:
-    """Returns the diagonal scaling that makes every row of T W T^-1 as long as its column (Osborne 1960)."""
+    """Returns the norm with a diagonal T for which row i and column i of T W T^-1 have the same 2-norm, for every i
+    (Osborne 1960)."""
     squares = matrix**2
     np.fill_diagonal(squares, 0.0)
     scales = np.ones(len(matrix))  # T = diag(1 / scales)
@@ -82,8 +86,8 @@ def balanced(matrix: Matrix) -> Gauge:
 
 
 def lyapunov(matrix: Matrix) -> Gauge | None:
-    """Returns the norm of the Lyapunov equation. Returns None if the spectral radius is 1 or more, or if the norm is
-    too skew."""
+    """Returns the norm of the Lyapunov equation. Returns None if the spectral radius is 1 or more, or if the
+    transform's condition number exceeds WIDEST."""
     size, largest = len(matrix), float(np.linalg.norm(matrix, 2))
     radius = float(np.abs(np.linalg.eigvals(matrix)).max())
     if radius >= 1 or largest == 0:
@@ -106,7 +110,7 @@ def lyapunov(matrix: Matrix) -> Gauge | None:
 
 
 def verified(matrix: Matrix, transform: Matrix, inverse: Matrix) -> Gauge | None:
-    """Returns the factor of W in |T s|_2, S an approximate inverse of T.
+    """Returns the factor of W in the norm |T s|_2. S is an approximate inverse of T.
 
     With E = S T - I of norm e < 1, `T W s = T W (I + E)^-1 S (T s)`. So the factor is at most `|T W S|_2 + |T W|_2
     |S|_2 e / (1 - e)`. The products' rounding, bounded by Frobenius norms, is added.

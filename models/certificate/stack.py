@@ -1,19 +1,21 @@
-"""The k-step bound of all layers: the distance of `hidden`, k tokens after the zero state, from the uninterrupted
-run's.
+"""The bound of the distance between a window's `hidden` and the uninterrupted run's, k tokens after the window's start.
 
-Just before the last k tokens, one trajectory is in the zero state and the other in any state reachable from it. From
-there both read the same tokens. The bound proceeds layer by layer and token by token. A layer's error after a token is
-bounded by its error before the token and by the distance of its inputs, which the layers below determine. Errors never
-exceed the reach.
+Before the last k tokens, the window's state is zero, and the run's state is any state that can be reached from zero.
+This difference is called the cut. Afterwards, the window and the run read the same k tokens. The bound proceeds layer
+by layer and token by token. A layer's error after a token is bounded by its error before the token and by the distance
+of its inputs, which the layers below determine. Errors never exceed the largest distance of two reachable states.
 
-A cut affects the convolution blocks only within their receptive field. Until then their output may be any output of a
-LayerNorm. Afterwards it is equal in both trajectories. Between the layers, matrices are bounded by their rows and their
-spectral norm, relu by 1, and LayerNorm by `layer_norm.py`. The mean, which LayerNorms ignore, is projected away.
+A cut affects the convolution blocks only within their receptive field. For the tokens within the receptive field, the
+first layer's input after its LayerNorm may be any output of a LayerNorm. For later tokens, this input is equal in the
+window and in the run. Between the layers, the effect of a matrix is bounded by the norms of its rows and by its
+spectral norm, and the slope of relu by 1. `layer_norm.py` bounds the effect of a LayerNorm. Differences are considered
+without their mean, which LayerNorms ignore.
 
 **The tail of the curve.** All errors of one token are the same monotone function F of the errors of the previous token.
-(The first gated layer's exact maximum only falls, and the errors are intersected with it.) As soon as no error of any
-layer is larger than one token earlier, no error grows again: x_(j+1) <= x_j implies F(x_(j+1)) <= F(x_j). The curve is
-computed up to this token. It then holds for every longer window, and e_k is the largest value from k on. If errors
+(The first gated layer's error is also bounded by an exact maximum that depends on the number of tokens. This maximum
+never increases, so it cannot make errors grow.) As soon as no error of any layer is larger than one token earlier, no
+error grows again: x_(j+1) <= x_j implies F(x_(j+1)) <= F(x_j). The curve is computed up to this token. The largest
+value of the curve from k on is e_k. It therefore bounds the distance for every window of at least k tokens. If errors
 still grow after `MAX_TOKENS` tokens, the rest of the curve is the largest possible distance.
 """
 
@@ -35,12 +37,13 @@ MAX_TOKENS = 1024
 """The largest number of tokens, in addition to the largest window, after which a curve must no longer grow."""
 
 NEGLIGIBLE = 1e-30
-"""The smallest value of a curve. The curve's computation stops there."""
+"""The computation of a curve stops at this value, and no value of the curve is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNoise:
-    """The rounding that a block adds at each step: to the stream, to n, to the wide layer, and again to the stream."""
+    """The rounding that a block adds at each step. mixed: to x + mix(y). normalised: to the normalised vector, in the
+    2-norm. wide: to the inner units of the feed-forward part. narrow: to the block's output."""
 
     mixed: Perturbation
     normalised: float
@@ -50,10 +53,11 @@ class BlockNoise:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The rounding added at each step, bottom to top (`models/certificate/rounding.py`).
+    """The rounding that one step adds in each layer, bottom to top (`models/certificate/rounding.py`).
 
-    states: the rounding of each layer's state. normalised: the 2-norm rounding of each layer's input after its
-    LayerNorm. top, hidden: the rounding of the last LayerNorm's n and of its output.
+    states: the rounding of each layer's state. normalised: the 2-norm rounding of each layer's normalised input. top:
+    the 2-norm rounding of the last LayerNorm's normalised vector, before gain and shift. hidden: the 2-norm rounding
+    that gain and shift add.
     """
 
     states: list[tuple[Perturbation, ...]]
@@ -81,7 +85,7 @@ class Stack:
             self.gain = np.abs(weights["norm.weight"].astype(np.float64))
 
     def start(self) -> list[Errors]:
-        """Returns the errors right after the cut."""
+        """Returns the errors at the cut: the distances between the zero state and any reachable state."""
         return [layer.start() for layer in self.layers]
 
     def at_rest(self) -> list[Errors]:
@@ -92,7 +96,8 @@ class Stack:
         ]
 
     def step(self, errors: list[Errors], noise: Noise | None = None) -> tuple[list[Errors], float]:
-        """Returns the errors one token later, with `noise` added, and the distance of `hidden`, in the 2-norm."""
+        """Returns the errors one token later, with the rounding `noise` added, and the 2-norm bound of the distance of
+        `hidden`."""
         if errors[0].steps < self.reach:
             anything = Perturbation.of_ball(normalised_furthest(self.architecture.hidden), self.architecture.hidden)
             return [
@@ -121,7 +126,8 @@ class Stack:
         return after, (float(self.gain.max()) * top + (noise.hidden if noise else 0.0)) * UP
 
     def hidden_apart(self, errors: list[Errors]) -> float:
-        """Returns the distance of `hidden`, in the 2-norm, right after a token that left these errors of the states."""
+        """Returns the 2-norm bound of the distance of `hidden` after a token, from the states' errors after the same
+        token."""
         if not self.residual:
             return errors[-1].perturbations[0].ball
         stream: Perturbation | None = None
@@ -131,22 +137,24 @@ class Stack:
         return float(self.gain.max()) * self._normalised(stream, len(self.layers)) * UP
 
     def furthest(self) -> float:
-        """Returns the largest possible distance of `hidden`."""
+        """Returns the largest possible 2-norm distance of `hidden`."""
         if self.residual:
             return normalised_furthest(self.architecture.hidden) * float(self.gain.max()) * UP
         return 2 * norm_above(self.layers[-1].bound.reach[0])
 
     def _normalised(self, apart: Perturbation, above: int) -> float:
-        """Returns the distance after the LayerNorm that reads the output of the first `above` layers."""
+        """Returns the 2-norm bound of the distance of normalised vectors, for the LayerNorm above the first `above`
+        layers. `apart` bounds the distance of its inputs."""
         least = self.blocks[above - 1].least
         return normalised_apart(apart.ball, self.architecture.hidden, self.architecture.norm_epsilon, least)
 
 
 class _Block:
-    """Maps differences through `x + mix(y)`, then `x + feed_forward(LayerNorm(x))`, for x without its mean.
+    """Bounds the difference of a block's outputs by the differences of its input x and of its cell's output y. The
+    block is `x + mix(y)`, then `x + feed_forward(LayerNorm(x))`. x is considered without its mean.
 
-    least: the least length of x without its mean, over all inputs, after the block. It is the length before the block
-    minus the largest addition of the block, and often 0.
+    least: the least 2-norm of the block's output without its mean, over all inputs. It is the least 2-norm of x minus
+    the greatest 2-norm of what the block adds, or 0 if that is negative.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, layer: int, reach: Vector, least: float) -> None:
@@ -182,20 +190,20 @@ class _Block:
 
 
 def _least_length(rows: Matrix) -> float:
-    """Returns the least 2-norm of a row without its mean, rounded down."""
+    """Returns the least 2-norm of all rows after each row's mean has been subtracted, rounded down."""
     centred = rows - rows.mean(axis=1, keepdims=True)
     off = roundoff(rows.shape[1]) * float(np.abs(rows).max()) * float(np.sqrt(rows.shape[1]))
     return max(0.0, float(np.linalg.norm(centred, axis=1).min()) / UP - 2 * off)
 
 
 def _centred(matrix: Matrix) -> LinearMap:
-    """Returns the matrix without the mean of its outputs."""
+    """Returns the linear map of the matrix followed by the subtraction of the result's mean."""
     centred = matrix - matrix.mean(axis=0)
     return LinearMap(centred, np.full(len(matrix), 1e-15 * norm_above(matrix.ravel())))
 
 
 def state_error_curve(stack: Stack, max_window: int) -> Vector:
-    """Returns e_k for k = 1 to max_window, (max_window): non-increasing, rounded outward."""
+    """Returns the curve e_k for k = 1 to max_window, (max_window). It never increases and is rounded up."""
     errors, curve = stack.start(), []
     before = np.concatenate([each.flat() for each in errors])
     while True:

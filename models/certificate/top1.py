@@ -1,22 +1,25 @@
-"""Proves that a window's most probable token is the uninterrupted run's, and bounds the distance of their
+"""Proves that a window and the uninterrupted run have the same most probable token, and bounds the distance of the two
 distributions.
 
-With output rows V_a, the lead of a over b moves by `(V_a - V_b) . (hidden~ - hidden)`. There are three tests. Each test
-reads only the tokens b that the previous test did not decide:
+Let W_a be the row of the output matrix for token a. The lead of token a over token b is the difference of their logits.
+Between the window and the run, the lead changes by `(W_a - W_b) . (hidden~ - hidden)`. a has the larger logit in the
+run if a bound of this change is below the window's lead. There are three bounds. Each is computed only for the tokens b
+for which the previous bound is too large:
 
-1. `(|V_a| + |V_b|) radius`, which decides nearly all tokens.
-2. `|V_a - V_b| radius`.
-3. A test along the lead's gradient. After the last token errors do not accumulate. The gradient is therefore propagated
-   back through the last LayerNorm, the feed-forward blocks and the mixing matrices to each layer's state, at the
-   window's own values. There the state's error is known unit by unit: `sum_i |gradient_i| error_i`. Two kinds of terms
-   beyond the gradient are bounded: the second order of a LayerNorm, and the relu units that may switch
+1. `(|W_a| + |W_b|) radius`, which is enough for nearly all tokens. The radius bounds |hidden~ - hidden|.
+2. `|W_a - W_b| radius`.
+3. A bound by the lead's gradient. The gradient is propagated back through the last LayerNorm, the feed-forward blocks
+   and the mixing matrices to each layer's state, at the window's values. The bound of each state's error is known unit
+   by unit, so the lead changes by at most `sum_i |gradient_i| error_i`, to first order. Two kinds of terms beyond the
+   first order are added to the bound: the second order of a LayerNorm, and the relu units that may switch
    (`deviation.py`).
 
-The distributions: each logit moves, relative to the logits' mean under the window's distribution, by `(V_a - mean) .
-(hidden~ - hidden)`. This is bounded in the same way for all tokens in one computation (`logit_margins.py`).
-`total_variation.py` derives the bound of the total variation.
+The distributions: relative to the logits' mean under the window's distribution, each logit changes by `(W_a - mean) .
+(hidden~ - hidden)`, where `mean` is the mean of all W_a under this distribution. `logit_margins.py` bounds this change
+in the same way, for all tokens in one computation. `total_variation.py` derives the bound of the total variation.
 
-The statements are about exact logits. The window's logits are computed here, and the test includes their rounding.
+The bounds hold for the run's logits in exact arithmetic. The window's logits are computed here, and the bounds include
+their rounding.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ Flags = NDArray[np.bool_]
 
 
 class Top1:
-    """The tests for one model. Windows and their bounds come from the model's `RequestBound`."""
+    """The proofs for one model. Their arguments are windows' values and bounds, which the model's `RequestBound`
+    computes."""
 
     def __init__(self, architecture: Architecture, weights: Weights, request: RequestBound) -> None:
         self._mixes = [layer.mix for layer in request.layers] if architecture.block == "residual" else []
@@ -52,7 +56,8 @@ class Top1:
         self._gain = weights["norm.weight"].astype(np.float64) if self._mixes else np.ones(architecture.hidden)
 
     def proved(self, bound: WindowBound) -> Flags:
-        """Returns for each window whether its most probable token is proved to be every run's: (B)."""
+        """Returns, for each window, whether its most probable token is proved to be the most probable one of every run:
+        (B)."""
         logits = bound.hidden @ self.rows.T + self._bias
         length = np.linalg.norm(bound.hidden, axis=1)[:, None]
         off = 2 * roundoff(self.rows.shape[1]) * (length * self._norms + np.abs(self._bias))
@@ -76,7 +81,7 @@ class Top1:
         return proved
 
     def variation(self, bound: WindowBound) -> Vector:
-        """Returns the bound of the total variation between each window's distribution and any run's: (B)."""
+        """Returns, for each window, the bound of the total variation between its distribution and any run's: (B)."""
         return np.array([variation(self.moves(bound, row)) for row in range(len(bound.hidden))])
 
     def proved_in_mixture(self, bound: WindowBound, row: int, first: int, weight: float, added: Vector) -> bool:
@@ -96,11 +101,11 @@ class Top1:
 
     @cached_property
     def margins(self) -> LogitMargins:
-        """The logit margins. They are built on first use because they are as large as the output layer."""
+        """The logit margins. They are computed on first use, because they need as much memory as the output layer."""
         return LogitMargins(self.rows, self._gain, self._mixes)
 
     def moves(self, bound: WindowBound, row: int) -> LogitMoves:
-        """Returns the bound of the distance between one window's logits, as computed here, and any run's."""
+        """Returns the bounds of the distance between one window's logits, as computed here, and any run's."""
         radius = float(bound.radius[row])
         logits = self.rows @ bound.hidden[row] + self._bias
         shares = np.exp(logits - logits.max())
@@ -114,13 +119,15 @@ class Top1:
             windows = np.array([row])
             along = float(self.stream(bound, bound.norm.along(windows), windows)[0])
             moved = self.margins.moved(bound, row, shares, along)
-        # the distance of sum(shares * moves) from 0, due to the rounding of the logits, the shares and the mean
+        # The last field bounds |sum(shares * changes of the logits)|, which is not 0 because of the rounding of the
+        # logits, the shares and the mean.
         longest, largest = float(self._norms.max()), float(np.abs(self._bias).max())
         logit = roundoff(self.rows.shape[1]) * (longest * float(np.linalg.norm(bound.hidden[row])) + largest)
         return LogitMoves(logits, shares, moved, (2 * logit + roundoff(len(shares))) * longest * radius)
 
     def moved(self, bound: WindowBound, gap: Matrix, rows: NDArray[np.intp]) -> Vector:
-        """Returns the bound of the change of `gap . hidden` (P, H), each for one of the windows (P): (P)."""
+        """Returns bounds of the changes of `gap . hidden`: (P). gap: (P, H). Vector j of `gap` belongs to window
+        `rows[j]`."""
         if bound.norm is None:
             error = bound.steps[-1].error[0]
             moved = _support(gap, error.box[rows], error.ball[rows]) * (1 + MARGIN)
@@ -137,7 +144,8 @@ class Top1:
         return result
 
     def stream(self, bound: WindowBound, g: Matrix, rows: NDArray[np.intp]) -> Vector:
-        """Returns the bound of the change of `g . x` (P, H), x the last LayerNorm's input: (P)."""
+        """Returns bounds of the changes of `g . x`, where x is the last LayerNorm's input: (P). g: (P, H). Vector j of
+        g belongs to window `rows[j]`."""
         left = np.zeros(len(g))
         for step, mix in zip(reversed(bound.steps), reversed(self._mixes), strict=True):
             left = left + np.linalg.norm(g, axis=1) * step.off[rows]
@@ -158,7 +166,8 @@ def variation(moves: LogitMoves) -> float:
 
 
 def _support(g: Matrix, box: Matrix, ball: Vector) -> Vector:
-    """Returns the greatest `g . d` for d within both bounds, plus the rounding of g itself: (P)."""
+    """Returns the greatest `g . d` over all d with |d_i| <= box_i and |d|_2 <= ball, plus the rounding of g itself:
+    (P)."""
     by_unit = np.einsum("pu,pu->p", np.abs(g), box)
     length = np.linalg.norm(g, axis=1)
     result: Vector = np.minimum(by_unit, length * ball) + MARGIN * length * ball

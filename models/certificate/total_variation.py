@@ -1,9 +1,10 @@
-"""Bounds the distance of predicted distributions by the distance of hidden states.
+"""Bounds the distance of two predicted distributions by the distance of the two hidden states.
 
-Let V_a be the output rows, and D the largest distance of two rows. If two hidden states are at most e apart in the
-2-norm, their logit gaps `l_a - l_b` are at most `|V_a - V_b|_2 e <= D e` apart. Distributions whose log-odds differ by
-at most g differ in total variation by at most tanh(g / 4). Two tokens can attain this bound. At temperature tau it is
-tanh(g / (4 tau)). Bounds of each token's logit give a sharper result (`variation_by_token`).
+Let W_a be the row of the output matrix for token a, and D the largest distance of two rows. If two hidden states are at
+most e apart in the 2-norm, the differences of two logits `l_a - l_b` are at most `|W_a - W_b|_2 e <= D e` apart. If the
+log-odds `l_a - l_b` of two distributions differ by at most g, their total variation is at most tanh(g / 4).
+Distributions over two tokens can attain this bound. At temperature tau the bound is tanh(g / (4 tau)). Bounds of each
+token's logit give a sharper result (`variation_by_token`).
 """
 
 from __future__ import annotations
@@ -14,25 +15,26 @@ from wane.models.certificate.deviation import MARGIN
 from wane.models.certificate.interval_rounding import TINY, Matrix, Vector, roundoff
 
 EXACT_ROWS = 16_384
-"""Up to this vocabulary size, D is the maximum over all pairs. For a larger vocabulary, D is twice the radius around
-the rows' mean."""
+"""Up to this vocabulary size, D is the maximum over all pairs of rows. For a larger vocabulary, D is twice the largest
+distance of a row from the rows' mean."""
 
 ROWS_AT_ONCE = 256
 
 MOST_MOVED = 700.0
-"""Above this value the exponential is not finite, and the bound is 1."""
+"""If a logit may change by this value or more, the bound of the total variation is 1, so that no exponential overflows.
+"""
 
 TANH_MARGIN = 1e-15
 """The largest relative error of float64's tanh: a few units in the last place."""
 
 
 def head_diameter(rows: Matrix) -> float:
-    """Returns D, rounded up: `max |V_a - V_b|_2` over the rows (V, H).
+    """Returns D, rounded up: the largest distance of two of the rows (V, H).
 
-    Squared distances are sums of squares of the centred rows, so that no large terms cancel. The rounding of the sums
-    is added. Rows are compared in order of length, longest first, each with the rows before it. The distance is at most
-    the sum of the row's length and the greatest length. The search stops when that sum is no more than the largest
-    distance found.
+    Squared distances are computed from the rows minus their mean, so that no large terms cancel. The rounding of the
+    sums is added. The rows are sorted by length, longest first, and each row is compared with all rows before it. The
+    distance of two rows is at most the sum of their lengths. The search stops when the current row's length plus the
+    greatest length is at most the largest distance found.
     """
     centred = rows - rows.mean(axis=0)
     squares = np.einsum("vh,vh->v", centred, centred)
@@ -54,7 +56,7 @@ def head_diameter(rows: Matrix) -> float:
 
 
 def total_variation(diameter: float, state_error: Vector) -> Vector:
-    """Returns epsilon for each e_k, rounded up."""
+    """Returns epsilon, the bound of the total variation, for each e_k in `state_error`, rounded up."""
     bound: Vector = np.minimum(np.tanh(diameter * state_error / 4 * (1 + 4 * TANH_MARGIN)) * (1 + TANH_MARGIN), 1.0)
     return bound
 
@@ -63,15 +65,18 @@ def variation_by_token(shares: Vector, moved: Vector, off: float = 0.0) -> float
     """Bounds the total variation of p (V), positive, and p~ proportional to `p_j exp(eta_j)`, rounded up. |eta_j| is at
     most `moved` (V), and `sum_j p_j eta_j` is at most `off` away from 0.
 
-    First let off be 0. The sum of the exponentials is at least 1 (Jensen). The variation is the total gain of the
-    tokens that gain, and therefore at most their `sum p_j (exp(eta_j) - 1)`. Their `sum p_j eta_j` equals that of the
-    tokens that lose, so it is at most half of `sum p_j moved_j`. By convexity `exp(eta_j) - 1 <= eta_j c_j`, c =
-    (exp(moved) - 1) / moved. The bound therefore assigns that half to the tokens with the largest c. To first order it
-    is `sum p_j moved_j / 2`.
+    First let off be 0, so `sum_j p_j eta_j` is 0. `sum_j p_j exp(eta_j)` is at least 1 (Jensen), so only tokens with
+    eta_j > 0 can become more probable. The variation is the sum of the increases of probability, which is at most `sum
+    p_j (exp(eta_j) - 1)` over the tokens with eta_j > 0. Over these tokens, `sum p_j eta_j` is minus the sum over the
+    tokens with eta_j < 0. The absolute values of the two sums together are at most `sum_j p_j moved_j`, so each is at
+    most half of it. By convexity, `exp(eta_j) - 1 <= eta_j c_j` with c_j = (exp(moved_j) - 1) / moved_j. The bound is
+    the largest value of `sum p_j eta_j c_j` for which eta_j <= moved_j and `sum p_j eta_j` is at most this half. It
+    sets eta_j = moved_j for the tokens with the largest c_j, until the half is reached. To first order the bound is
+    `sum_j p_j moved_j / 2`.
 
-    If off is not 0, the same argument is applied to eta + off, which gives the same p~ and whose weighted sum is
-    between 0 and 2 off. Two tokens' logits move apart by at most twice the largest `moved`. The variation is therefore
-    also at most the tanh of half of the largest `moved`.
+    If off is not 0, the same argument is applied to eta_j + off, which is at most moved_j + off. It gives the same p~,
+    and `sum_j p_j (eta_j + off)` is between 0 and 2 off. The difference of two logits changes by at most twice the
+    largest `moved`. The variation is therefore also at most tanh of half of the largest `moved`.
     """
     moved = moved + off
     if not float(moved.max()) < MOST_MOVED:

@@ -1,10 +1,12 @@
-"""The common parts of the comparisons of LSTM and GRU in torch, in a form that allows the matrices to be shrunk.
+"""The common parts of the contraction proofs (comparisons) of the LSTM and the GRU in torch. Unlike those of the
+certificate, they can also shrink a recurrent matrix.
 
 The theorems are those of `models/certificate/cells/`. `models/constraints/cells/` has one comparison for each of the
-two cells. A comparison bounds one step's differences unit by unit: `step(d)` for bounds d by unit, homogeneous and
-monotone. If `step(w) <= r w` for positive w, differences shrink by r in the maximum norm weighted by w. All bounds,
-including the box, shrink with the magnitude of every entry of the recurrent matrix. Each row may therefore be shrunk on
-its own. This module also has the rules of LSTM and GRU in the 2-norm, which are better for dense matrices.
+two cells. A comparison maps unit-by-unit bounds d of the difference of two states to bounds `step(d)` of the difference
+after one step. `step` is homogeneous and monotone. If `step(w) <= r w` for a positive vector w, then r is a contraction
+factor in the maximum norm weighted by w. If the magnitude of an entry of the recurrent matrix decreases, no bound
+increases. This includes the box, the bounds of the states. Each row may therefore be shrunk separately. This module
+also has the rules of LSTM and GRU in the 2-norm, which are better for dense matrices.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ LEAST_WEIGHT = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """The terms that are added to the pre-activations in addition to the recurrent matrix's product: (G H), float64.
+    """Bounds of the terms that are added to the recurrent matrix's product to give the pre-activations: (G H), float64.
 
-    least, greatest: the range of the input's part, including its bias. bias: the recurrent bias.
+    least, greatest: the range of the input's terms, including the input bias. bias: the recurrent bias.
     """
 
     least: Tensor
@@ -37,10 +39,11 @@ class Drive:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A sigmoid gate over a range of pre-activations, (H). `low`, `high`, `slope`: by case, (C, H).
+    """A sigmoid gate over a range of pre-activations, (H). The range is split into C intervals. `low`, `high`, `slope`:
+    the gate's bounds by interval, (C, H).
 
-    The smaller of two gates is between low and high. The gates differ by at most slope times the difference of their
-    pre-activations (`models/certificate/gate_pieces.py`).
+    If the smaller of two gates is in an interval, it is between low and high, and the gates differ by at most slope
+    times the difference of their pre-activations (`models/certificate/gate_pieces.py`).
     """
 
     low: Tensor
@@ -67,7 +70,7 @@ class Gate:
 
     @property
     def steepest(self) -> Tensor:
-        """The greatest slope, (H)."""
+        """The gate's greatest slope, (H)."""
         return self.slope.amax(0)
 
 
@@ -84,37 +87,40 @@ def spectral_norm(rows: Tensor, matrix: Tensor) -> float:
 
 
 def pick(cases: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the chosen case of each unit. cases: (C, H), chosen: int64 (H) -> (H)."""
+    """Returns `cases[chosen[i], i]` for each unit i. cases: (C, H), chosen: int64 (H) -> (H)."""
     return cases.gather(0, chosen[None])[0]
 
 
 class Comparison(Protocol):
-    """The proved bounds of one layer with one recurrent matrix (G H, H)."""
+    """The proved bounds of one layer for a given recurrent matrix (G H, H)."""
 
     h: Tensor
     """The greatest |h| of each unit from the zero state, (H)."""
 
     def even(self) -> Tensor:
-        """Returns bounds that leave room in every row, for any recurrent matrix."""
+        """Returns weights w for which `step(w) <= target w` is attainable without making any row zero, whatever the
+        recurrent matrix."""
 
     def step(self, bounds: Tensor) -> Tensor:
-        """Returns the bounds one step later."""
+        """Returns the bounds after one step, from the bounds before it."""
 
     def two_norm(self) -> float:
-        """Returns the factor by the rule in the 2-norm."""
+        """Returns the contraction factor by the rule in the 2-norm."""
 
     def rows_held(self, bounds: Tensor, target: float) -> Tensor:
-        """Returns the matrix with each row projected to the nearest row for which `step(bounds) <= target bounds`, with
-        the current cases and box.
+        """Returns the matrix with each row replaced by the nearest row for which `step(bounds) <= target * bounds`. The
+        gates' intervals that decide, and the bounds of the states (box), are those of the current matrix.
 
-        A smaller matrix improves the box. It may make the cases slightly worse.
+        For the smaller matrix, the box is smaller, and the gates' intervals that decide may be others. `step` of the
+        result may therefore exceed the target slightly.
         """
 
 
 def perron_vector(comparison: Comparison, enough: float = 0.0) -> tuple[float, Tensor]:
-    """Returns the elementwise factor and its bounds. The greatest bound is 1. Stops at a factor of `enough`.
+    """Returns a contraction factor in a weighted maximum norm, and the norm's weights. The greatest weight is 1. The
+    search stops at a factor of `enough`.
 
-    This is a shortened iteration of `models/certificate/perron_vector.py`. It finds the same bounds.
+    This is a shortened iteration of `models/certificate/perron_vector.py`. It finds the same weights.
     """
     bounds = torch.ones_like(comparison.even())
     best, chosen = math.inf, bounds

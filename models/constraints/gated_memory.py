@@ -1,16 +1,17 @@
-"""Constrains LSTM and GRU to a contraction: caps the memory gate and shrinks the recurrent matrix.
+"""Constrains an LSTM or a GRU to a contraction factor: limits the memory gate and shrinks the recurrent matrix.
 
 The set of weights that the certificate accepts is not convex, and no cheap projection to its nearest point is known.
-Weights beyond the limit are changed to feasible ones in two steps. Each step shrinks the weights as little as it can:
+Weights that the certificate would not accept are changed to feasible ones in two steps. Each step shrinks the weights
+as little as its method allows:
 
-1. The memory gate (LSTM forget, GRU update) is kept under a cap for every input. The cap limits its bias and the rows
-   of its input matrix, which leaves room for the recurrent matrix. The caps of the units are spread from a memory of
-   two tokens to the longest memory that the limit allows. A unit that forgets fast leaves more room for the state's
-   influence.
+1. The part of the memory gate (LSTM forget, GRU update) that input and biases determine is limited to a cap, for every
+   input. To this end, the gate's bias and the rows of its input matrix are reduced. The cap is below the limit, so that
+   the recurrent matrix need not be zero. The units have different caps, from a memory of two tokens to the longest
+   memory that the limit allows. A unit that forgets fast may have larger entries in the recurrent matrix.
 2. The recurrent matrix is shrunk in three ways, and the result nearest to the original is kept. Two of them project row
-   by row onto weighted l1 balls. One uses bounds by unit that suit this matrix (Perron's), the other uses bounds that
-   suit any matrix. The third way multiplies the whole matrix by one factor, which is best if the rule in the 2-norm
-   allows the most.
+   by row onto weighted l1 balls. One uses the Perron vector of this matrix as weights, the other uses weights that suit
+   any matrix. The third way multiplies the whole matrix by one factor. It is best if the rule in the 2-norm gives the
+   smallest factor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from wane.models.constraints.comparison import Comparison, Drive, perron_vector
 from wane.models.constraints.layer import Recurrence
 
 ROOM = 1.0
-"""The distance of the memory gate's bias below the cap's pre-activation, so that the input can still open the gate."""
+"""The memory gate's bias is at least this much below the cap's pre-activation, so that the input can still change the
+gate up to the cap."""
 
 LEAST_MEMORY = 0.5
 """The smallest cap, as a share of the contraction."""
@@ -34,26 +36,29 @@ MOST_MEMORY = 0.97
 """The greatest cap, as a share of the contraction. The rest is room for the recurrent matrix."""
 
 TOUCHED = 2e-5
-"""The relative excess over the target above which a layer is changed. Float32 rounding stays below it."""
+"""A layer is changed if its contraction factor exceeds the target by more than this relative amount, which is larger
+than float32 rounding."""
 
 ROUNDS = 4
-"""The number of times that the rows are shrunk. After each time, the matrix has a smaller box, and other cases of its
-gates may decide."""
+"""The number of times that the rows are shrunk. After each time, the states have smaller bounds, and other intervals of
+the gates may decide."""
 
 LEAST_HALVINGS = 2.0**-9
-"""The first exponent that is tried. It shrinks the matrix by 0.14 %. One optimiser step rarely needs more."""
+"""The first exponent t for which `shrink` tests the scale 2^-t. It shrinks the matrix by 0.14 %. After one optimiser
+step, a smaller scale is rarely needed."""
 
 MOST_HALVINGS = 128
-"""The largest exponent that is tried. Float32's largest values are about 2^128."""
+"""The largest exponent t that `shrink` tests. Float32's largest values are about 2^128."""
 
 BISECTIONS = 6
 STEPS_BACK = 4
 
 
 def hold(recurrence: Recurrence, target: float, make: Callable[[Drive, Tensor], Comparison]) -> Tensor:
-    """Makes a layer contractive by at most `target`, in place. Returns the greatest |h| of each unit, (H) float64.
+    """Changes a layer's weights in place so that its contraction factor is at most `target`. Returns the greatest |h|
+    of each unit, (H) float64.
 
-    make: builds the cell's comparison from a recurrent matrix.
+    make: builds the cell's comparison from the other terms of the pre-activations and a recurrent matrix.
     """
     comparison = make(recurrence.drive(), recurrence.matrix.double())
     if fits(comparison, target * (1 + TOUCHED)):
@@ -66,15 +71,17 @@ def hold(recurrence: Recurrence, target: float, make: Callable[[Drive, Tensor], 
 
 
 def fits(comparison: Comparison, target: float) -> bool:
-    """Whether one of the rules proves a factor of at most `target`."""
+    """Returns whether one of the rules proves a contraction factor of at most `target`."""
     return perron_vector(comparison, target)[0] <= target or comparison.two_norm() <= target
 
 
 def cap_memory_gate(recurrence: Recurrence, target: float) -> None:
-    """Keeps the part of the memory gate (rows H..2H) that input and biases determine under the unit's cap.
+    """Limits the memory gate (rows H to 2H) to each unit's cap, in place. Only the part of its pre-activation that
+    input and biases determine is limited.
 
-    The gate's bias is kept ROOM below the cap. Then the rows of the input matrix that still exceed the cap are shrunk.
-    Lowering only the bias would close the gate for all tokens because of one token that opens it.
+    The gate's bias is limited to ROOM below the cap's pre-activation. Then those rows of the input matrix for which an
+    input still exceeds the cap are shrunk. If only the bias were lowered, a single token could cause the gate to close
+    for all tokens.
     """
     hidden = recurrence.matrix.shape[1]
     rows = slice(hidden, 2 * hidden)
@@ -91,7 +98,7 @@ def cap_memory_gate(recurrence: Recurrence, target: float) -> None:
 
 
 def nearest(matrix: Tensor, make: Callable[[Tensor], Comparison], target: float) -> Tensor:
-    """Returns the feasible matrix that is nearest to `matrix` among the candidates."""
+    """Returns the nearest to `matrix` of the feasible matrices that the three ways of shrinking find."""
 
     def by_unit(scaled: Tensor) -> bool:
         return perron_vector(make(scaled), target)[0] <= target
@@ -117,8 +124,8 @@ def nearest(matrix: Tensor, make: Callable[[Tensor], Comparison], target: float)
 
 
 def way_back(held: Tensor, matrix: Tensor, fitting: Callable[[Tensor], bool]) -> Tensor:
-    """Moves from `held`, which is feasible, towards `matrix` as far as the result stays feasible, to a sixteenth of the
-    distance."""
+    """Returns the feasible matrix between `held`, which is feasible, and `matrix` that is nearest to `matrix`. The
+    search has a resolution of a sixteenth of the distance."""
     kept, lost = 0.0, 1.0
     for _ in range(STEPS_BACK):
         middle = (kept + lost) / 2
@@ -127,9 +134,10 @@ def way_back(held: Tensor, matrix: Tensor, fitting: Callable[[Tensor], bool]) ->
 
 
 def shrink(matrix: Tensor, fitting: Callable[[Tensor], bool]) -> Tensor:
-    """Returns the matrix times approximately the largest feasible scale 2^-t <= 1, or zeros if no scale is feasible.
+    """Returns the matrix times the largest scale 2^-t <= 1 for which it is feasible, approximately. Returns zeros if it
+    is feasible for no scale.
 
-    Doubles t until the result is feasible, then bisects.
+    Doubles t until the result is feasible, then finds t by bisection.
     """
     if fitting(matrix):
         return matrix

@@ -1,4 +1,5 @@
-"""The projection of rows onto weighted l1 balls. Rules in the maximum norm require it of a matrix."""
+"""The projection of a matrix's rows onto weighted l1 balls. A rule in the maximum norm is a limit of each row's
+weighted l1 norm."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from torch import Tensor
 def project_rows(rows: Tensor, weights: Tensor, limits: Tensor) -> Tensor:
     """Returns the nearest rows (R, N) with `sum_j weights_ij |x_ij| <= limits_i`. weights: (R, N), >= 0. limits: (R).
 
-    Each entry shrinks by t_i weights_ij, but not past zero (Duchi et al. 2008, there without weights). No entry grows,
-    and entries of zero weight stay. A limit of zero or less makes all entries of positive weight zero.
+    For each row i there is a number t_i by which its entries shrink: entry j by t_i weights_ij, but not past zero
+    (Duchi et al. 2008 for weights of 1). No entry grows, and entries of zero weight do not change. If the limit is zero
+    or less, all entries of positive weight become zero.
     """
     size = rows.abs()
     total = (weights * size).sum(1)

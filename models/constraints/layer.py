@@ -1,4 +1,4 @@
-"""One layer under a constraint: its weights, and the possible inputs of its cell."""
+"""A layer that is to be constrained: its weights, and the possible inputs of its cell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wane.models.constraints.comparison import Drive
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """One layer's weights, and the range of the input's part of each pre-activation.
+    """One layer's weights, and the range of the input's contribution to each pre-activation.
 
     matrix: (G H, H). bias: (G H), the recurrent bias. input_matrix: (G H, I). input_bias: (G H). These are the layer's
     own tensors and are modified in place. least, greatest: float64 (G H), the range of `input_matrix x + input_bias`
@@ -26,7 +26,7 @@ class Recurrence:
     greatest: Tensor
 
     def drive(self) -> Drive:
-        """Returns the terms that are added to the pre-activations in addition to the recurrent matrix's product."""
+        """Returns bounds of the terms that are added to the recurrent matrix's product to give the pre-activations."""
         return Drive(self.least, self.greatest, self.bias.double())
 
 
@@ -34,8 +34,8 @@ class Recurrence:
 class ConstrainedLayer:
     """One layer of a network.
 
-    vocabulary: (V, I), the embeddings, if the layer reads them. below: (I), the greatest |x_i| of the layer below, if
-    known.
+    vocabulary: (V, I), the embeddings if they are the layer's inputs, else None. below: (I), the greatest absolute
+    values of the outputs of the layer below, if known.
     """
 
     module: nn.Module
@@ -43,17 +43,17 @@ class ConstrainedLayer:
     below: Tensor | None
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a parameter of the cell."""
+        """Returns the cell's parameter of this name."""
         value = getattr(self.module.cell, name)
         assert isinstance(value, Tensor), f"{name} is not a tensor: this is a bug"
         return value
 
     def recurrence(self) -> Recurrence:
-        """Returns the layer's recurrence with the range of its input part over all admissible inputs.
+        """Returns the layer's weights, with the range of the input's contribution over all admissible inputs.
 
-        If the layer reads the vocabulary's rows, directly or through a LayerNorm, the range is exact. Otherwise the
+        If the layer's inputs are the embeddings, directly or through a LayerNorm, the range is exact. Otherwise the
         inputs are the outputs of a LayerNorm, gain * n + shift with |n| <= sqrt(d) and n of mean zero. In a network
-        without LayerNorms, the inputs are in the box of the layer below, |x_i| <= below_i.
+        without LayerNorms, the inputs are the outputs of the layer below, |x_i| <= below_i.
         """
         norm = getattr(self.module, "norm", None)
         own, own_bias = self.tensor("weight_ih_l0"), self.tensor("bias_ih_l0")

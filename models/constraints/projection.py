@@ -1,8 +1,9 @@
 """Keeps a network contractive during training.
 
-After an optimiser step, `project(network, contraction, spectral_limit)` changes the weights so that every layer attains
-its factor. Weights that already do are not changed, and no weight grows. `models/constraints/cells/` has the constraint
-of each cell. Export and load recompute the bounds independently and round them outward.
+After an optimiser step, `project(network, contraction, spectral_limit)` changes the weights so that no layer's
+contraction factor exceeds its limit. The weights of a layer within its limit are not changed, and no weight grows.
+`models/constraints/cells/` has the constraint of each cell. The certificate recomputes the bounds independently, at
+export and when a bundle is loaded, and rounds them outward.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from wane.models.networks import Network
 Constrain = Callable[[ConstrainedLayer, float], Tensor | None]
 
 MARGIN = 1e-4
-"""The relative slack below the requested limit. It is larger than float32 rounding."""
+"""The requested limits are reduced by this relative amount before the projection. It is larger than float32 rounding.
+"""
 
 
 @torch.no_grad()
 def project(network: Network, contraction: Sequence[float] | None, spectral_limit: float | None = None) -> None:
-    """Makes every layer contractive by at most its entry of `contraction`, in place. None means no constraint.
+    """Changes the weights in place so that no layer's contraction factor exceeds the layer's entry of `contraction`.
+    None means no constraint.
 
     `spectral_limit` is the limit of every matrix that `spectral_limit.py` names (residual blocks). It is applied first,
-    because `contraction` then only shrinks the rows of such a matrix.
+    because the constraint by `contraction` then only shrinks rows of these matrices, so their norms stay within the
+    limit.
     """
     architecture = network.architecture
     if spectral_limit is not None:

@@ -1,4 +1,5 @@
-"""Limits spectral norms: the projection onto `|M|_2 <= limit`, and the limited matrices of a residual block.
+"""Limits spectral norms: projects matrices M onto `|M|_2 <= limit`, and lists the matrices of a residual block to which
+the limit applies.
 
 A residual block multiplies the error of its input by factors that depend on the spectral norms of its matrices. The
 gain of the preceding LayerNorm is part of the matrix. Smaller norms give tighter proofs for a request.
@@ -15,16 +16,17 @@ from wane.models.cell_registry import CELLS, Cell
 from wane.models.networks import Network
 
 TOUCHED = 1e-6
-"""The relative excess over the limit above which a matrix is changed. Float32 rounding stays below it."""
+"""A matrix is changed if its norm exceeds the limit by more than this relative amount, which is larger than float32
+rounding."""
 
 
 @torch.no_grad()
 def clip_singular_values(matrix: Tensor, limit: float, gain: Tensor | None = None) -> None:
     """Reduces `|matrix diag(gain)|_2` to at most `limit`, in place. gain: (columns), ones by default.
 
-    The product becomes the nearest one (Frobenius norm) within the limit: its singular values are clipped from above.
-    With U the left singular vectors whose values s exceed the limit, `matrix -= U diag(1 - limit / s) U' matrix`. There
-    is no division by the gain, so a small gain does not inflate a weight.
+    The product is replaced by the nearest matrix (Frobenius norm) within the limit: its larger singular values become
+    `limit`. Let s be the singular values above the limit, and U their left singular vectors. Then `matrix -= U diag(1 -
+    limit / s) U' matrix`. There is no division by the gain, so a small gain does not inflate a weight.
     """
     # The Gram matrix in float64 determines a singular value s to about 1e-16 (largest / s)^2. Badly scaled matrices are
     # therefore clipped twice.
@@ -50,8 +52,8 @@ def _singular_above(matrix: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 def limit_spectral_norms(network: Network, limit: float) -> None:
     """Reduces the spectral norms of a residual network's matrices to at most `limit`, in place.
 
-    In each block, these are the cell's input matrix of each gate, `feed_forward_in`, `mix` and `feed_forward_out`. The
-    first two include the gain of their LayerNorm.
+    In each block, the limited matrices are the cell's input matrix of each gate, `feed_forward_in`, `mix` and
+    `feed_forward_out`. The cell's input matrices and `feed_forward_in` include the gain of the LayerNorm before them.
     """
     for layer in network.layers:
         for matrix, gain in limited_matrices(layer, network.architecture.cell):

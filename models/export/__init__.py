@@ -1,4 +1,5 @@
-"""Exports a trained network as a bundle: graphs over one weights file, checked against the oracle."""
+"""Exports a trained network as a bundle: ONNX graphs that share one weights file. Their outputs are compared with the
+oracle's."""
 
 from wane.models.export.export import export_again, export_bundle
 from wane.models.export.parity import ExportError

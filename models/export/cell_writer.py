@@ -1,13 +1,14 @@
-"""The common base of the cells as ONNX nodes. It splits a step into two halves.
+"""The common base class of the cells as ONNX nodes. A step has two parts.
 
 `drive` computes the part that depends on the layer's input alone, for many rows in one product. `step` computes the
-rest, token by token. In the first layer `drive` is a function of the token, and folds into a table of V rows when the
-graph is loaded. Whole sequences loop over `step`, so that they round exactly like streaming.
+rest, token by token. In the first layer `drive` is a function of the token. onnxruntime computes it for all V tokens
+when it loads the graph, and keeps a table of V rows. The graphs for whole sequences contain a loop over `step`, so
+their rounding is exactly that of the `step` graph.
 
 ONNX has operators for LSTM, GRU and RNN, but they multiply by the input's weights at every token. For 64 windows of 64
-tokens on one CPU core, the loop takes 0.55 of the operator's time for an LSTM of 256 and 0.23 for an RNN of 384. For a
-single window it takes 1.2 times the operator's time for the LSTM and 0.56 for the RNN. The gated loop takes a
-microsecond per token, less than solving chunks by doubling (`benchmarks/recurrence.py`).
+tokens on one CPU core, the loop takes 0.55 times the operator's time for an LSTM with 256 units, and 0.23 times for an
+RNN with 384 units. For a single window, the factors are 1.2 (LSTM) and 0.56 (RNN). The gated cell's loop takes a
+microsecond per token, which is less than a parallel scan takes (`benchmarks/recurrence.py`).
 """
 
 from __future__ import annotations
@@ -37,21 +38,23 @@ class CellWriter(ABC):
         self._prefix = f"layers.{layer}.cell."
 
     def drive(self, x: str) -> list[str]:
-        """Computes the input's contribution to a step. x: (N, I). Returns values of N rows for `step`."""
+        """Adds the part of N steps that depends on the input alone. x: (N, I). Returns the values that `step` needs, N
+        rows each."""
         graph = self._graph
         bias = graph.node("Add", self._rows("bias_ih_l0"), self._rows("bias_hh_l0"))
         return [linear(graph, x, self._rows("weight_ih_l0", self.inputs), bias)]
 
     @abstractmethod
     def step(self, graph: GraphWriter, state: list[str], driven: list[str]) -> list[str]:
-        """Returns the state after one token. state: (B, H) each. driven: the results of `drive`, B rows."""
+        """Adds the rest of one step. state: (B, H) each. driven: the results of `drive`, B rows each. Returns the next
+        state."""
 
     def _recalled(self, graph: GraphWriter, h: str, driven: str) -> str:
         """Returns the pre-activations `W h + driven`. h: (B, H), driven: (B, gates * H)."""
         return linear(graph, h, self._rows("weight_hh_l0", self.hidden), driven, self._graph)
 
     def _block(self, name: str, index: int | slice, *columns: int) -> str:
-        """Returns blocks of H rows of a weight, by position: (rows, *columns)."""
+        """Returns one or more consecutive blocks of H rows of a weight: (rows, *columns)."""
         graph = self._graph
         first, last = (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
         weight = graph.weight(self._prefix + name, self.gates * self.hidden, *columns)
@@ -77,7 +80,7 @@ class InputGatedWriter(CellWriter):
 
     @abstractmethod
     def enter(self, gate: str, candidate: str) -> list[str]:
-        """Returns the inputs of `step` that a gate and a candidate determine."""
+        """Returns the arguments `driven` of `step` for a gate and a candidate."""
 
 
 def build_cell(graph: GraphWriter, architecture: Architecture, layer: int) -> CellWriter:

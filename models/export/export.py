@@ -43,7 +43,7 @@ from wane.models.weights import Weights, WeightsError, check_weights, encode_wei
 WEIGHTS = "weights.safetensors"
 
 RANDOM_SAMPLE = 512
-"""Random tokens of the parity check of a bundle that is exported again."""
+"""The number of random tokens with which a bundle that is exported again is checked."""
 
 
 def export_bundle(
@@ -70,10 +70,10 @@ def export_bundle(
     """Writes the bundle `directory` after checking that its graphs, the oracle and `torch_network` agree.
 
     `weights` maps the names of `models/weights.py` to float32 tensors. `sample_tokens` is real text for the parity
-    check. `precision` is the number format of the products. int8 graphs are faster, slightly different and not
-    certified. `cache` is the cache language model that the server mixes with the network. `unknown` is what the server
-    does with a word or an event that the vocabulary lacks. `replace` allows the replacement of a bundle of the same or
-    a higher version.
+    check. `precision` is the number format of the products with weights. int8 graphs are faster, but their results
+    differ slightly, and they have no certificate. `cache` is the cache language model that the server mixes with the
+    network. `unknown` is what the server does with a word or an event that the vocabulary lacks. `replace` allows the
+    replacement of a bundle of the same or a higher version.
 
     Raises BundleExistsError if an existing bundle may not be replaced. Raises ExportError if the arguments do not fit
     together, or if the graphs, the oracle and `torch_network` differ. On an error nothing is written.
@@ -139,11 +139,12 @@ def export_again(
     quality: Quality | None = None,
     replace: bool = False,
 ) -> Manifest:
-    """Writes the bundle `directory` with the weights of `source`, and with the graphs and files of this Wane.
+    """Writes the bundle `directory` with the weights of `source`. The graphs and all other files are built by this
+    version of Wane.
 
-    The certificate and the provenance stay those of `source`. `precision`: None for that of `source`. `cache` and
-    `quality`: None for those of `source`; an int8 bundle made from float32 has no quality. `replace` and errors: as in
-    `export_bundle`. The name of an int8 bundle is that of `directory`.
+    The certificate and the provenance stay those of `source`. `precision`, `cache` and `quality`: None means the value
+    of `source`. If a float32 bundle is exported in int8, the new bundle has no certificate, its name is that of
+    `directory`, and None for `quality` means no quality. `replace` and the errors are those of `export_bundle`.
     """
     before = source.manifest
     precision = precision or before.precision
@@ -212,10 +213,10 @@ def _files(
 def _request_bound(
     architecture: Architecture, weights: Weights, tokens: list[int], max_window: int
 ) -> RequestBound | None:
-    """Returns the bound for the window graph's radius, or None if a radius is not worth its cost.
+    """Returns the bound from which the window graph's radius is built, or None if the graph is to have no radius.
 
-    Cells without a radius have no bound. The radius is not worth its cost if the radius of a window of `max_window`
-    tokens is hardly smaller than that of the last token alone.
+    A radius exists only for input-gated cells. It is not worth its computing time if the radius of a window of
+    `max_window` tokens is at least half the radius of a window of one token.
     """
     if not CELLS[architecture.cell].input_gated:
         return None
@@ -225,7 +226,8 @@ def _request_bound(
 
 @contextmanager
 def opened_step(step: bytes, weights_data: bytes) -> Iterator[Run]:
-    """Opens the `step` graph in a temporary directory. The bundle does not exist yet."""
+    """Opens the `step` graph in a temporary directory, because the bundle's directory does not exist yet. Yields the
+    function that runs the graph."""
     with tempfile.TemporaryDirectory() as directory:
         graph = Path(directory) / "step.onnx"
         graph.write_bytes(step)

@@ -1,4 +1,4 @@
-"""The convolution blocks below the first cell as ONNX nodes, and their parts, LayerNorm and feed-forward."""
+"""The convolution blocks below the first layer as ONNX nodes, and their parts: LayerNorm and feed-forward."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ def layer_norm(graph: GraphWriter, name: str, x: str, architecture: Architecture
 
 
 def layer_norm_by(graph: GraphWriter, name: str, x: str, architecture: Architecture, outputs: int = 1) -> list[str]:
-    """Adds a LayerNorm. x: (N, H) -> (N, H). With 3 outputs, returns the mean and 1 / sqrt(variance + epsilon), (N, 1),
-    as well."""
+    """Adds a LayerNorm. x: (N, H) -> (N, H). With `outputs=3`, also returns the mean and 1 / sqrt(variance + epsilon),
+    (N, 1) each."""
     scale, shift = (graph.weight(f"{name}.{part}", architecture.hidden) for part in ("weight", "bias"))
     operator, epsilon = "LayerNormalization", architecture.norm_epsilon
     return graph.nodes(operator, x, scale, shift, outputs=outputs, axis=-1, epsilon=epsilon)
 
 
 def feed_forward(graph: GraphWriter, prefix: str, x: str, hidden: int, width: int) -> str:
-    """`W_2 relu(W_1 x + b_1) + b_2` with `width` inner units. x: (N, H) -> (N, H)."""
+    """Adds `W_2 relu(W_1 x + b_1) + b_2` with `width` inner units. x: (N, H) -> (N, H)."""
     for name, rows, columns in (("feed_forward_in", width, hidden), ("feed_forward_out", hidden, width)):
         weight, bias = graph.weight(f"{prefix}{name}.weight", rows, columns), graph.weight(f"{prefix}{name}.bias", rows)
         x = linear(graph, x, weight, bias)
@@ -31,7 +31,8 @@ def feed_forward(graph: GraphWriter, prefix: str, x: str, hidden: int, width: in
 
 
 class FrontWriter:
-    """The causal-convolution blocks of an architecture, if any, in one graph. K: kernel size, B: batch, T: time."""
+    """Writes the causal-convolution blocks of an architecture, if it has any, into one graph. K: kernel size, B: batch,
+    T: time."""
 
     def __init__(self, graph: GraphWriter, architecture: Architecture) -> None:
         self._graph = graph
@@ -41,8 +42,8 @@ class FrontWriter:
         self._kernel = 1 if architecture.front is None else architecture.front.kernel_size
 
     def step(self, x: str, state: list[str]) -> tuple[str, list[str]]:
-        """Adds one step of the blocks. x: (B, H). state: of the whole network. Returns (B, H) and the blocks' next
-        state."""
+        """Adds one step of the blocks. x: (B, H). state: all state tensors of the network. Returns the last block's
+        output (B, H) and the blocks' next state."""
         graph, after = self._graph, []
         for block, before in zip(range(self._blocks), state, strict=False):
             fresh = graph.node("Unsqueeze", self._normalise(block, x), graph.integers(1))
@@ -54,9 +55,9 @@ class FrontWriter:
 
     def sequence(self, x: str, by_time: str, lengths: str, state: list[str]) -> tuple[str, list[str]]:
         """Adds the blocks over whole sequences. x: (T * B, H), time-major. by_time: the tokens, (T, B). lengths: (B).
-        state: of the whole network.
+        state: all state tensors of the network.
 
-        Returns (T * B, H) and the blocks' state after each row's length.
+        Returns the last block's outputs (T * B, H), and the blocks' state after the last token of each sequence.
         """
         if self._blocks == 0:
             return x, []

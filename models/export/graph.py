@@ -1,8 +1,8 @@
 """A writer of ONNX graphs whose weights stay in the safetensors file.
 
-A weight enters a graph as external data: a name, a shape, and an extent of bytes in the weights file. Values that are
-computed from weights alone (reordered gates, per-token tables) are ordinary nodes. onnxruntime folds them into
-constants when it loads the graph, so that no value is stored twice.
+In a graph, a weight is external data: a name, a shape, and the range of its bytes in the weights file. Values that are
+computed from weights alone (reordered gates, per-token tables) are ordinary nodes. onnxruntime computes them once, when
+it loads the graph, so the files contain no value twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GraphWriter:
         prefix: str = "",
         precision: Precision = "float32",
     ) -> None:
-        """`precision`: the number format of the products in `linear`."""
+        """precision: the number format of the products with weights (`models/export/linear.py`)."""
         self.precision = precision
         self._name = name
         self._weights_file = weights_file
@@ -48,7 +48,7 @@ class GraphWriter:
         self._output_of: dict[str, str] = {}
 
     def nodes(self, operator: str, *inputs: str, outputs: int = 1, omit: int = 0, **attributes: object) -> list[str]:
-        """Adds a node. Returns the names of its outputs except the first `omit`, which are not computed."""
+        """Adds a node. The first `omit` outputs are not computed. Returns the names of the other outputs."""
         base = f"{self._prefix}{operator.lower()}.{len(self._nodes)}"
         names = [f"{base}.{index}" if index >= omit else "" for index in range(outputs)]
         self._nodes.append(helper.make_node(operator, list(inputs), names, name=base, **attributes))
@@ -59,7 +59,7 @@ class GraphWriter:
         return self.nodes(operator, *inputs, **attributes)[0]
 
     def weight(self, name: str, *shape: int) -> str:
-        """Adds a tensor of the weights file with the shape `shape`, which may split the tensor's axes."""
+        """Adds a tensor of the weights file. `shape` is the shape in the graph. It may split the tensor's axes."""
         offset, length = self._extents[name]
         assert length == 4 * math.prod(shape), f"{name}: {length} bytes do not fill {shape}: this is a bug"
         key = f"{name}:{'x'.join(map(str, shape))}"
@@ -104,12 +104,13 @@ class GraphWriter:
         return name
 
     def output(self, name: str, value: str, shape: Sequence[Dimension], element: int = TensorProto.FLOAT) -> None:
-        """Declares `value` as the output `name`. This renames the value, so outputs must be declared last."""
+        """Declares `value` as the graph's output `name`. This renames the value, so outputs must be declared after all
+        nodes have been added."""
         self._rename(value, name)
         self._outputs.append(helper.make_tensor_value_info(name, element, shape))
 
     def _rename(self, value: str, name: str) -> None:
-        """Renames a value, or copies it if it has been renamed before."""
+        """Renames a value. If it has been renamed before, adds a copy of it with the new name."""
         if value in self._output_of:
             self._nodes.append(helper.make_node("Identity", [self._output_of[value]], [name], name=name))
         else:
@@ -128,8 +129,9 @@ class GraphWriter:
     ) -> list[str]:
         """Adds a loop over the first axis of `slices`, which all have the same length T.
 
-        `step(body, states, slices)` writes one step into `body` and may also use this graph's values. It returns the
-        next states, followed by any other values. `scan` returns all of these values for every step, stacked: (T, ...).
+        `step(body, states, slices)` adds one iteration to the graph `body`, where it may also use this graph's values.
+        It returns the next states, followed by any other values. `scan` returns all of these values for every step,
+        stacked: (T, ...).
         """
         prefix = f"{self._prefix}scan.{len(self._nodes)}."
         body = GraphWriter("body", self._weights_file, self._extents, prefix, self.precision)
@@ -140,7 +142,7 @@ class GraphWriter:
         results += [f"{body._prefix}stacked.{index}" for index in range(len(after))]
         for value, name in zip(after[: len(states)] + after, results, strict=True):
             body._rename(value, name)
-        # ONNX infers the types in a body.
+        # The types are omitted, because ONNX infers them in a loop's body.
         body._inputs = [onnx.ValueInfoProto(name=name) for name in carried + sliced]
         body._outputs = [onnx.ValueInfoProto(name=name) for name in results]
         return self.nodes(

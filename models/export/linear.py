@@ -1,9 +1,10 @@
 """Products of rows and a weight matrix as ONNX nodes, in float32 or in int8.
 
-In int8 the weights of each output unit share a scale. Each row of the input gets its own scale at run time. A row's
-result therefore does not depend on its batch. Integer sums are exact. The input is uint8 centred at 128, which
-processors can multiply by int8. The weights are scaled and rounded by nodes that fold into constants at load, so the
-file holds only the float32 weights.
+In int8, the weights of each output unit have a common scale, and each row of the input has its own scale, which is
+computed at run time. A row's result therefore does not depend on the other rows of the batch. Sums of integers are
+exact. The input is uint8 centred at 128, which processors can multiply by int8. The weights are scaled and rounded by
+nodes that onnxruntime computes once, when it loads the graph. The weights file therefore contains only the float32
+weights.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from wane.models.export.graph import GraphWriter
 LEVELS = 127.0
 MIDDLE = 128
 SMALLEST = 2.0**-100
-"""The lower limit of a row's largest value. It prevents a division by 0 for rows of zeros."""
+"""The lower limit of a row's largest absolute value. It prevents a division by 0 for rows of zeros."""
 
 
 def linear(graph: GraphWriter, x: str, weight: str, bias: str, weights: GraphWriter | None = None) -> str:
-    """`x weight^T + bias`. x: (N, I). weight: (O, I). bias: (O) or (N, O). Returns (N, O).
+    """Adds `x weight^T + bias`. x: (N, I). weight: (O, I). bias: (O) or (N, O). Returns (N, O).
 
-    `weights` is the graph that owns `weight`, if `graph` is the body of a loop in it.
+    If `graph` is the body of a loop, `weights` is the graph that contains the loop and the weight.
     """
     if graph.precision == "float32":
         return graph.node("Gemm", x, weight, bias, transB=1)
@@ -39,6 +40,6 @@ def linear(graph: GraphWriter, x: str, weight: str, bias: str, weights: GraphWri
 
 
 def _scale(graph: GraphWriter, values: str) -> str:
-    """Returns the value of one integer level in each row: (N, I) -> (N, 1)."""
+    """Returns each row's scale, the difference of two adjacent integers' values: (N, I) -> (N, 1)."""
     largest = graph.node("ReduceMax", graph.node("Abs", values), graph.integers(1), keepdims=1)
     return graph.node("Div", graph.node("Max", largest, graph.number(SMALLEST)), graph.number(LEVELS))

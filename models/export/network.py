@@ -14,17 +14,17 @@ from wane.models.export.radius import RadiusWriter
 from wane.models.manifest import Architecture
 
 TABLE_ELEMENTS = 1 << 22
-"""The largest per-token table that is folded at load, in floats (16 MiB). Larger projections are computed per
-request."""
+"""The largest number of floats (16 MiB) in a table of the first layer's `drive` for every token. onnxruntime computes
+such a table when it loads the graph. If the table would be larger, `drive` is computed for each request."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRun:
-    """The results of a run over sequences: hidden after every token (T * B, H), hidden after the last token (B, H), and
-    the state.
+    """The results of a run over sequences: `every` is hidden after every token (T * B, H), `last` is hidden after each
+    sequence's last token (B, H), and `state` is the state after it.
 
-    With a request bound, the results after the last token also include the radius (B), the first layer's stream (B, H),
-    and each layer's state error (B, units).
+    With a request bound, the results after the last token also include the radius (B), the first layer's input `stream`
+    (B, H), and for each layer the bound of its state's error (B, units).
     """
 
     every: str
@@ -36,7 +36,8 @@ class SequenceRun:
 
 
 class NetworkWriter:
-    """The network in one graph. Rows are flat, (N, H). N = B for a step. N = T * B, time-major, for sequences."""
+    """Writes the network into one graph. Values have the shape (N, H), where N = B for a step. For sequences N = T * B,
+    and the rows are time-major."""
 
     def __init__(self, graph: GraphWriter, architecture: Architecture) -> None:
         self._graph = graph
@@ -64,11 +65,12 @@ class NetworkWriter:
         every: bool,
         request: RequestBound | None = None,
     ) -> SequenceRun:
-        """Adds a run over sequences. tokens: (B, T). lengths: (B). state: None for zeros.
+        """Adds a run over sequences. tokens: (B, T). lengths: (B). state: the initial state, or None for the zero
+        state.
 
-        Unless `every` is true, the part above the last cell is computed only for the rows of the last hidden, and the
-        result's `every` is "". `request` adds a radius to a run of an input-gated network that starts from the zero
-        state without `every`.
+        If `every` is false, the part above the last cell is computed only for each sequence's last token, and the
+        result's `every` is "". If `request` is given, the radius is computed as well. This requires an input-gated
+        network, the zero state, and that `every` is false.
         """
         graph = self._graph
         by_time = graph.node("Transpose", tokens, perm=[1, 0])
@@ -124,7 +126,8 @@ class NetworkWriter:
         return SequenceRun("", x, after, radius.radius(r), stream, tuple(errors))
 
     def head(self, graph: GraphWriter, hidden: str) -> str:
-        """hidden: (N, H). Returns logits (N, V), in this network's graph or in the body of a loop in it."""
+        """Adds the output layer. hidden: (N, H). Returns logits (N, V). `graph` is this network's graph, or the body of
+        a loop in it."""
         architecture = self._architecture
         name = "embedding.weight" if architecture.tied else "head.weight"
         weight = self._graph.weight(name, architecture.vocabulary_size, architecture.hidden)
@@ -140,8 +143,8 @@ class NetworkWriter:
         return self._normalise(f"layers.{layer}.norm", x) if self._residual else x
 
     def _drive(self, layer: int, tokens: str, x: str) -> list[str]:
-        """Returns the cell's drive, row by row. A first layer that reads the embeddings directly looks it up in a table
-        of V rows."""
+        """Returns the results of the cell's `drive`, N rows each. If the first layer's inputs are the embeddings, they
+        are rows of a table of V rows."""
         cell = self._cells[layer]
         if (
             layer == 0
@@ -153,8 +156,8 @@ class NetworkWriter:
         return cell.drive(self._input(layer, x))
 
     def _above_cell(self, layer: int, x: str, y: str, r: str, radius: RadiusWriter | None) -> tuple[str, str]:
-        """Adds the rest of a block. x: the block's input. y: its cell's output, both (N, H). r: the error of x after
-        `mix`."""
+        """Adds the part of a block above the cell. x: the block's input, (N, H). y: the cell's output, (N, units). r:
+        the bound of the error of `x + mix(y)`. Returns the block's output and the bound of its error."""
         if not self._residual:
             return y, r
         graph, hidden, width = self._graph, self._architecture.hidden, self._architecture.feed_forward
@@ -172,7 +175,8 @@ class NetworkWriter:
         return layer_norm(self._graph, name, x, self._architecture)
 
     def _normalise_off(self, name: str, x: str, r: str, radius: RadiusWriter | None) -> tuple[str, str]:
-        """Adds a LayerNorm. Returns its output, and the error of the output if the error of x is r."""
+        """Adds a LayerNorm. Returns its output, and the bound of the normalised vector's error if r bounds the error of
+        x."""
         if radius is None:
             return self._normalise(name, x), ""
         if not self._residual:
@@ -190,7 +194,7 @@ class NetworkWriter:
         return graph.node("Reshape", rows, graph.node("Concat", shape, graph.integers(-1), axis=0))
 
     def _last_rows(self, lengths: str, batch: str) -> str:
-        """Returns the flat row of each sequence's last token: (length - 1) * B + b."""
+        """Returns the row index of each sequence's last token among the T * B rows: (length - 1) * B + b."""
         graph = self._graph
         size = graph.node("Squeeze", batch)
         columns = graph.node("Range", graph.integer(0), size, graph.integer(1))

@@ -1,4 +1,4 @@
-"""The parity check at export: torch, the numpy oracle and ONNX Runtime."""
+"""The parity check at export. It compares torch and ONNX Runtime with the numpy oracle."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from wane.models.parity import TOLERANCE, ParityError, Tensors, check_graphs, lo
 from wane.models.reference import Reference
 
 REAL_ROWS = 4
-"""The number of rows into which the caller's tokens are split. The last row is half as long."""
+"""The number of sequences into which `sample_tokens` are split. The last sequence is half as long as the others."""
 
 RANDOM_TIME = 32
 
 
 class ExportError(Exception):
-    """Raised if the network, the oracle and the graphs differ. The message names which of them differ, where, and by
-    how much."""
+    """Raised if the torch network or a graph differs from the oracle. The message names the network or the graph, the
+    position or the output, and the difference."""
 
 
 def check_bundle(bundle: Bundle, sample_tokens: list[int], network: Network | None) -> float:
@@ -83,7 +83,7 @@ def check_network(reference: Reference, network: Network, tokens: NDArray[np.int
 
 
 class OnnxGraphs:
-    """A bundle's graphs on the CPU with one thread."""
+    """Runs a bundle's graphs on the CPU with one thread."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._sessions = {role: _session(bundle.graph_path(role)) for role in bundle.manifest.graphs}

@@ -1,21 +1,26 @@
-"""The radius of a window as ONNX nodes: the cheapest form of the bound of `models/certificate/request.py`.
+"""The radius of a window as ONNX nodes. It bounds the 2-norm distance of `hidden` from that of any run that ends in the
+window's tokens.
 
-Only input-gated cells have a radius. In a run over T tokens of B windows, r is the 2-norm bound of the error of the
-stream x, (N, 1) with N = T * B. e bounds the error of a state, unit by unit:
+This is the form of the bound of `models/certificate/request.py` that is cheapest to compute. Only networks of
+input-gated cells have a radius. Let B windows have T tokens each. The error of a value is its distance from the run's
+value. r, (T * B, 1), bounds the error of the stream x, a layer's input, in the 2-norm. e bounds the error of a state,
+unit by unit. e' is the next value of e:
 
 - First layer: `e' = f e`, starting from `|s| + reach` at the cut. Above convolution blocks, e starts at the first token
-  whose receptive field is within the window. Before that token r is FAR. If there are no other layers, e is a product
-  over time.
-- A LayerNorm: with q = r / sqrt(variance + epsilon), `rho = min(q + q^3 / H, r / sqrt(epsilon), 2 sqrt(H))`. The first
-  term is above the angle's bound for every r: `sec(asin(t) / 2) <= 1 + t^2` for t <= 1, and at t = 1 the right side is
-  already 2.
+  whose receptive field is within the window. Before this token, r is FAR. If the network has a single layer, e is the
+  initial value times the product of f over the tokens.
+- A LayerNorm: with q = r / sqrt(variance + epsilon), `rho = min(q + q^3 / H, r / sqrt(epsilon), 2 sqrt(H))`. q + q^3 /
+  H is above the bound 2 sqrt(H) sin(asin(t) / 2), t = q / sqrt(H), of `models/certificate/layer_norm.py` for every t <=
+  1. This bound equals q sec(asin(t) / 2), and `sec(asin(t) / 2) <= 1 + t^2`. For t > 1, q + q^3 / H is above 2 sqrt(H),
+  which bounds any error.
 - Further layers: `e' = min((f + df) e + df (|s - z| + dz) + (1 - f) dz, |s| + reach)`. With the greatest slopes, `df =
   cap / 4 |W_f| rho` and `dz = |W_z| rho`, where |.| denotes the rows' lengths.
-- Mixing and feed-forward: r is multiplied by the products of their spectral norms.
+- Mixing and feed-forward: their outputs' errors are bounded by products of spectral norms, and added to r.
 
 The bound includes the rounding of its own float32 arithmetic. Constants are rounded up by UP. Gates below SMALLEST are
-replaced by SMALLEST, so that all larger gates have a relative error of 2^-17. Errors grow by GROWTH with every token.
-FLOOR is the oracle's own bound of float64 rounding. The radius does not include the rounding of the run itself.
+replaced by SMALLEST. All other gates have a relative error of at most 2^-17. To include it, e is multiplied by GROWTH
+for every token. FLOOR is added to the radius for the rounding of the float64 oracle. The radius does not include the
+rounding of the run's float32 arithmetic.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ from wane.models.manifest import Architecture
 
 GROWTH = 1 + 2.0**-16
 SMALLEST = 2.0**-6
-"""The lower limit of a gate. The sigmoids of runtimes have an absolute error of 2^-23."""
+"""The lower limit of a gate. The absolute error of onnxruntime's sigmoid, 2^-23, is a relative error of 2^-17 at this
+limit."""
 
 FLOOR = 2.0**-20
 FAR = 1e9
@@ -39,7 +45,7 @@ UP = 1 + 2.0**-17
 
 
 class RadiusWriter:
-    """Adds the error bounds of a run from the zero state to a graph, layer by layer."""
+    """Adds the error bounds of windows from the zero state to a graph, layer by layer."""
 
     def __init__(
         self, graph: GraphWriter, architecture: Architecture, request: RequestBound, shape: str, lengths: str
@@ -56,15 +62,18 @@ class RadiusWriter:
         self._growth = graph.node("Pow", graph.number(GROWTH), graph.node("Cast", time, to=TensorProto.FLOAT))
         self._times = graph.node("Range", graph.integer(0), time, graph.integer(1))
         self._early = ""
-        """Returns (T, 1, 1): 1 where the convolutions' receptive field includes tokens before the window."""
+        """A value of the graph, (T, 1, 1): 1 at tokens whose receptive field in the convolutions includes tokens before
+        the window, else 0."""
         if self._reach:
             early = graph.node("Less", self._times, graph.integer(self._reach))
             self._early = graph.node("Unsqueeze", self._number(early), graph.integers(1, 2))
 
     def only(self, f: str, states: str) -> tuple[str, str]:
-        """Bounds the only layer. f, states: (T, B, units).
+        """Bounds the error of a network's only layer. f, states: the gates and the states after every token, (T, B,
+        units).
 
-        Returns the state's error after the last token: of each unit, (B, units), and in the 2-norm, (B, 1).
+        Returns the bounds of the state's error after the last token: of each unit, (B, units), and in the 2-norm, (B,
+        1).
         """
         graph = self._graph
         after = graph.node("LessOrEqual", self._lengths, self._column(self._times))
@@ -79,9 +88,11 @@ class RadiusWriter:
         return error, length
 
     def first(self, f: str, states: str, last: str) -> tuple[str, str]:
-        """Bounds the first of several layers. f, states: (T, B, units). last: the rows of the last tokens, (B).
+        """Bounds the error of the first of several layers. f, states: the gates and the states after every token, (T,
+        B, units). last: the row indices of the last tokens, (B).
 
-        Returns each unit's error after the last token, (B, units), and the state's after every token, (N, 1).
+        Returns the bounds of each unit's error after the last token, (B, units), and of the state's error in the 2-norm
+        after every token, (N, 1).
         """
         graph = self._graph
         least = graph.node("Max", graph.number(SMALLEST), self._early) if self._early else graph.number(SMALLEST)
@@ -96,8 +107,9 @@ class RadiusWriter:
     def further(
         self, layer: int, gates: tuple[str, str], before: str, states: str, rho: str, last: str
     ) -> tuple[str, str]:
-        """Bounds a layer above the first. gates, f and z, and states: (T, B, units). before: (B, units). rho: (N,
-        1)."""
+        """Bounds the error of a layer above the first. gates: f and z, (T, B, units) each. before: the state before the
+        first token, (B, units). states: the states after every token, (T, B, units). rho: the bound of the LayerNorm's
+        error, (N, 1). Returns the same bounds as `first`."""
         graph, cell, (f, z) = self._graph, self._request.layers[layer].cell, gates
         gate, candidate = (linear.rows for linear in cell.inflow)
         rho = graph.node("Reshape", rho, graph.node("Concat", self._shape, graph.integers(1), axis=0))
@@ -121,7 +133,8 @@ class RadiusWriter:
         return self._grown(self._at(errors, last)), self._length(errors, "")
 
     def normalised(self, r: str, inverse: str) -> str:
-        """Bounds a LayerNorm's error, before its gain. r and inverse, which is 1 / sqrt(variance + epsilon): (N, 1)."""
+        """Bounds the error of a LayerNorm's normalised vector, before its gain. r: the bound of its input's error, (N,
+        1). inverse: 1 / sqrt(variance + epsilon), (N, 1)."""
         graph, hidden = self._graph, self._architecture.hidden
         q = graph.node("Mul", r, inverse)
         squared = graph.node("Mul", graph.node("Mul", q, q), graph.number(UP / hidden))
@@ -130,27 +143,29 @@ class RadiusWriter:
         return graph.node("Min", bent, graph.node("Mul", r, steepest), graph.number(2 * UP * np.sqrt(hidden)))
 
     def mixed(self, layer: int, r: str, error: str) -> str:
-        """Bounds the stream after the mixing matrix. r: the bound before the matrix, "" for exact. error: of the state.
-        All are (N, 1)."""
+        """Bounds the error of the stream after the mixing matrix. r: the bound before the matrix, or "" if the stream
+        is exact. error: the bound of the state's error. All have the shape (N, 1)."""
         turned = self._graph.node("Mul", error, self._graph.number(UP * self._request.layers[layer].mix.norm))
         return self._graph.node("Add", r, turned) if r else turned
 
     def fed_forward(self, layer: int, r: str, rho: str) -> str:
-        """Bounds the stream after the feed-forward block. r, rho: the bounds before and after its LayerNorm, (N, 1)."""
+        """Bounds the error of the stream after the feed-forward block. r, rho: the bounds before and after the block's
+        LayerNorm, (N, 1)."""
         part = self._request.layers[layer].feed_forward
         assert part is not None, "this is a bug"
         gain = self._graph.number(UP * part.inner.norm * part.outer.norm)
         return self._graph.node("Add", r, self._graph.node("Mul", rho, gain))
 
     def radius(self, rho: str) -> str:
-        """Returns the windows' radius, (B). rho: (B, 1), the bound of the last LayerNorm, or of a plain network's last
-        state."""
+        """Returns the windows' radius, (B). rho: (B, 1), the bound of the last LayerNorm's error, or of the last
+        state's error in a plain network."""
         graph = self._graph
         outward = graph.node("Mul", rho, graph.number(UP * self._request.largest_gain))
         return graph.node("Squeeze", graph.node("Add", outward, graph.number(FLOOR)), graph.integers(1))
 
     def _start(self, states: str) -> str:
-        """Returns the error of the first layer's state at the first token with known inputs: (B, units)."""
+        """Returns the bound of the error of the first layer's state before the first token whose receptive field is
+        within the window: (B, units)."""
         graph, reach = self._graph, self._up("reach 0", self._request.layers[0].cell.reach[0])
         if not self._reach:
             units = graph.integers(self._architecture.cell_units)
@@ -161,8 +176,8 @@ class RadiusWriter:
         return graph.node("Add", graph.node("Abs", graph.node("Gather", states, latest)), reach)
 
     def _ended(self, error: str) -> str:
-        """Returns the first layer's error after the last token. Adds `reach` if the receptive field exceeds the
-        window."""
+        """Returns the bound of the error of the first layer's state after the last token. `reach` is added for windows
+        that are shorter than the receptive field."""
         error = self._grown(error)
         if not self._reach:
             return error
@@ -170,7 +185,7 @@ class RadiusWriter:
         return graph.node("Add", error, graph.node("Mul", self._column(self._short(0)), reach))
 
     def _short(self, more: int) -> str:
-        """Returns (B): 1 for windows with fewer tokens than the convolutions' reach plus `more`."""
+        """Returns (B): 1 for windows with fewer than `self._reach + more` tokens, else 0."""
         return self._number(self._graph.node("Less", self._lengths, self._graph.integer(self._reach + more)))
 
     def _length(self, errors: str, early: str) -> str:

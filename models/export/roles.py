@@ -1,4 +1,4 @@
-"""The five graphs of a bundle, by role. The names and shapes of their inputs and outputs are the bundle's contract.
+"""The five graphs of a bundle, by role. The bundle's format fixes the names and shapes of their inputs and outputs:
 
     step     tokens[B], state                        -> logits[B,V], top, hidden[B,H], state'
     window   tokens[B,T], lengths[B]                 -> logits[B,V], top, hidden[B,H], state'   (from the zero state)
@@ -7,15 +7,17 @@
     scan     tokens[B,T], targets[B,T], lengths[B], state -> logprobs[B,T], hiddens[B,T,H], hidden[B,H], state'
     head     hidden[B,H]                             -> logits[B,V], top
 
-Rows are padded on the right with any token: 1 <= length <= T, and tokens beyond the length have no effect. The next
-state is named `next.` + the name of the state. `hiddens` is `hidden` after every token, and zero beyond the length of
-a row. Graphs of schema 3 have no `hiddens`. `radius` bounds, in exact arithmetic, the 2-norm distance of `hidden`
-from that of any run that ends in these tokens. The sharper test of `models/certificate/top1.py` reads `stream`, the
-first block's input, and `error`, the bound of each state unit's distance from the run's.
+Each row of tokens is padded on the right with arbitrary tokens: 1 <= length <= T, and tokens beyond the length have no
+effect. The next state is named `next.` + the name of the state. `hiddens` is `hidden` after every token, and zero
+beyond the length of a row. Graphs of schema 3 have no `hiddens`. `radius` bounds, in exact arithmetic, the 2-norm
+distance of `hidden` from that of any run that ends in these tokens. The sharper bounds of `models/certificate/top1.py`
+are computed from `stream` and `error`. `stream` is the first block's input. `error` bounds the distance of each unit of
+a state from the run's.
 
 `top` stands for three outputs. `top_logits[B,K]` are the largest logits in descending order. `top_ids[B,K]` (int64) are
-their ids, where ties are ordered by ascending id. `log_sum_exp[B]` is over all logits. They determine the most likely
-tokens and their log-probabilities without a pass over the vocabulary outside the graph. K is TOP, or V if V is smaller.
+their ids, where ties are ordered by ascending id. `log_sum_exp[B]` is the logarithm of the sum of exp over all logits.
+With these outputs, the most likely tokens and their log-probabilities are known without reading all logits. K is TOP,
+or V if V is smaller.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from wane.models.export.network import NetworkWriter
 from wane.models.manifest import Architecture, Precision, Role
 
 ROWS_AT_ONCE = 256
-"""The number of rows of log-probabilities that `scan` computes per piece. A piece needs 2 MiB for a vocabulary of
-2,048."""
+"""The largest number of rows of logits that `scan` computes at once. They need 2 MiB for a vocabulary of 2,048 tokens.
+"""
 
 
 def build_graphs(
@@ -45,8 +47,8 @@ def build_graphs(
 ) -> dict[Role, bytes]:
     """Returns every graph of a bundle as the bytes of an ONNX file.
 
-    `extents`: the extent of each tensor in `weights_file`. `request`: the bound of the same weights. Without it no
-    graph has a radius. `precision`: the number format of the products.
+    `extents`: the range of bytes of each tensor in `weights_file`. `request`: the bound for the same weights, or None
+    for graphs without a radius. `precision`: the number format of the products with weights.
     """
     return {role: build_graph(role, architecture, weights_file, extents, request, precision) for role in ROLES}
 
@@ -116,9 +118,10 @@ def _answer(graph: GraphWriter, logits: str, vocabulary: int) -> None:
 
 
 def _logprobs(graph: GraphWriter, network: NetworkWriter, hidden: str, targets: str, lengths: str) -> str:
-    """Returns log p(target), (B, T), zero beyond each row's length. hidden: (T * B, H).
+    """Returns log p(target), (B, T), and 0 beyond each row's length. hidden: (T * B, H).
 
-    Splits the rows into equal pieces of at most ROWS_AT_ONCE, so that only (ROWS_AT_ONCE, V) is in memory.
+    The rows are processed in equal chunks of at most ROWS_AT_ONCE rows, so that no more than (ROWS_AT_ONCE, V) logits
+    are in memory.
     """
     by_time = graph.node("Transpose", targets, perm=[1, 0])
     flat = graph.node("Reshape", by_time, graph.integers(-1))
@@ -145,7 +148,7 @@ def _logprobs(graph: GraphWriter, network: NetworkWriter, hidden: str, targets: 
 
 
 def _by_row(graph: GraphWriter, hidden: str, tokens: str, lengths: str) -> str:
-    """Returns hidden (T * B, H) as (B, T, H), zero beyond each row's length."""
+    """Returns hidden (T * B, H) in the shape (B, T, H), with 0 beyond each row's length."""
     by_time = graph.node("Transpose", tokens, perm=[1, 0])
     shape = graph.node("Concat", graph.node("Shape", by_time), graph.integers(-1), axis=0)
     rows = graph.node("Transpose", graph.node("Reshape", hidden, shape), perm=[1, 0, 2])

@@ -1,28 +1,29 @@
 """Measures, at export, the distance of float32 graphs from exact arithmetic: the error of one step, and the error of a
 whole run.
 
-**One step.** The output of the `step` graph is compared with that of the float64 oracle. Both start from the graph's
-last state, but both use the exact run's state of the convolution blocks. The blocks' receptive field is finite, so
-their error is part of the step's error.
+**One step.** The output of the `step` graph is compared with that of the float64 oracle. Both steps start from the
+state that the graph returned last. The state of the convolution blocks is an exception: it is taken from the oracle's
+run. The step's error therefore contains the whole error of these blocks, whose receptive field is finite.
 
-The measurement depends on the choice of steps. Random tokens never reach the worst case. A float32 recurrence stops up
-to about u |s| / (1 - f) short of its fixed point, on the side from which it came, and only a repeated token takes it
-there. A step also rounds more if the state is large, and cycles that resonate with the recurrence may cause large
-states. The sequences are therefore:
+The measurement depends on the choice of steps. Random tokens never cause the largest error. If a token is repeated, the
+state s of a cell with factor f converges to a fixed point. In float32 it stops at a distance of up to about u |s| / (1
+- f) from this point, on the side from which it approaches. A step also rounds more if the state is large, and cycles
+that resonate with the recurrence may cause large states. The sequences are therefore:
 
-- Tokens repeated for 4 / (1 - factor) steps, up to 4,096, after two different pasts.
+- Tokens repeated for 4 / (1 - factor) steps, up to 4,096. Each follows two different sequences.
 - Cycles of two and three tokens.
-- Sequences whose every token is chosen to make the state as large as possible.
+- Sequences in which every token is chosen to make the state as large as possible.
 - Random tokens and the caller's tokens.
 
-Every token of the vocabulary is stepped from two states. The repeated tokens are those that forget least (with the
-largest gates), those that round most, and random ones.
+One step with every token of the vocabulary is measured from two states. The repeated tokens are those whose step
+reduces the difference of two states least (with the largest gates), those whose step has the largest error, and random
+ones.
 
 **A whole run.** Theorems bound the error of a run of any length by one step's error. One theorem holds for all token
-sequences (`models/certificate/rounding.py`). If its bound is too large for a certificate, the error is carried along
-the measured sequences instead (`models/certificate/request.py`). In that case the measurement also searches for the
-states and tokens at which an error grows most on its way to `hidden`: it keeps the rows with the worst bound at every
-step, and steps all rows with many tokens.
+sequences (`models/certificate/rounding.py`). If its bound is too large for a certificate, the errors are accumulated
+along the measured sequences instead, by the theorem of `models/certificate/request.py`. In this case the measurement
+also searches for the states and tokens for which an error of the states has the largest effect on `hidden`. To this
+end, it keeps the rows with the largest bounds at every step, and computes a further step of all rows with many tokens.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ from wane.models.weights import Weights
 Tokens = NDArray[np.int64]
 
 SAFETY_OF_STEP = 1.25
-"""The safety factor of the largest measured error of one step."""
+"""The factor by which the largest measured error of one step is multiplied."""
 
 SAFETY_OF_SEQUENCE = 2.0
-"""The safety factor if errors are accumulated along the measured sequences only."""
+"""The factor by which the measured errors are multiplied if they are accumulated along the measured sequences only."""
 
 ROW_STEPS = 1 << 16
-"""The approximate number of measured steps. It determines the number of rows."""
+"""The approximate number of measured steps. This number divided by the length of the sequences is the number of rows.
+"""
 
 ROWS = (48, 768)
-"""The smallest and the largest number of rows."""
+"""The smallest and the largest number of rows. Each row is a sequence of tokens."""
 
 LONGEST_HOLD, LONGEST_PAST = 4096, 128
 
@@ -67,26 +69,27 @@ GREEDY, CHOICES = 16, 32
 """The number of rows whose tokens are chosen to make the state large, and the number of candidate tokens."""
 
 SHARES = {"held": 8, "cycles of two": 2, "cycles of three": 2, "random": 2, "given": 2}
-"""The number of rows of each kind, out of sixteen."""
+"""The number of rows of each kind among every sixteen rows. "held" stands for a repeated token."""
 
 AT_ONCE, LOGITS_AT_ONCE = 4096, 1 << 26
-"""The largest number of vocabulary tokens in one batch of steps, and the largest number of their logits."""
+"""The largest number of rows, and of logits, in one batch when a step with every token of the vocabulary is measured.
+"""
 
 WITH_LOGITS = 16
-"""The number of rows of each step whose logits are measured."""
+"""The number of rows of a batch whose logits' errors are measured."""
 
 TURNED = 24
-"""The number of steps at which the derivative of `hidden` by the state is computed. These are the steps with the worst
-bounds at `hidden`."""
+"""The number of rows and steps for which the derivative of `hidden` by the states is computed. They are those with the
+largest bounds of the error of `hidden`."""
 
 TRIED = 24
-"""The number of tokens that are tried as the next token of every row."""
+"""The number of different tokens with which a further step of every row is computed."""
 
 SMALL = 1e-6
 """The step size of a difference quotient in float64."""
 
 FAR = 1 << 30
-"""The length of a window, in tokens, beyond the receptive field of the convolution blocks."""
+"""The length of a window, in tokens, that stands for any length above the receptive field of the convolution blocks."""
 
 
 def measure_rounding(
@@ -95,7 +98,7 @@ def measure_rounding(
     """Measures the rounding of a model's graphs. Returns None if a layer is not contractive, because then no theorem
     bounds the rounding.
 
-    `run` runs a graph. diameter: D of the output matrix. given: real tokens.
+    `run` runs a graph. diameter: the largest distance D of two rows of the output matrix. given: real tokens.
     """
     factor = max(layer.bound.factor for layer in layers)
     if not factor < 1:
@@ -105,7 +108,9 @@ def measure_rounding(
 
 @dataclass(slots=True)
 class _Seen:
-    """The largest errors so far: of each state tensor (box, ball), of `hidden` and of the logits."""
+    """The largest errors of one step so far. step: for each state tensor, the largest error of a unit and in the
+    2-norm. output: of `hidden`, in the 2-norm. logits: the greatest minus the least error of a row's logits. steps: the
+    number of measured steps."""
 
     step: dict[str, tuple[float, float]] = field(default_factory=dict)
     output: float = 0.0
@@ -148,13 +153,13 @@ class _Measuring:
         return everywhere if along is None or variation <= CERTIFIED / 2 else self._carried_along(along)
 
     def _carried_everywhere(self) -> Rounding:
-        """Carries one step's error by the theorem that holds for all sequences."""
+        """Returns the rounding of a whole run by the theorem that holds for all sequences."""
         rounding = self._rounding("all", SAFETY_OF_STEP)
         states, carried = carry(Stack(self._architecture, self._weights, self._layers), rounding.step)
         return rounding.model_copy(update={"states": states, "carried": carried + rounding.output})
 
     def _carried_along(self, along: _Along) -> Rounding:
-        """Carries each step's error along the measured sequences."""
+        """Returns the rounding of a whole run from the errors accumulated along the measured sequences."""
         rounding = self._rounding("probed", SAFETY_OF_SEQUENCE)
         states = {
             name: StateError(box=rounding.safety * box, ball=rounding.safety * ball)
@@ -164,10 +169,10 @@ class _Measuring:
         return rounding.model_copy(update={"states": states, "carried": carried})
 
     def _rounding(self, sequences: Literal["all", "probed"], safety: float) -> Rounding:
-        """Returns the rounding of one step, as measured so far."""
+        """Returns the rounding of one step, from the errors measured so far."""
         seen = self._seen
         step = {name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in seen.step.items()}
-        of_output = SAFETY_OF_SEQUENCE if self._residual else safety  # no theorem states the worst state of a LayerNorm
+        of_output = SAFETY_OF_SEQUENCE if self._residual else safety  # a LayerNorm's worst case is not known
         output = of_output * (seen.output + seen.logits / self._diameter)
         return Rounding(
             sequences=sequences, steps=seen.steps, safety=safety, step=step, output=output, states={}, carried=0.0
@@ -176,7 +181,8 @@ class _Measuring:
     def _try_every_token(
         self, along: _Along, state: Tensors, front: State, errors: list[tuple[Deviation, ...]]
     ) -> None:
-        """Tries one more step of every row with many tokens, for the errors at `hidden`."""
+        """Computes a further step of every row with each of several tokens, and updates the largest bounds of the error
+        of `hidden`. errors: the errors of the rows' states."""
         rows = len(next(iter(state.values())))
         tokens = np.arange(self._architecture.vocabulary_size)
         if len(tokens) > TRIED:
@@ -206,10 +212,11 @@ class _Measuring:
         return np.concatenate([tokens, random.integers(size, size=(max(spare, 0), past + hold))])[:rows]
 
     def _greedy(self, steps: int) -> Tokens:
-        """Returns tokens (GREEDY, steps). Each token is chosen to make a part of the state as large as possible.
+        """Returns tokens (GREEDY, steps). Each token is chosen so that the 2-norm of some units of the state becomes as
+        large as possible.
 
-        The part is the whole state, one of its tensors, random units, or one of the units with the largest reach. The
-        candidates are the best tokens of the previous step and random tokens.
+        These units are all units, those of one state tensor, random units, or one of the units with the largest bounds.
+        The candidates are the best tokens of the previous step and random tokens.
         """
         size, random = self._architecture.vocabulary_size, self._random
         state, chosen = self._reference.zero_state(GREEDY), []
@@ -247,11 +254,11 @@ class _Measuring:
         return np.stack(chosen, axis=1)
 
     def _worth_holding(self, count: int, past: int) -> Tokens:
-        """Returns up to `count` tokens: a third that forget least, a third whose step rounds most, and random ones.
+        """Returns up to `count` tokens for repetition: a third that forget least, a third whose steps have the largest
+        errors, and random ones.
 
-        Steps every token from two states, the end of a random past and the end of a repeated token, and measures these
-        steps. A token forgets little if it leaves the two states far apart. For cells with gates, such a token has
-        large gates.
+        Measures one step with every token from two states, one after random tokens and one after a repeated token. A
+        token forgets little if it leaves the two states far apart. For cells with gates, such a token has large gates.
         """
         size = self._architecture.vocabulary_size
         pasts = self._random.integers(size, size=(2, past))
@@ -285,8 +292,9 @@ class _Measuring:
     ) -> tuple[dict[str, Matrix], _After, Tensors, State]:
         """Measures one step of every row.
 
-        state: the graph's, float32. front: the exact run's state, of which only the tensors of the convolution blocks
-        are read. Returns each unit's error by state tensor, the exact step, and both next states.
+        state: the float32 state that the graph returned last. front: the oracle's state, of which only the tensors of
+        the convolution blocks are read. Returns the errors of the units by state tensor, the step in exact arithmetic,
+        the graph's next state, and the oracle's.
         """
         before = {name: value.astype(np.float64) for name, value in state.items()} | {
             name: value for name, value in front.items() if name not in self._flat
@@ -300,7 +308,7 @@ class _Measuring:
             box, ball = seen.step.get(name, (0.0, 0.0))
             length = float(np.linalg.norm(errors[name], axis=1).max())
             seen.step[name] = max(box, float(errors[name].max())), max(ball, length)
-        if self._residual:  # in a plain network hidden is the last state, which the lines above measure
+        if self._residual:  # in a plain network, hidden is a state, already measured
             off = np.linalg.norm(outputs["hidden"].astype(np.float64) - hidden, axis=1)
             seen.output = max(seen.output, float(off.max()))
         own = outputs["hidden"][:WITH_LOGITS].astype(np.float64)
@@ -315,7 +323,8 @@ class _Measuring:
 
 @dataclass(frozen=True, slots=True)
 class _After:
-    """A step in exact arithmetic: the first layer's stream (B, H), the state before the step and after it."""
+    """A step in exact arithmetic: the first layer's input `stream` (B, H), the state before the step, and the state
+    after it."""
 
     stream: Matrix
     before: State
@@ -323,7 +332,8 @@ class _After:
 
 
 class _Along:
-    """Accumulates errors along the rows' tokens by the theorem for one request (`models/certificate/request.py`)."""
+    """Accumulates bounds of the states' errors along the rows' tokens, by the theorem for one request
+    (`models/certificate/request.py`)."""
 
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], reference: Reference) -> None:
         self._request = RequestBound(architecture, weights, layers)
@@ -335,9 +345,9 @@ class _Along:
     def step(
         self, after: _After, made: dict[str, Matrix], before: list[tuple[Deviation, ...]] | None
     ) -> list[tuple[Deviation, ...]]:
-        """Returns the errors of every row's states after a step, by layer and tensor.
+        """Returns bounds of the errors of every row's states after a step, by layer and tensor.
 
-        before: the errors before the step. None means no error. made: the errors that the step itself adds, by state
+        before: the bounds before the step. None means no error. made: the measured errors of this step, by state
         tensor.
         """
         errors = []
@@ -352,7 +362,8 @@ class _Along:
         return errors
 
     def look(self, after: _After, before: list[tuple[Deviation, ...]] | None) -> list[tuple[Deviation, ...]]:
-        """Returns the errors after a step that adds no error. Keeps the rows with the worst bounds at `hidden`."""
+        """Returns the bounds of the errors after a step that itself adds no error. Keeps the two rows with the largest
+        bounds of the error of `hidden`, if they are among the TURNED largest so far."""
         x, ball, moved = after.stream, np.zeros(len(after.stream)), []
         outputs = [after.state[names[0]] for names in self._names]
         for index, (layer, names) in enumerate(zip(self._request.layers, self._names, strict=True)):
@@ -372,11 +383,11 @@ class _Along:
         return moved
 
     def at_hidden(self) -> float:
-        """Returns the largest effect of the states' errors on `hidden`, in the 2-norm, at the rows with the worst
-        bounds.
+        """Returns the largest error of `hidden` that the states' errors can cause, in the 2-norm, over the rows that
+        `look` has kept.
 
-        The result is to first order. J is the derivative of `hidden` by the cells' outputs. For all |e_i| <= E_i, |J
-        e|^2 <= sum_ij E_i |J' J|_ij E_j.
+        The result is to first order: J e, where e are the errors of the cells' outputs and J is the derivative of
+        `hidden` by these outputs. If |e_i| <= E_i for all i, |J e|^2 <= sum_ij E_i |J' J|_ij E_j.
         """
         largest = 0.0
         for radius, stream, rows, boxes in self._worst:

@@ -1,5 +1,5 @@
-"""The oracle of the cache mixture. It counts by brute force and is written from the definition in
-`models/cache_mixture.py`."""
+"""The oracle of the cache mixture. It implements the definition in `models/cache_mixture.py` directly and counts by
+brute force."""
 
 from __future__ import annotations
 

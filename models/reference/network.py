@@ -1,4 +1,5 @@
-"""The oracle: the network in numpy, one step at a time, written from the equations alone.
+"""The oracle: the network in numpy, one step at a time. It is implemented from the equations, independently of the
+torch network and the graphs.
 
 Rows are a batch: x (B, H). The cells' equations are in `models/reference/cells/`; the equations of a convolution block
 are
@@ -22,11 +23,12 @@ State = dict[str, Array]
 """The state tensors by the manifest's names, each (B, *shape)."""
 
 Step = Callable[[CellWeights, Array, tuple[Array, ...]], tuple[Array, ...]]
-"""The step function of a cell: its weights, the input (B, I) and the state, (B, H) each -> the next state."""
+"""The step function of a cell. Its arguments are the cell's weights, the input (B, I) and the state tensors, (B, H)
+each. It returns the next state."""
 
 
 class Reference:
-    """The network of an architecture, computed in float64, or in `dtype` to measure rounding."""
+    """The network of an architecture, computed in float64. Another `dtype` serves to measure rounding."""
 
     def __init__(
         self, architecture: Architecture, weights: Weights, dtype: type[np.float64 | np.float32] = np.float64
@@ -78,13 +80,14 @@ class Reference:
         return x, after
 
     def readout(self, x: Array, outputs: Sequence[Array]) -> Array:
-        """Returns hidden (B, H) for the first layer's stream (B, H) and each layer's cell output, (B, units)."""
+        """Returns hidden (B, H) from the first layer's input `stream` (B, H) and the outputs of all layers' cells, (B,
+        units) each."""
         for layer, y in enumerate(outputs):
             x = self._above_cell(layer, x, y)
         return self._top(x)
 
     def logits(self, hidden: Array) -> Array:
-        """hidden: (..., H) -> logits (..., V)."""
+        """Computes the output layer: hidden (..., H) -> logits (..., V)."""
         return hidden @ self.head.T + self._weights["head.bias"]
 
     def _above_cell(self, layer: int, x: Array, y: Array) -> Array:

@@ -3,7 +3,8 @@ neither torch nor onnx.
 
 Each file states its theorems and defines two functions:
 
-- `build_layer(cell, inputs)` returns the `Layer` (`models/certificate/layer_bound.py`) of a cell's weights, for every
-  input that a token can cause.
-- `moved(step, pre, state, error)` computes one step over the tokens of one window (`models/certificate/cell_step.py`).
+- `build_layer(cell, inputs)` returns the `Layer` (`models/certificate/layer_bound.py`) with the bounds of a cell, for
+  every input that a token can cause.
+- `moved(step, pre, state, error)` computes the cell's next state in a window, and bounds of its distance from the run's
+  state (`models/certificate/cell_step.py`).
 """

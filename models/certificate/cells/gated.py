@@ -1,28 +1,29 @@
 """The gated cell: `s' = f(x) * s + (1 - f(x)) * z(x)`.
 
-**The box.** s' lies between s and z. Starting from zero, each unit therefore stays between the least and the greatest
-of 0 and z.
+**The box.** s' lies between s and z. From the zero state, each unit therefore stays between min(0, the least z) and
+max(0, the greatest z).
 
-**One input.** The difference of each unit is multiplied by f. In the maximum norm the factor is the largest f over
-units and inputs, which is never larger than the cap.
+**Equal inputs.** A step multiplies the difference of two states by f, unit by unit. In the maximum norm the contraction
+factor is the largest f over units and inputs, which is never larger than the cap.
 
-**Two inputs.** The inputs of the two trajectories differ if the layer below has an error:
+**Different inputs.** The inputs of the two trajectories x and x~ differ if the layer below has an error:
 
     s' - s~' = f (s - s~) + (1 - f) (z - z~) + (f - f~) (s~ - z~) = f~ (s - s~) + (1 - f~) (z - z~) + (f - f~) (s - z)
 
 By symmetry, f may be taken as the smaller of the two gates. Let m be its pre-activation and F(m) the greatest slope of
 the sigmoid at or above m. Then `|f - f~| <= F(m) |W_f dx|`. Where f is large, F is small (`gate_pieces.py`). |s - z| is
-at most the size of the box.
+at most the width of the box.
 
-**First layer.** All units read the same sequence of tokens. By Hoelder's inequality, the error k tokens after the cut,
+**First layer.** All units read the same sequence of tokens x_1 .. x_k. Let r_i be the error of unit i at the cut, where
+the window starts. By Hoelder's inequality, the squared error k tokens after the cut,
 
     sum_i r_i^2 prod_t f_i(x_t)^2 <= prod_t (sum_i r_i^2 f_i(x_t)^(2k))^(1/k) <= max_x sum_i r_i^2 f_i(x)^(2k),
 
-is largest for one repeated token. For a given box r, the maximum over the vocabulary is exact (`gate_products.py`).
+is largest if the k tokens are all equal. `gate_products.py` computes the maximum over the vocabulary exactly.
 
-**One window** (`moved`). The window's values are known. The run's values, with a tilde, differ from them by at most d.
-The error `s~' - s' = f~ (s~ - s) + (f~ - f) (s - z) + (1 - f~) (z~ - z)` is linear in f~. Hence `ds' <= f ds + (1 - f)
-dz + df (|s - z| + |ds - dz|)`.
+**One window** (`moved`). The window's values are known. The run's values have a tilde. ds, df and dz bound the
+distances of s, f and z from the run's values. The error `s~' - s' = f~ (s~ - s) + (f~ - f) (s - z) + (1 - f~) (z~ - z)`
+is linear in f~. Hence `ds' <= f ds + (1 - f) dz + df (|s - z| + |ds - dz|)`.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ from wane.models.reference.functions import sigmoid
 from wane.models.weights import CellWeights
 
 JOINT_TABLE = 4_000_000
-"""The largest table (V, H) of the gates of all tokens and units for which the exact maximum is computed: 32 MB."""
+"""The first layer's exact maximum needs a table (V, H) of the gates of all tokens and units. This is the largest number
+of the table's entries (32 MB) for which the maximum is computed."""
 
 
 class GatedLayer:
-    """weight: (2H, I) and bias: (2H), with the gates' rows first. cap: the factor of the gates."""
+    """The proofs of one layer of the gated cell. weight: (2H, I) and bias: (2H), with the gates' rows first. cap: the
+    greatest value of a gate."""
 
     def __init__(self, weight: Matrix, bias: Vector, inputs: Inputs, cap: float) -> None:
         self.hidden = len(bias) // 2
@@ -117,7 +120,7 @@ def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """Computes one step of a window and the bounds of its distance from the run."""
+    """Computes the cell's next state in a window, and bounds of its distance from the run's state."""
     gate, candidate = pre
     f, df = step.gate_cap * sigmoid(gate.value), step.gate_cap * sigmoid_rise(gate.value, gate.radius)
     z, dz = np.tanh(candidate.value), tanh_rise(candidate.value, candidate.radius)

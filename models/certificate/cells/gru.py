@@ -4,8 +4,8 @@
     n = tanh(U_n x + b_n + r * q),   h' = (1 - z) * n + z * h
 
 **The box.** h' is a convex combination of n and h. From the zero state, |h| is therefore at most n^, the greatest |n|,
-unit by unit. The iteration begins with |n| < 1. A box for h bounds r and q, these bound n, and n bounds h. Each
-repetition only shrinks the box.
+unit by unit. The box is computed by iteration from |n| < 1: the bound of h bounds r and q, the bounds of r and q bound
+n, and the bound of n bounds h. Each iteration only shrinks the box.
 
 **Two states** h, h~ in the box, inputs x and x~:
 
@@ -13,16 +13,16 @@ repetition only shrinks the box.
 
 By symmetry, z may be taken as the smaller of its two values. Let m be its pre-activation and Z(m) the sigmoid's
 greatest slope at or above m. Then `|z - z~| <= Z(m) y_z` (`gate_pieces.py`), where y_z <= |W_z dh| + |U_z dx| unit by
-unit. y_r and y_n are defined likewise. With R, N the greatest slopes within reach, q^ the greatest |q|, r^ the greatest
-r, and |h - n| <= h^ + n^:
+unit. y_r and y_n are defined likewise. R is the greatest slope of r's sigmoid within the box and N that of tanh. q^,
+r^, h^ and n^ are the greatest |q|, r, |h| and |n|, so |h - n| <= h^ + n^. Then
 
     |n - n~| <= N (|U_n dx| + r^ |W_n dh| + q^ R y_r),   as r q - r~ q~ = r (q - q~) + q~ (r - r~)
 
 **Elementwise comparison**: `|dh'| <= max over m of z(m) |dh| + (1 - z(m)) |dn| + (h^ + n^) Z(m) y_z` unit by unit. This
 map shrinks a maximum norm that is weighted by unit (`models/certificate/perron_vector.py`).
 
-**2-norm**: z is at most max z^ in the first term, and 1 - z is at most max(1 - z_) in the second. Each term takes its
-own worst case:
+**2-norm**: z^ and z_ are the greatest and the least z. z is at most max z^ in the first term, and 1 - z is at most
+max(1 - z_) in the second. The factor adds the worst cases of the terms, although they may not occur together:
 
     factor = max z^ + |(1 - z_) N r^ W_n| + |(1 - z_) N q^ R W_r| + |Z (h^ + n^) W_z|
 
@@ -84,12 +84,13 @@ class GruLayer:
         self.cap = Perturbation.within(2 * self.h)
 
     def _scaled(self, maps: tuple[LinearMap, ...], slope_n: Vector) -> tuple[LinearMap, ...]:
-        """Returns the maps from r, z and n to dh', at the greatest 1 - z."""
+        """Returns the linear maps from dh to dh' through r, z and n, with the greatest 1 - z of each unit."""
         r, z, n = maps
         return (r.scaled(self.enter * self.slope_r), z.scaled(self.switch), n.scaled(self.enter * slope_n))
 
     def _comparison(self, bounds: Vector) -> Vector:
-        """Maps unit-by-unit bounds of dh to their bounds one step later, for equal inputs. The map is homogeneous."""
+        """Returns unit-by-unit bounds of dh after one step, from the bounds before it, for equal inputs. If the bounds
+        are multiplied by a positive number, so is the result."""
         r, z, n = (each.magnitude @ bounds for each in self.maps)
         return self._combined(bounds, (self.slope_n[0] * n + self.slope_r * r) * UP, z)
 
@@ -165,7 +166,7 @@ def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """Computes one step of a window and the bounds of its distance from the run."""
+    """Computes the cell's next state in a window, and bounds of its distance from the run's state."""
     h = state[0]
     recalled = [Pre.of(linear, h, error[0]) for linear in step.recurrent]
     reset, keep, q = pre[0] + recalled[0], pre[1] + recalled[1], recalled[2]

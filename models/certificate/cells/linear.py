@@ -1,6 +1,7 @@
 """The linear cell: `h' = W h + U x + b`.
 
-Its difference is `W (h - h~)`. It shrinks in any matrix-weighted norm in which W shrinks (`scaling.py`).
+For equal inputs, the difference of two states becomes `W (h - h~)`. It shrinks in any matrix-weighted norm in which W
+has a norm below 1 (`scaling.py`).
 
 **One window** (`moved`): `dh' <= |W| dh + |U| dx`, or in the 2-norm `|W|_2 |dh|_2`.
 """
@@ -31,6 +32,6 @@ def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """Computes one step of a window and the bounds of its distance from the run."""
+    """Computes the cell's next state in a window, and bounds of its distance from the run's state."""
     after = pre[0] + Pre.of(step.recurrent[0], state[0], error[0])
     return (after.value,), (after.radius,), (after.ball(np.ones_like(after.value)),)

@@ -1,8 +1,8 @@
 """The LSTM's contraction, proved by comparison with non-negative matrices.
 
-**The box.** |h| is less than 1, which bounds the gates: f <= f^, i <= i^, o <= o^, |g| <= g^. Hence |c| <= c^ = i^ g^ /
-(1 - f^) and |h| <= h^ = o^ tanh(c^). Each repetition only shrinks the box. Every iterate bounds all states that are
-reached from zero, for all admissible inputs.
+**The box.** |h| < 1 bounds the gates and the candidate g: f <= f^, i <= i^, o <= o^, |g| <= g^. Hence |c| <= c^ = i^ g^
+/ (1 - f^) and |h| <= h^ = o^ tanh(c^). This is a smaller bound of h, from which the same steps are repeated. Every
+iteration's box contains all states that are reached from zero, for all admissible inputs.
 
 **Two states** (c, h) and (c~, h~) in the box, inputs x and x~. Let `df = f - f~`, and likewise for the other gates.
 Then
@@ -11,8 +11,8 @@ Then
 
 By symmetry, f and o may each be taken as the smaller of its two values. Let m be its pre-activation and F(m) the
 sigmoid's greatest slope at or above m. Then `|df| <= F(m) |y_f|` (`gate_pieces.py`) and `|y_f| <= |W_f dh| + |U_f dx|`
-unit by unit. y_i, y_g and y_o are defined likewise. With the greatest slopes I and G within reach, |di| <= I |y_i| and
-|dg| <= G |y_g|. Unit by unit, therefore,
+unit by unit. y_i, y_g and y_o are defined likewise. I is the greatest slope of i's sigmoid within the box and G that of
+g's tanh, so |di| <= I |y_i| and |dg| <= G |y_g|. Unit by unit, therefore,
 
     |dc'| <= max over m of  f(m) |dc| + c^ F(m) y_f  +  g^ I y_i + i^ G y_g
     |dh'| <= max over m of  o(m) |dt| + t^ O(m) y_o,    |dt| <= min(|dc'|, 2 tanh(|dc'| / 2)),   t^ = tanh(c^)
@@ -20,18 +20,19 @@ unit by unit. y_i, y_g and y_o are defined likewise. With the greatest slopes I 
 **Elementwise comparison**: with |dt| <= |dc'|, this map of (|dh|, |dc|) shrinks a maximum norm that is weighted by unit
 (`models/certificate/perron_vector.py`). Its factor is at most that of the 2 x 2 comparison in the maximum norm.
 
-**2 x 2 comparison**, in the 2-norm or the maximum norm:
+**2 x 2 comparison**: here |.| is the 2-norm or the maximum norm, of a vector and of a matrix. A product of a vector and
+a matrix scales the matrix's rows.
 
     |dc'| <= max(f^) |dc| + a |dh|,                  a = |c^ F W_f| + |g^ I W_i| + |i^ G W_g|
     |dh'| <= max(o^ f^) |dc| + (a_o + b) |dh|,       b = |t^ O W_o|, a_o: as a, rows scaled by o^
 
-A vector times a matrix scales the matrix's rows. Let p > 0 be the Perron vector of this 2 x 2 matrix and r its spectral
-radius. Then max(|dc| / p_1, |dh| / p_2) shrinks by r at each step.
+The 2 x 2 matrix of these factors maps bounds of (|dc|, |dh|) to bounds of (|dc'|, |dh'|). Let p > 0 be its Perron
+vector and r its spectral radius. Then each step multiplies max(|dc| / p_1, |dh| / p_2) by at most r.
 
 **Miller and Hardt** ("Stable recurrent models", 2019), in the maximum norm, with f the largest forget gate. If |W_i|,
 |W_o| < 1 - f, |W_g| <= (1 - f) / 4 and |W_f| < (1 - f)^2, then |dc'| <= f |dc| + b |dh| with b = |W_f| / (4 (1 - f)) +
 |W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|. Hence max(|dc|, |dh|) shrinks by f + b + |W_o| / 4. This
-rule serves as a baseline: the rules above are never worse, except for the effect of `POSITIVE`.
+rule is a baseline for comparison. The factors of the rules above are never larger, except for the effect of `POSITIVE`.
 
 If a forget gate may come within `SATURATED` of 1 (`LstmBox`), c has no useful bound. No rule, including that of Miller
 and Hardt, then states a factor below 1.
@@ -63,19 +64,21 @@ from wane.models.weights import CellWeights
 RULES: dict[Order, str] = {"2": "lstm_comparison_2", "inf": "lstm_comparison_inf"}
 
 POSITIVE = 1e-9
-"""Added to the entries of the comparison matrix. Its Perron vector is then positive and defines a norm."""
+"""This number is added to the entries of the 2 x 2 comparison matrix. The matrix's Perron vector is then positive and
+defines a norm."""
 
 ITERATIONS = 100
 SETTLED = 1e-13
 
 SATURATED = 1e-9
-"""A forget gate that may come this close to 1 gives c no useful bound. The stated factor is then at least 1."""
+"""If a forget gate may come this close to 1, c has no useful bound. The stated contraction factor is then at least 1.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LstmBox:
-    """The bounds of every unit, starting from the zero state. reach: the pre-activations of i, f, g, o. c, h: the
-    greatest |c| and |h|, (H) each."""
+    """The bounds of every unit over all states that are reached from the zero state. reach: the ranges of the
+    pre-activations of i, f, g, o. c, h: the greatest |c| and |h|, (H) each."""
 
     reach: tuple[Reach, Reach, Reach, Reach]
     c: Vector
@@ -128,7 +131,7 @@ class LstmLayer:
         self.open_i, self.open_f, self.open_o = (np.minimum(sigmoid(gate.high) * UP, 1) for gate in (i, f, o))
         self.shown = np.tanh(box.c) * UP
         slopes = (np.tanh(g.magnitude()) * i.sigmoid_slope(), box.c * f.sigmoid_slope(), self.open_i * g.tanh_slope())
-        self.cell_slopes = tuple(slope * UP for slope in slopes)  # the factors of y_i, y_f, y_g in dc'
+        self.cell_slopes = tuple(slope * UP for slope in slopes)  # the factors of y_i, y_f, y_g in |dc'|
         self.output_slope = self.shown * o.sigmoid_slope() * UP
         self.maps = tuple(LinearMap(block) for block in np.split(weight_hh, 4))
         self.into = None if isinstance(inputs, Rows) else tuple(map(inputs.seen_by, np.split(weight_ih, 4)))
@@ -154,7 +157,8 @@ class LstmLayer:
         self.caps = Perturbation.within(2 * box.h), Perturbation.within(2 * self.bound.reach[1])
 
     def _scaled(self, maps: tuple[LinearMap, ...]) -> tuple[tuple[LinearMap, ...], LinearMap]:
-        """Returns the maps from i, f and g to dc', and the map from o to dh', with scaled rows."""
+        """Returns the linear maps from dh to dc' through i, f and g, and the linear map from dh to dh' through o, each
+        with scaled rows."""
         cell = tuple(each.scaled(slope) for each, slope in zip(maps[:3], self.cell_slopes, strict=True))
         return cell, maps[3].scaled(self.output_slope)
 
@@ -165,8 +169,8 @@ class LstmLayer:
         return float(np.hypot(moved, float(self.open_o.max()) * moved + self.into_output.norm)) * UP
 
     def _comparison(self, bounds: Vector) -> Vector:
-        """Maps unit-by-unit bounds of (dh, dc) to their bounds one step later, for equal inputs. The map is
-        homogeneous."""
+        """Returns unit-by-unit bounds of (dh, dc) after one step, from the bounds before it, for equal inputs. If the
+        bounds are multiplied by a positive number, so is the result."""
         h, c = bounds[: self.hidden], bounds[self.hidden :]
         y = tuple(each.magnitude @ h for each in self.maps)
         cell = self._cell(c, y)
@@ -225,8 +229,8 @@ class LstmLayer:
 
 
 def _miller_hardt(weights: list[Matrix], forget_driven: Vector) -> Proof:
-    """The rule of Miller and Hardt, for |h_i| <= 1. weights: |W_i|, |W_f|, |W_g|, |W_o|. forget_driven: the greatest
-    input to f."""
+    """Returns the proof by the rule of Miller and Hardt, for |h_i| <= 1. weights: |W_i|, |W_f|, |W_g|, |W_o|.
+    forget_driven: the greatest input to f."""
     hidden = len(weights[0])
     i, f, g, o = (float(weight.sum(axis=1).max()) * UP for weight in weights)
     forget = float(sigmoid(forget_driven[:hidden] + weights[1].sum(axis=1)).max()) * UP
@@ -243,7 +247,7 @@ def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """Computes one step of a window and the bounds of its distance from the run."""
+    """Computes the cell's next state in a window, and bounds of its distance from the run's state."""
     h, c = state
     i, f, g, o = (part + Pre.of(linear, h, error[0]) for part, linear in zip(pre, step.recurrent, strict=True))
     enter, keep, show = (sigmoid(gate.value) for gate in (i, f, o))

@@ -1,7 +1,8 @@
 """The RNN: `h' = rho(W h + U x + b)`, rho = tanh (`rnn_tanh`) or max(0, .) (`rnn_relu`).
 
-Its difference shrinks by `|N W|`, N the greatest slope of rho within reach (`models/certificate/recurrent.py`). |tanh|
-is at most 1. Each repetition with the bounded state gives a smaller bound.
+For equal inputs, one step multiplies the difference of two states by at most `|N W|`. N is the greatest slope of rho
+over all reachable states (`models/certificate/recurrent.py`). |tanh| <= 1 bounds the state. The bounded state limits
+the pre-activation, which gives a smaller bound of the state, and so on.
 
 **One window** (`moved`): `dh' <= |slope| (|W| dh + |U| dx)`, or in the 2-norm `|diag(slope) W|_2 |dh|_2`, with the
 greatest slopes within reach.
@@ -22,7 +23,7 @@ from wane.models.weights import CellWeights
 
 
 class TanhLayer(RecurrentLayer):
-    """A layer whose rho is tanh."""
+    """The proofs of a layer whose rho is tanh."""
 
     def _slope_and_reach(self, driven: Reach, magnitude: Matrix) -> tuple[Vector, Vector]:
         reach = np.ones(self.hidden)
@@ -32,7 +33,7 @@ class TanhLayer(RecurrentLayer):
         return np.minimum(within.tanh_slope() * UP, 1.0), reach
 
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
-        del unit  # no arithmetic follows the function
+        del unit  # the state is tanh's result, without further arithmetic
         return (Perturbation.within(before_gates + function),)
 
 
@@ -42,7 +43,7 @@ def build_layer(cell: CellWeights, inputs: Inputs) -> Layer:
 
 
 def moved(step: CellStep, pre: list[Pre], state: States, error: Deviations) -> Moved:
-    """Computes one step of a window and the bounds of its distance from the run."""
+    """Computes the cell's next state in a window, and bounds of its distance from the run's state."""
     both = pre[0] + Pre.of(step.recurrent[0], state[0], error[0])
     p, radius = both.value, both.radius
     if step.cell == "rnn_tanh":

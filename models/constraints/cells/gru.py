@@ -1,4 +1,4 @@
-"""The constraint of the GRU: `models/constraints/gated_memory.py` with the GRU's comparison."""
+"""The constraint of the GRU. It uses `models/constraints/gated_memory.py` with the GRU's comparison."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from wane.models.constraints.layer import ConstrainedLayer
 
 
 class GruComparison:
-    """The GRU's comparison. Gates are in the order r, z, n. Bounds are of h, (H)."""
+    """The GRU's `Comparison`. The matrix's blocks are in the order r, z, n. `bounds` are bounds of the difference of h,
+    (H)."""
 
     def __init__(self, drive: Drive, matrix: Tensor) -> None:
         self.matrix, self.magnitude = matrix, matrix.abs()
         h = torch.ones_like(matrix[0])
-        gates, recalled = drive.bias[: 2 * len(h)], drive.bias[2 * len(h) :]  # recalled: inside the reset gate
+        gates, recalled = drive.bias[: 2 * len(h)], drive.bias[2 * len(h) :]  # recalled: n's bias, which r multiplies
         outside = torch.cat([gates, torch.zeros_like(recalled)])
         least, greatest = (drive.least + outside).chunk(3), (drive.greatest + outside).chunk(3)
         for _ in range(SETTLING):
@@ -43,8 +44,8 @@ class GruComparison:
         return torch.ones_like(self.h)
 
     def _cases(self, bounds: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns h's bounds for each case of z, with z at its least and at its greatest value: (2, C, H). Returns
-        these z as well."""
+        """Returns the bounds of h's difference after a step for each of the C intervals of z, once with the least and
+        once with the greatest z of the interval: (2, C, H). Also returns these values of z, (2, C, H)."""
         y = (self.magnitude @ bounds).chunk(3)
         n = self.by_n * y[2] + self.by_r * y[0]
         keep = torch.stack([self.z.low, self.z.high])
@@ -70,5 +71,6 @@ class GruComparison:
 
 
 def constrain(layer: ConstrainedLayer, target: float) -> Tensor:
-    """Makes a layer contractive by at most `target`, in place. Returns the greatest |h| of each unit, (H) float64."""
+    """Changes a layer's weights in place so that its contraction factor is at most `target`. Returns the greatest |h|
+    of each unit, (H) float64."""
     return hold(layer.recurrence(), target, GruComparison)

@@ -1,4 +1,4 @@
-"""The constraint of the linear cell. It is the same as the RNN's, which bounds only the recurrent matrix."""
+"""The constraint of the linear cell. It is the RNN's constraint, which depends only on the recurrent matrix."""
 
 from wane.models.constraints.cells.rnn import constrain
 

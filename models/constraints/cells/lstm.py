@@ -1,4 +1,4 @@
-"""The constraint of the LSTM: `models/constraints/gated_memory.py` with the LSTM's comparison."""
+"""The constraint of the LSTM. It uses `models/constraints/gated_memory.py` with the LSTM's comparison."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from wane.models.constraints.l1_ball import project_rows
 from wane.models.constraints.layer import ConstrainedLayer
 
 HEARD = 1.2
-"""The ratio of the bound of an LSTM's h to the bound of its c. It leaves room for the output gate's recurrent rows."""
+"""The ratio of the bound of h's difference to the bound of c's difference in `even`. The larger it is, the larger the
+output gate's recurrent rows may be."""
 
 OPEN = 1e-9
-"""A forget gate that may come this close to 1 leaves the cell without a useful bound."""
+"""If a forget gate may come this close to 1, c has no useful bound."""
 
 
 class LstmComparison:
-    """The LSTM's comparison. Gates are in the order i, f, g, o. Bounds are of h, then of c, (2 H)."""
+    """The LSTM's `Comparison`. The matrix's blocks are in the order i, f, g, o. `bounds` are bounds of the difference
+    of h, then of the difference of c, (2 H)."""
 
     def __init__(self, drive: Drive, matrix: Tensor) -> None:
         self.matrix, self.magnitude = matrix, matrix.abs()
@@ -47,8 +49,9 @@ class LstmComparison:
         return torch.cat([HEARD * ones, ones])
 
     def _cases(self, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns three bounds: the kept c plus f's change, for each case of f; o's change of h, for each case of o;
-        and the change of c by i and g."""
+        """Returns three bounds. The first, (C, H), is that part of c's difference that the previous c and f cause, for
+        each interval of f. The second, (C, H), is that part of h's difference that o causes, for each interval of o.
+        The third, (H), is that part of c's difference that i and g cause."""
         v, w = bounds.chunk(2)
         y = (self.magnitude @ v).chunk(4)
         kept = self.forget.high * w + self.forget.slope * (self.c * y[1])
@@ -89,5 +92,6 @@ class LstmComparison:
 
 
 def constrain(layer: ConstrainedLayer, target: float) -> Tensor:
-    """Makes a layer contractive by at most `target`, in place. Returns the greatest |h| of each unit, (H) float64."""
+    """Changes a layer's weights in place so that its contraction factor is at most `target`. Returns the greatest |h|
+    of each unit, (H) float64."""
     return hold(layer.recurrence(), target, LstmComparison)

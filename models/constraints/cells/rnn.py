@@ -1,7 +1,7 @@
 """The constraint of the RNN: the Euclidean projection onto `|W|_2 <= contraction`.
 
-The projection clips singular values from above. Unlike a parametrisation, it gives the projected gradient descent of
-the theory and keeps torch's fused kernel for the recurrence.
+The projection replaces each larger singular value by `contraction`. Unlike a parametrisation of the matrix, it is exact
+projected gradient descent, and torch's fused kernel still computes the recurrence.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from wane.models.constraints.spectral_limit import clip_singular_values
 
 
 def constrain(layer: ConstrainedLayer, target: float) -> None:
-    """Makes a layer contractive by at most `target`, in place."""
+    """Changes a layer's weights in place so that its contraction factor is at most `target`."""
     clip_singular_values(layer.tensor("weight_hh_l0"), target)

@@ -11,7 +11,7 @@ class LstmWriter(CellWriter):
     """`c' = f c + i g`, `h' = o tanh(c')`."""
 
     order = (0, 1, 3, 2)
-    """The order i, f, o, g, in which the three sigmoids are adjacent."""
+    """The order i, f, o, g, in which the three blocks with a sigmoid are adjacent."""
 
     def step(self, graph: GraphWriter, state: list[str], driven: list[str]) -> list[str]:
         pre = self._recalled(graph, state[0], driven[0])
