@@ -29,7 +29,7 @@ REPLACE = "replace a bundle of the same name even if its version is the same or 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the commands' arguments. `wane/cli.py` describes the commands."""
+    """Returns the parser of the commands' arguments. `wane/cli.py` documents the commands."""
     parser = argparse.ArgumentParser(prog="wane")
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -16,8 +16,8 @@ Array = NDArray[np.float32]
 
 
 class TensorMap:
-    """Assigns tensors by name. `unassigned`: the names of the tensors that have no role yet. `names`: the file's name
-    of each of Wane's tensors."""
+    """Assigns tensors by name. `unassigned`: the names of the tensors that are not assigned yet. `names`: the file's
+    name of each of Wane's tensors."""
 
     def __init__(self, checkpoint: Checkpoint, mapping: dict[str, str], ignore: Sequence[str]) -> None:
         self._path = checkpoint.path
@@ -71,7 +71,7 @@ class TensorMap:
         return taken
 
     def note_conversions(self) -> None:
-        """Notes which number formats were converted."""
+        """Adds a note for each number format that was converted to float32."""
         for dtype in sorted(self._dtypes - {torch.float32}, key=str):
             how = "rounded" if dtype == torch.float64 else "converted, exactly,"
             self.notes.append(f"{str(dtype).removeprefix('torch.')} tensors were {how} to float32")

@@ -1,8 +1,8 @@
 """Converts a foreign vocabulary, a Hugging Face tokenizer.json or a list of names, to one that Wane serves.
 
-Wane has three kinds of vocabulary (`models/vocabulary.py`). In each of them `<eos>` begins a sequence and encodes a
-line break. The token with this role in training is found by its usual names, or named with --eos. It is renamed and
-keeps its id.
+Wane has three kinds of vocabulary (`models/vocabulary.py`). In each kind `<eos>` begins a sequence and encodes a line
+break. The foreign token that had this role in training is found by its usual names, or given with --eos. This token is
+renamed to `<eos>` and keeps its id.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINE_BREAK = "\u010a"
 EOS_NAMES = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<EOS>", "[EOS]", "<|eos|>", "<end>", "[SEP]")
 UNKNOWN_NAMES = (UNK, "<UNK>", "[UNK]", "<|unk|>", "<oov>", "<OOV>")
 SPECIAL_NAMES = ("<pad>", "<PAD>", "[PAD]", "<s>", "<bos>", "<BOS>", "<sos>", "<SOS>", "[CLS]", "[MASK]", "[SEP]")
-"""Names that do not occur in text."""
+"""Names that cannot be words of a text."""
 
 DataKind = Literal["text", "events"]
 
@@ -126,7 +126,7 @@ def _end(path: Path, names: dict[str, int], eos: str | None, usual: tuple[str, .
 
 
 def _renaming(path: Path, names: dict[str, int], end: str, unknown: str | None) -> dict[str, str]:
-    """Returns a mapping from old names to Wane's."""
+    """Returns a mapping from the tokens' foreign names to Wane's names."""
     renamed = {}
     if end != EOS:
         if EOS in names:
