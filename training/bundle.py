@@ -42,7 +42,7 @@ LARGEST_STREAM = 1 << 22
 
 
 LEAST_HALF = 64
-"""The smallest number of tokens in each half of such data."""
+"""The smallest number of tokens in each half of data on which the bundle was not trained."""
 
 
 def open_bundle(path: Path) -> Bundle:

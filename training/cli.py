@@ -167,7 +167,7 @@ def main(arguments: Sequence[str]) -> int:
         group.wait_for_end()
         return 1
     except (TrainingError, FloatingPointError) as error:
-        # every process of a group raises the same error, and only the first process prints it
+        # in a group every process raises the same error, and only the first process prints it
         if group.first:
             _print_error(console, error)
         else:
@@ -226,7 +226,7 @@ def _print_error(console: Console, error: Exception) -> None:
 
 
 def _as_typed(options: argparse.Namespace, group: Group) -> str:
-    """Returns the command, with the names of files and folders instead of their paths."""
+    """Returns the `train` command for the run's origin. Paths are replaced by the names of their files and folders."""
     words = [*group.launcher, "train", options.experiment.name]
     for option in ("data", "run", "tokenizer"):
         if (path := getattr(options, option)) is not None:
@@ -235,7 +235,8 @@ def _as_typed(options: argparse.Namespace, group: Group) -> str:
 
 
 def _audit_as_typed(options: argparse.Namespace) -> str:
-    """Returns the command's options that affect the result, with the names of files instead of their paths."""
+    """Returns the `audit` command with the options that affect the result. Paths are replaced by the names of their
+    files."""
     words = ["wane", "audit", options.file.name]
     for option in ("data", "tokenizer", "vocabulary", "export"):
         if (path := getattr(options, option)) is not None:

@@ -64,7 +64,7 @@ class ModelConfig(Frozen):
     )
 
     def architecture(self, vocabulary_size: int) -> Architecture:
-        """The architecture for a vocabulary."""
+        """Returns the architecture for a vocabulary of `vocabulary_size` tokens."""
         return Architecture(
             cell=self.cell,
             vocabulary_size=vocabulary_size,
@@ -82,7 +82,7 @@ class ModelConfig(Frozen):
 
     @property
     def contractions(self) -> tuple[float, ...] | None:
-        """The contraction factor (lambda) of each layer, bottom to top."""
+        """The contraction factor (lambda) that training enforces for each layer, bottom to top."""
         if isinstance(self.contraction, float):
             return (self.contraction,) * self.layers
         return self.contraction
@@ -125,7 +125,7 @@ class DataConfig(Frozen):
 
 
 class ProofConfig(Frozen):
-    """A penalty on predictions that a window cannot prove (`training/proof.py`)."""
+    """A penalty on predictions whose top-1 token a window cannot prove (`training/proof.py`)."""
 
     window: Whole | None = Field(
         default=None,
@@ -148,8 +148,9 @@ class ProofConfig(Frozen):
 class TrainingConfig(Frozen):
     """How the network is trained.
 
-    Regimes. `recurrent`: truncated back-propagation, where the state is carried from one chunk of `chunk` tokens to the
-    next. `truncated`: each chunk of `chunk` = k tokens starts from the zero state, as a window does in serving.
+    The regime `recurrent` is truncated back-propagation: each chunk of `chunk` tokens starts from the last state of the
+    chunk before. In the regime `truncated` each chunk of `chunk` = k tokens starts from the zero state, as a window
+    does in serving.
 
     Schedules, after `warmup` steps. `constant`. `cosine`: falls to zero. `inverse_time`: learning_rate / t, as in the
     theory. `plateau`: constant until validation has not improved for `patience` evaluations (0: never) or until
@@ -258,7 +259,7 @@ class Experiment(Frozen):
 
     @classmethod
     def parse(cls, path: Path, record: object) -> Experiment:
-        """Validates the record that was read from `path`. Raises ConfigError, which names each invalid key."""
+        """Validates an experiment that was read from the file `path`. Raises ConfigError, which names each invalid key."""
         try:
             return cls.model_validate(record)
         except ValidationError as error:

@@ -1,4 +1,4 @@
-"""A split as parallel streams (lanes), and the lanes of one process."""
+"""Divides a split into parallel streams (lanes), and assigns each process its lanes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Lanes:
         return self.count / self.width
 
     def positions(self, index: int) -> NDArray[np.int64]:
-        """Returns the positions in the split of the tokens of chunk `index`: int64 (chunk, lanes)."""
+        """Returns the position in the split of each token of chunk `index`: int64 (chunk, lanes)."""
         rows = np.arange(index * self.chunk, (index + 1) * self.chunk)
         return rows[:, None] + self._length * np.arange(self.width)[self.mine]
 

@@ -128,7 +128,7 @@ def _spreads(axes: Axes, at: list[int], spreads: list[Quantiles]) -> None:
 
 
 def _proved(axes: Axes, curve: Sequence[float], label: str) -> None:
-    """Plots a proved curve from k = 1. Keeps the lower limit of a logarithmic axis at the measured values."""
+    """Plots a proved curve from k = 1. Does not extend a logarithmic axis below the measured values."""
     bottom = axes.get_ylim()[0]
     axes.plot(range(1, len(curve) + 1), _shown(axes, curve), "--", color="C3", label=label)
     if axes.get_yscale() == "log":
@@ -136,5 +136,5 @@ def _proved(axes: Axes, curve: Sequence[float], label: str) -> None:
 
 
 def _shown(axes: Axes, values: Sequence[float]) -> list[float]:
-    """Returns the values, with NaN for values that the axis cannot show."""
+    """Returns the values, with NaN for each value that the axis cannot show."""
     return [math.nan if value <= 0 and axes.get_yscale() == "log" else value for value in values]

@@ -30,7 +30,7 @@ class AuditedModel(Frozen):
 
 
 class AuditedText(Frozen):
-    """The sample of text.
+    """The audited text.
 
     `unknown`: the number of `<unk>` tokens. `positions`: the number of positions at which windows were compared with
     the whole past. Each has at least `behind` tokens before it. `gradient_positions`: the number of positions with
@@ -48,7 +48,7 @@ class AuditedText(Frozen):
 
 
 class Margin(Frozen):
-    """A sufficient condition for a layer to forget. It holds if `factor` < 1.
+    """A sufficient condition for a layer to forget. The condition holds if `factor` < 1.
 
     `margin`: 1 - factor, negative if the condition fails. `factor` and `margin` are null if the rule does not apply.
     `best`: whether the certificate uses this condition for the layer.

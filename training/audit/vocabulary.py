@@ -42,7 +42,8 @@ class ForeignVocabulary:
 def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
     """Reads a tokenizer.json: byte-level BPE, or one token per word or event (WordLevel).
 
-    `eos`: the token that begins a sequence. Raises ForeignError if the tokenizer has another kind or lacks the token.
+    `eos`: the token that begins a sequence, None to find the token by its usual names. Raises ForeignError if the
+    tokenizer is of another kind or lacks the token.
     """
     record = _json(path, _text(path))
     model = record.get("model") if isinstance(record, dict) else None
