@@ -3,7 +3,7 @@
     python -m research.certificates [--models N] [--workers N] [--output FILE] [--figure FILE]
 
 The models cover every cell, plain and residual blocks, and one to three layers. Their weights are scaled so that some
-models are stable and others are not.
+models are contractive and others are not.
 
 - The curve. Random and adversarial histories (`research/histories.py`, `research/adversary.py`) are run to the end, and
   their last tokens are also run from the zero state, both in float64 and in float32. If the cell's bounds cover all
@@ -12,13 +12,14 @@ models are stable and others are not.
   recurrent layers have no such rounding term. They are checked in float64 only, against e_k + 1e-9.
 - The served rounding. The `step` graph of every contractive model is exported, and its rounding is measured as for a
   bundle. Pairs of float32 runs over thousands of steps (repeated tokens, cycles, the adversary's histories, random
-  tokens) must stay within e_k plus this rounding. Each run must stay within half of the rounding of exact arithmetic.
+  tokens) must differ by at most e_k plus this rounding. Each run must differ from exact arithmetic by at most half of
+  this rounding.
 - The window, in float64. Its pasts are all these histories and histories that are adversarial to this window. Every run
   must end within the radius of the window's end. Every lead must change by at most its bound of the direction proof.
   Every proved top-1 token must be the most probable one. Every distribution must be within the direction proof's bound
   of the total variation.
 
-FILE contains the results so far. Another run of the program continues from there.
+The file of `--output` contains the results so far. If the program is started again, it skips the models in this file.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def violations(found: dict[str, object]) -> int:
 
 
 def report(console: Console, results: list[dict[str, object]]) -> None:
-    """Prints the results as tables."""
+    """Prints all results as tables."""
     table = Table(title="Models and histories")
     for heading in (
         "cell",
@@ -147,8 +148,8 @@ def report_windows(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[list[float]]]:
-    """Returns observed / bound by cell and kind of history. Each value has one list per k, with one number per
-    model."""
+    """Returns the ratio of the observed distance to the bound, by cell and kind of history. Each value has one list per
+    k, with one number per model."""
     shares: dict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[] for _ in SHOWN])
     for cell in CELLS:
         for kind in KINDS:
@@ -162,7 +163,8 @@ def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[li
 
 
 def draw(results: list[dict[str, object]], file: Path) -> None:
-    """Plots observed / bound as a function of k: the median, and the range from the 10th to the 90th percentile."""
+    """Plots the ratio of the observed distance to the bound as a function of k: the median over models, and the range
+    from the 10th to the 90th percentile."""
     figure, axes = pyplot.subplots(2, 3, figsize=(10, 5.6), sharex=True, sharey=True, layout="constrained")
     shares = tightness(results)
     for axis, cell in zip(axes.flat, CELLS, strict=True):

@@ -1,5 +1,5 @@
 """Generates token histories, and measures the distance between two runs that read the same last tokens. One run has
-read a past before, and the other starts from the zero state.
+read other tokens (the past) before, and the other starts from the zero state.
 
 Histories are random or adversarial. A greedy history repeats one token, which drives the state to its extremes, and
 then appends the tokens that keep the two runs farthest apart. A climbed history is the result of a random search that
@@ -40,8 +40,8 @@ def distances_from(reference: Reference, full: State, last: Tokens) -> Curve:
 
 
 def after(reference: Reference, state: State, past: Tokens | None, window: Tokens) -> Curve:
-    """Returns `hidden` (N, H) after runs over `past` (N, P), unless that is None, and then over `window` (K). The runs
-    start from `state` (N, ...)."""
+    """Returns `hidden` (N, H) at the end of runs over `past` (N, P) and then `window` (K). The runs start from the
+    states `state` (N, ...). If `past` is None, they read only `window`."""
     for column in () if past is None else past.T:
         _, state = reference.advance(column, state)
     for token in window:
@@ -59,8 +59,8 @@ def random_histories(generator: np.random.Generator, vocabulary: int, count: int
 
 
 def greedy_histories(reference: Reference, vocabulary: int, past: int, last: int) -> Tokens:
-    """Returns tokens (V, past + last). Each row starts with one repeated token. Then each step appends the token that
-    keeps the states of the two runs farthest apart."""
+    """Returns tokens (V, past + last). Each row starts with `past` copies of one token. Each following token is the one
+    that keeps the states of the two runs farthest apart."""
     pasts = np.repeat(np.arange(vocabulary, dtype=np.int64)[:, None], past, axis=1)
     full, cut = reference.zero_state(vocabulary), reference.zero_state(vocabulary)
     for column in pasts.T:

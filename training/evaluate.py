@@ -144,9 +144,9 @@ def evaluate_split(
     advance: Advance | None = None,
     cache: CacheModel | None = None,
 ) -> SplitLosses:
-    """Evaluates one split in both modes, without the windows that are longer than the split.
+    """Evaluates one split in the recurrent mode and with windows. Leaves out windows that are longer than the split.
 
-    If there is a `cache`, a window has the same cache as the recurrent run.
+    With a `cache`, a window's prediction uses the same cache contents as the recurrent run.
     """
     network.eval()
     stream = corpus.streams[split]

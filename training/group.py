@@ -67,8 +67,8 @@ class Group:
     def leave(self) -> None:
         """Closes the process group and its threads.
 
-        Networks still refer to the group. A thread that released a tensor during interpreter shutdown would abort the
-        process.
+        Networks keep references to the group, so Python would not close the group before interpreter shutdown. If a
+        thread of the group released a tensor during the shutdown, the process would abort.
         """
         if not self.alone:
             dist.destroy_process_group()

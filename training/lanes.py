@@ -15,9 +15,11 @@ from wane.training.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes `mine` of a split's `width` parallel streams, in `chunks` chunks.
+    """One process's lanes (parallel streams) of a split.
 
-    rows: int64 (length, lanes), time-major. chunk: the number of tokens per chunk.
+    rows: the tokens of the lanes, int64 (length, lanes), time-major. mine: the slice of these lanes in the lanes of all
+    processes. width: the number of lanes of all processes. chunk: the number of tokens per chunk. chunks: the number of
+    chunks per lane.
     """
 
     rows: NDArray[np.int64]
@@ -49,7 +51,7 @@ class Lanes:
         return rows[:, None] + self._length * np.arange(self.width)[self.mine]
 
     def every_position(self) -> NDArray[np.int64]:
-        """Returns the positions in the split of the tokens of all chunks, in the lanes of all processes: int64 (chunks
+        """Returns the position in the split of each token of all chunks and of all processes' lanes: int64 (chunks
         * chunk, width)."""
         return np.arange(self.chunks * self.chunk)[:, None] + self._length * np.arange(self.width)
 

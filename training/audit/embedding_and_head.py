@@ -1,4 +1,4 @@
-"""Finds the embedding and the head of a checkpoint: the matrix before its recurrent layers and the matrix after them."""
+"""Finds the embedding and the head of a checkpoint, the matrices before and after its recurrent layers."""
 
 from __future__ import annotations
 
