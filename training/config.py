@@ -259,7 +259,7 @@ class Experiment(Frozen):
 
     @classmethod
     def parse(cls, path: Path, record: object) -> Experiment:
-        """Validates an experiment that was read from the file `path`. Raises ConfigError, which names each invalid key."""
+        """Validates an experiment that was read from `path`. Raises ConfigError, which names each invalid key."""
         try:
             return cls.model_validate(record)
         except ValidationError as error:

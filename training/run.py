@@ -119,7 +119,7 @@ def _read_tokenizer(path: Path | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A run with at least one evaluation during training: its best weights, and the corpus on which they were trained."""
+    """A run with at least one evaluation: its best weights, and the corpus on which these were trained."""
 
     folder: RunFolder
     experiment: Experiment

@@ -1,5 +1,5 @@
-"""Records the results of steps: the due time, the latency, and whether the state was rebuilt or the step was
-refused."""
+"""Records the result of each step: when the step was due, its latency, and whether the state was rebuilt or the step
+was refused."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Record:
         return len(self.due_s)
 
     def between(self, begin_s: float, end_s: float) -> dict[str, Any]:
-        """Summarises the steps that were due between two times: their number, rate, latency percentiles in ms, and
-        shares."""
+        """Summarises the steps that were due between two times: their number, their rate, their latency percentiles in
+        ms, and the shares of refused and other kinds of steps."""
         due, taken, rebuilt = self.arrays()
         chosen = (due >= begin_s) & (due < end_s)
         refused = np.array(self.refused_s)
@@ -66,7 +66,8 @@ class Record:
         return [{"at_s": float(at + slice_s / 2), **self.between(at, at + slice_s)} for at in starts]
 
     def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
-        """Returns the arrays due_s, taken_s and rebuilt, in the order of the answers."""
+        """Returns three arrays in the order of the answers: when each step was due, its latency in seconds, and whether
+        its state was rebuilt."""
         return np.array(self.due_s), np.array(self.taken_s), np.array(self.rebuilt, bool)
 
 
