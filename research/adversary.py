@@ -5,9 +5,11 @@ the output layer (`hidden`) at their common last token.
 Tokens are discrete and have no gradient. Each position therefore has a mixture of all tokens' embeddings, and the
 gradient is taken with respect to the mixture's weights (`shares`). The search has two methods:
 
-- `flipped`: the gradient estimates the gain of every single substitution. The best substitutions, at one or several
-  positions together, are tried, and kept if the distance grows (HotFlip, Ebrahimi et al. 2018, arXiv 1712.06751).
-- `softened`: gradient ascent on the mixtures. At the end each mixture is replaced by its token of the largest weight.
+- `flipped`: the gradient estimates the gain of every single substitution. The best substitutions are tried, at one or
+  at several positions at once. A tried substitution is kept if the distance grows (HotFlip, Ebrahimi et al. 2018, arXiv
+  1712.06751).
+- `softened`: gradient ascent on the mixtures' weights. At the end each mixture is replaced by its token with the
+  largest weight.
 
 The objective is the logarithm of the squared distance at the last token. A logarithm is used because distances range
 from 1 to 1e-12. If a direction in the space of `hidden` is given, only the component of the difference in this

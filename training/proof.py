@@ -10,10 +10,10 @@ differ by at most:
 
     e = 2 * prod_(t > reach) f_t     shape (H)
 
-To first order, an error of the state of at most e changes the lead of token a over token b by at most `sum_i |d(logit_a
-- logit_b) / d s_i| e_i`. For the competing token with the largest ratio of this change to its lead, the loss is the
-logarithm of the ratio, as far as it exceeds `-slack`. The upper limit exists because a lead near zero cannot be proved.
-The lead itself gets no gradient, because a model has no reason to become more confident.
+To first order, such a difference changes the lead of token a over token b by at most `sum_i |d(logit_a - logit_b) / d
+s_i| e_i`. The competing token b with the largest ratio of this change to the lead determines the loss. The loss is
+`log(ratio) + slack`, limited to the range from 0 to `ceiling`. It has an upper limit because a lead near zero cannot be
+proved. The lead itself gets no gradient, because a model has no reason to become more confident.
 
 The loss does not stop units from remembering where their state cannot change the top-1 token: units with small weights,
 in rare contexts, or for rare tokens. Only the caps of the gates limit these units' memory.

@@ -1,6 +1,7 @@
-"""Compares the simulation with measurements of the same load and the same kills, on two processors.
+"""Compares the simulation with measurements on two processors. The simulation has the same load and the same kills of
+replicas as each measurement.
 
-There are three measurements, and none of them is an input of the simulation's costs. The first is a closed loop of 32
+There are three measurements. The simulation's costs are not derived from any of them. The first is a closed loop of 32
 connections over three replicas, with the client of `benchmarks.routing`. The second measurement has two hundred
 sessions at 250 steps per second, while one replica after another is killed, with the clients of
 `tests/stack/test_killed_replicas.py`. The third measurement is the storm of a thousand rebuilds (runs that recompute

@@ -135,8 +135,9 @@ def ask(port: int, requests: Sequence[tuple[str, object]], connections: int = 1)
 def move(stack: Stack, tokens: int) -> Result:
     """Moves sessions from one replica to another, and measures their first and second step at the new replica.
 
-    Several sessions move at the same time, as in a storm of rebuilds. A replica with a queue does not try to prove the
-    answers that it computes from a tail. An idle replica would try, which takes longer.
+    Several sessions move at the same time, as in a storm of rebuilds. An idle replica would also search for a proof of
+    each answer that it computes from a tail. In a storm of rebuilds a replica does not search, and the measurement is
+    of this case.
     """
     random = Random(tokens)
     one, other = stack.replicas[0], stack.replicas[1]

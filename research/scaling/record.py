@@ -42,7 +42,7 @@ class Record:
 
     def between(self, begin_s: float, end_s: float) -> dict[str, Any]:
         """Summarises the steps that were due between two times: their number, their rate, their latency percentiles in
-        ms, and the shares of refused and other kinds of steps."""
+        ms, the number of rebuilt states, and the share of refused steps."""
         due, taken, rebuilt = self.arrays()
         chosen = (due >= begin_s) & (due < end_s)
         refused = np.array(self.refused_s)

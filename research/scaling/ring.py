@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 POINTS = 16  # points per unit of weight
 WEIGHT = 64  # the weight of a server in deploy/haproxy/haproxy.cfg
-NUMBERED = 4096  # the number of point ids that each server has
+NUMBERED = 4096  # the size of each server's range of point ids
 PLACES = 2**32
 Places = NDArray[np.uint32]
 

@@ -1,8 +1,8 @@
-"""Simulates the loss, the deployment and the addition of replicas, at the replica that is affected most.
+"""Simulates the loss, the deployment and the addition of replicas, at the replica whose latency rises most.
 
-The number of replicas in a fleet determines the share of sessions that one event moves. A replica has its planned load
-before each event. Sessions that move to the replica are `away` (their states are not in this replica's memory). Their
-states are rebuilt at their next step.
+The number of replicas in the fleet matters only for the share of sessions that an event moves. A replica has its
+planned load before each event. Sessions that move to the replica are `away` (their states are not in this replica's
+memory). Their states are rebuilt at their next step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The parameters that all scenarios share. think_s: the mean seconds between two steps of a session."""
+    """The parameters that are common to all scenarios. think_s: the mean seconds between two steps of a session."""
 
     costs: Costs
     plan: Plan
