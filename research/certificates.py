@@ -64,7 +64,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
         "contractive",
         "no claim",
         "histories",
-        "pairs held to e_k",
+        "pairs checked against e_k",
         "and states",
         "above",
     ):

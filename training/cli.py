@@ -99,13 +99,13 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--tolerance",
         type=_share,
         default=TOLERANCE,
-        help="largest total variation of the recommended k (default: %(default)s)",
+        help="largest total variation that the recommended k may have (default: %(default)s)",
     )
     command.add_argument(
         "--positions",
         type=_positive,
         default=AUDITED,
-        help="number of positions at which windows are compared (default: %(default)s)",
+        help="number of positions at which windows are compared with the uninterrupted run (default: %(default)s)",
     )
     command.add_argument(
         "--tokens", type=_positive, default=TOKENS, help="largest number of tokens to read (default: %(default)s)"
@@ -127,7 +127,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument("--attribution", help="owner of the weights and their data, recorded in the bundle")
     unusual = command.add_argument_group("options for unusual files")
     unusual.add_argument(
-        "--state-dict", metavar="KEY", help="dotted key of the tensors in the file, such as model.best"
+        "--state-dict", metavar="KEY", help="dotted key of the dictionary of tensors in the file, such as model.best"
     )
     unusual.add_argument(
         "--map",
@@ -135,10 +135,14 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="NAME=THEIRS",
-        help="Wane's name (embedding, head, head.bias, layers.0, layers.0.weight_ih, ...) and the file's",
+        help="a tensor's name in Wane (embedding, head, head.bias, layers.0, layers.0.weight_ih, ...) and its name in the file",
     )
     unusual.add_argument(
-        "--ignore", action="append", default=[], metavar="PATTERN", help="tensors that do not belong to the model"
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="name pattern of tensors that do not belong to the model",
     )
     unusual.add_argument(
         "--nonlinearity",

@@ -132,17 +132,19 @@ class ProofConfig(Frozen):
         description="length, in tokens, of the window that must prove the prediction; absent: `chunk`. "
         "If it is longer than the chunk, the chunk's average gates are assumed for it",
     )
-    weight: Finite = Field(gt=0, description="loss, in nats, of a prediction that misses its proof by a factor of e")
+    weight: Finite = Field(
+        gt=0, description="increase of the loss, in nats, for each factor of e by which a prediction misses its proof"
+    )
     rivals: Whole = Field(
-        default=5, description="number of competing tokens with which the most probable token is compared"
+        default=5, description="number of competing tokens for which the lead of the most probable token is checked"
     )
     slack: Finite = Field(
-        default=0.2, ge=0, description="margin beyond provable, in log units, at which the loss becomes 0"
+        default=0.2, ge=0, description="margin of a proof, as a natural logarithm, from which on the loss is 0"
     )
-    ceiling: Finite = Field(
-        default=2.0, gt=0, description="distance from provable, in log units, above which the loss is constant"
+    ceiling: Finite = Field(default=2.0, gt=0, description="largest value, before `weight`, to which the loss rises")
+    ramp: Whole = Field(
+        default=1000, description="number of training steps in which the weight of the loss rises to `weight`"
     )
-    ramp: Whole = Field(default=1000, description="number of steps in which the weight rises to `weight`")
 
 
 class TrainingConfig(Frozen):

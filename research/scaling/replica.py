@@ -38,7 +38,7 @@ DEADLINE_S = 30.0
 
 @cache
 def work(tokens: int) -> Work:
-    """Returns the scheduler's work item: a step if `tokens` is 1, and otherwise a run over a window of `tokens` tokens."""
+    """Returns the scheduler's work item: a step if `tokens` is 1, otherwise a window of `tokens` tokens."""
     return Work("step") if tokens == 1 else Work("window", np.zeros(tokens, np.int64))
 
 

@@ -116,7 +116,7 @@ def _model(path: Path, tree: Mapping[object, object], prefix: str = "") -> str:
 
 
 def _at(path: Path, tree: Mapping[object, object], inside: str) -> Mapping[object, object]:
-    """Returns the dictionary under a dotted key."""
+    """Returns the dictionary at a dotted key."""
     for key in inside.split(".") if inside else ():
         branch = tree.get(key)
         if not isinstance(branch, Mapping):

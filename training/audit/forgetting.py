@@ -1,10 +1,10 @@
 """Measures how fast a model forgets: compares windows of the last k tokens with the uninterrupted run.
 
 Two runs of the same weights read the same last k tokens. The uninterrupted run starts from the state after all earlier
-tokens, the window from the zero state. Three comparisons are made: the 2-norm distance of `hidden`, the output layer's
-input; the total variation between the predicted distributions, and whether their most probable tokens agree; and the
-perplexity of the next tokens. Gradient norms measure how much the probability of the next token depends on the input i
-steps earlier. All results are float32 measurements at sampled positions of one text, not bounds.
+tokens, the window from the zero state. Three quantities are compared: the 2-norm distance of `hidden`, the output
+layer's input; the total variation between the predicted distributions, and whether their most probable tokens agree;
+and the perplexity of the next tokens. Gradient norms measure how much the probability of the next token depends on the
+input i steps earlier. All results are float32 measurements at sampled positions of one text, not bounds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ GRADIENT_ROWS = 32
 GRADIENT_POSITIONS = 256
 """The largest number of positions for which gradients are computed."""
 LARGEST_LOSS = 700.0
-"""The largest mean loss, in nats per token. The exponential of any difference of two losses up to this limit is a
-float64 above 0."""
+"""The largest mean loss, in nats per token, for which a perplexity is computed. Up to this limit the exponential of the
+difference of any two losses is a finite float64 above 0."""
 
 
 class Unmeasurable(FloatingPointError):
@@ -38,7 +38,7 @@ class Unmeasurable(FloatingPointError):
 
 
 class Quantiles(Frozen):
-    """The statistics of a quantity over all positions."""
+    """The median and other statistics of a quantity over all positions."""
 
     median: float = Field(ge=0)
     p99: float = Field(ge=0)

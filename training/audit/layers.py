@@ -98,7 +98,7 @@ def _ordered(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Na
 
 
 def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -> Layers:
-    """Checks that the layers' shapes fit together. Returns the layers."""
+    """Checks that the shapes of successive layers fit together. Returns the layers."""
     cells: list[Cell] = []
     sizes: list[int] = []
     for layer in names:

@@ -33,8 +33,8 @@ class AuditedText(Frozen):
     """The audited text.
 
     `unknown`: the number of `<unk>` tokens. `positions`: the number of positions at which windows were compared with
-    the whole past. Each has at least `behind` tokens before it. `gradient_positions`: the number of positions with
-    gradients. Both counts of positions are 0 if no measurement was possible.
+    the uninterrupted run. Each of these positions has at least `behind` tokens before it. `gradient_positions`: the
+    number of positions at which gradients were computed. Both counts of positions are 0 if no measurement was possible.
     """
 
     split: str

@@ -42,7 +42,7 @@ class TensorMap:
         return shape[0], shape[1]
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises ForeignError unless the tensor has this shape."""
+        """Raises ForeignError unless the tensor `name` has the shape `shape`."""
         if self.shape(name) != shape:
             raise self.error(f"{name} has shape {list(self.shape(name))}, expected {list(shape)}")
 
@@ -77,15 +77,15 @@ class TensorMap:
             self.notes.append(f"{str(dtype).removeprefix('torch.')} tensors were {how} to float32")
 
     def listing(self) -> str:
-        """Lists the names of the first tensors, for a message."""
+        """Lists the names of the file's first tensors, for an error message."""
         names = sorted(self._tensors)
         return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
     def describe(self, names: Sequence[str]) -> str:
-        """Lists names with their shapes, for a message."""
+        """Lists the names of tensors with their shapes, for an error message."""
         more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
         return "; ".join(f"{name} {list(self.shape(name))}" for name in names[:8]) + more
 
     def error(self, text: str) -> ForeignError:
-        """Returns an error about this file."""
+        """Returns a ForeignError that names this file."""
         return ForeignError(f"{self._path}: {text}")
