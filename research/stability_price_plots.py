@@ -18,7 +18,7 @@ OPTIMIZERS = {"adamw": "AdamW", "sgd": "projected gradient descent, steps alpha 
 
 
 def plot_prices(results: dict[str, Any], path: Path) -> None:
-    """Plots perplexity against lambda, with a mark per seed. A second panel below plots the certified k against lambda."""
+    """Plots perplexity against lambda, with a mark per seed. A second panel plots the certified k against lambda."""
     prices = results["prices"]
     caps = sorted({point["lambda"] for point in prices}, key=lambda cap: cap or 1)
     place = {cap: index for index, cap in enumerate(caps)}

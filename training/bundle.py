@@ -151,7 +151,7 @@ def fit_bundle_cache(
 
 
 def fit_lengths(network: Network, corpus: Corpus, lengths: list[int], advance: Advance | None = None) -> CacheFits:
-    """Fits a cache of each length on the split `valid`, and evaluates it on `valid` and `test`."""
+    """Fits a cache of each length on the split `valid`. Evaluates each cache on `valid` and `test`."""
     start = cache_start(corpus.vocabulary)
     alone = {
         split: recurrent_losses(network, corpus.streams[split], advance).double().numpy(force=True)

@@ -24,13 +24,13 @@ LEAST_NETWORK = 0.05
 """The smallest weight of the network in a fitted table. A token that the cache does not predict must keep a positive
 probability."""
 PRIOR = 20.0
-"""The number of pseudo-positions that are added to each row's own positions. Their component weights are those that fit
-all positions of the stream."""
+"""The number of pseudo-positions that are added to each row's own positions. At the pseudo-positions, the components
+occur in proportion to the weights that fit all positions of the stream."""
 WORTH = 0.005
 """The smallest reduction of the loss, in nats per token, for which the counts of single tokens get a weight. The loss
 is measured on the stream to which the cache is fitted."""
 FIRST_GUESS = (0.85, 0.05, 0.05, 0.05)
-"""The initial weights of a fit."""
+"""The initial weights of a fit: of the network and of the three cache components."""
 TINY = 1e-30
 
 
@@ -123,7 +123,8 @@ class CacheTraining:
         return cls(streams, corpus.vocabulary.size, unfitted_cache(experiment.model.cache), start, device)
 
     def losses(self, split: str, positions: NDArray[np.int64], network: Tensor) -> Tensor:
-        """Returns -log p of the mixture, from -log p of the network. Both have the shape of `positions`."""
+        """Returns -log p of the mixture for each position. network: -log p of the network for each position. Result and
+        `network` have the shape of `positions`."""
         weight, added = self._statistics[split].at(positions).parts(self.model)
         log_added = self._tensor(np.log(np.maximum(added, TINY)))
         return -torch.logaddexp(self._tensor(np.log(weight)) - network, log_added)

@@ -135,14 +135,15 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="NAME=THEIRS",
-        help="a tensor's name in Wane (embedding, head, head.bias, layers.0, layers.0.weight_ih, ...) and its name in the file",
+        help="a tensor's name in Wane (embedding, head, head.bias, layers.0, layers.0.weight_ih, ...) "
+        "and its name in the file",
     )
     unusual.add_argument(
         "--ignore",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="name pattern of tensors that do not belong to the model",
+        help="name pattern of tensors that are not of the model",
     )
     unusual.add_argument(
         "--nonlinearity",

@@ -1,4 +1,4 @@
-"""Experiments as typed TOML files. Every key is checked. An unknown key is an error."""
+"""Reads experiments from TOML files. Every key has a type that is checked. An unknown key is an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ModelConfig(Frozen):
-    """The network."""
+    """The keys of the table `[model]`: the network."""
 
     cell: Cell = Field(description="recurrent cell; the gates of `gated` read only the input")
     hidden: Whole = Field(description="width of each layer's output")
@@ -97,7 +97,7 @@ class ModelConfig(Frozen):
 
 
 class DataConfig(Frozen):
-    """The corpus."""
+    """The keys of the table `[data]`: the corpus."""
 
     kind: Literal["wikitext-2", "text", "events"] = Field(
         description="`text`: UTF-8 files; `events`: JSON lines, each with a list of event names"
@@ -142,21 +142,20 @@ class ProofConfig(Frozen):
         default=0.2, ge=0, description="margin of a proof, as a natural logarithm, from which on the loss is 0"
     )
     ceiling: Finite = Field(default=2.0, gt=0, description="largest value, before `weight`, to which the loss rises")
-    ramp: Whole = Field(
-        default=1000, description="number of training steps in which the weight of the loss rises to `weight`"
-    )
+    ramp: Whole = Field(default=1000, description="number of steps in which the weight of the loss rises to `weight`")
 
 
 class TrainingConfig(Frozen):
-    """How the network is trained.
+    """The keys of the table `[training]`: how the network is trained.
 
     The regime `recurrent` is truncated back-propagation: each chunk of `chunk` tokens starts from the last state of the
     chunk before. In the regime `truncated` each chunk of `chunk` = k tokens starts from the zero state, as a window
     does in serving.
 
-    Schedules, after `warmup` steps. `constant`. `cosine`: falls to zero. `inverse_time`: learning_rate / t, as in the
-    theory. `plateau`: constant until validation has not improved for `patience` evaluations (0: never) or until
-    `decay_steps` steps remain, then linear to zero over `decay_steps` steps. Training then stops.
+    The schedule sets the learning rate after `warmup` steps. `constant`: does not change. `cosine`: falls to zero.
+    `inverse_time`: learning_rate / t in step t after the warm-up. `plateau`: constant until validation has not improved
+    for `patience` evaluations (0: never) or until `decay_steps` steps remain, then linear to zero over `decay_steps`
+    steps. Training then stops.
     """
 
     regime: Literal["recurrent", "truncated"] = Field(
@@ -211,7 +210,7 @@ class TrainingConfig(Frozen):
 
 
 class ExportConfig(Frozen):
-    """What the bundle's manifest contains."""
+    """The keys of the table `[serve]`: what the bundle's manifest contains."""
 
     description: str = Field(default="", description="one-line description in the list of models")
     window: Whole = Field(default=64, description="default window of a request, in tokens")
@@ -226,7 +225,7 @@ class ExportConfig(Frozen):
 
 
 class Experiment(Frozen):
-    """One experiment file."""
+    """The contents of one experiment file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="name of the run and of the bundle")
     model: ModelConfig

@@ -82,7 +82,7 @@ def _checked(corpus: Corpus, path: Path) -> Corpus:
 
 
 def _read_file(path: Path) -> tuple[str, str]:
-    """Returns a file's text, without a byte-order mark, and its SHA-256."""
+    """Returns a file's text, without a byte-order mark, and the file's SHA-256."""
     try:
         raw = path.read_bytes()
     except OSError as error:

@@ -187,7 +187,7 @@ def evaluation_steps(corpus: Corpus, splits: Sequence[str], windows: Sequence[in
 
 
 def quality(splits: dict[str, SplitLosses], judged: str = "valid") -> Quality:
-    """Returns the manifest's record of an evaluation. `judged`: the split that determines
+    """Returns the manifest's record of an evaluation. `judged`: the split whose perplexities determine the field
     `window_within_half_percent`."""
     return Quality(
         tokens={name: losses.tokens for name, losses in splits.items()},
@@ -212,7 +212,8 @@ def quality(splits: dict[str, SplitLosses], judged: str = "valid") -> Quality:
 
 
 def smallest_close_window(losses: SplitLosses) -> int | None:
-    """Returns the smallest evaluated k such that, for it and all larger evaluated k, the perplexity per token is within
+    """Returns the smallest evaluated k such that, for this k and all larger evaluated k, the perplexity per token is
+    within
     0.5 % of the recurrent perplexity."""
     close = None
     for k, nats in sorted(losses.window.items(), reverse=True):

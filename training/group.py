@@ -32,11 +32,12 @@ LAUNCHER_WAIT_S = 10.0
 failed process."""
 
 TRANSPORT = "gloo/transport"
-"""A part of the message of gloo's connection errors, which are plain RuntimeErrors."""
+"""A text that occurs in the message of each gloo connection error. These errors are plain RuntimeErrors."""
 
 
 class Group:
-    """This process's place in the group: `rank` of `size`, and `local_rank` of `local_size` on its machine."""
+    """A process and its group. `rank`: the process's number, from 0, among the `size` processes of the group.
+    `local_rank`: its number among the `local_size` processes on the same machine."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1) -> None:
         self.rank, self.size = rank, size
@@ -48,7 +49,8 @@ class Group:
         """Joins the process group that torchrun describes in environment variables. Returns `ALONE` if there is no such
         group.
 
-        gloo sends CPU tensors, NCCL sends CUDA tensors. Raises RunError if the other processes are not found.
+        The backend gloo sends CPU tensors, and the backend NCCL sends CUDA tensors. Raises RunError if the other
+        processes are not found.
         """
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return ALONE
@@ -91,7 +93,7 @@ class Group:
         nodes = ["--nnodes", str(self.size // self.local_size)] if self.size > self.local_size else []
         return ["torchrun", *nodes, "--nproc-per-node", str(self.local_size), "-m", "--", "wane"]
 
-    # -- division of the work
+    # -- the division of a batch and its randomness
 
     def share(self, count: int) -> slice:
         """Returns this process's slice of `count` lanes. The sizes of two processes' slices differ by at most one."""
@@ -177,7 +179,7 @@ class Group:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Turns a broken connection to another process into a LostError."""
+        """Raises LostError if the connection to another process breaks in the `with` block."""
         try:
             yield
         except RuntimeError as error:
@@ -190,7 +192,7 @@ class Group:
             ) from error
 
     def wait_for_end(self) -> None:
-        """Waits for the launcher to stop this process after another one failed."""
+        """After the failure of another process, waits until the launcher stops this process."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if not self._ended:
             time.sleep(LAUNCHER_WAIT_S)

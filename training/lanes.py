@@ -61,6 +61,6 @@ class Lanes:
         return len(self.rows) - 1
 
     def tokens(self, index: int, device: torch.device) -> Tensor:
-        """Returns chunk `index` and the next token: int64 (chunk + 1, lanes)."""
+        """Returns the tokens of chunk `index` and the next token of each lane: int64 (chunk + 1, lanes)."""
         part = self.rows[index * self.chunk : (index + 1) * self.chunk + 1]
         return torch.from_numpy(np.array(part, order="C")).to(device)

@@ -135,7 +135,8 @@ class Trainer:
             pressed, proved = self.pressure(self.step, shares)
             loss = loss + pressed
             means.append(proved)
-        loss = loss * (lanes.share * self.group.size)  # DDP averages over processes, not over lanes
+        loss = loss * (lanes.share * self.group.size)  # DistributedDataParallel averages gradients over processes, not
+        # over lanes
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         value, *rest = self.group.total([lanes.share * mean for mean in means])

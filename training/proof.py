@@ -32,10 +32,11 @@ from wane.models.networks import Network, ResidualLayer
 from wane.training.config import ProofConfig
 
 LEAST_LEAD = 1e-3
-"""Smaller leads are replaced by this lead, in nats."""
+"""The lower limit, in nats, of a lead in the ratio. Smaller leads are replaced by this limit."""
 
 LEAST_ADDED = 1e-30
-"""Smaller probabilities are replaced by this one, because the logarithm of 0 is not finite."""
+"""The lower limit of a probability. Smaller probabilities are replaced by this limit, because the logarithm of 0 is not
+finite."""
 
 TINY = 1e-9
 

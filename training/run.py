@@ -170,7 +170,7 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
                 for split in EVALUATED_SPLITS
             }
         )
-        bar.update(task, completed=total)  # short splits have fewer positions than requested
+        bar.update(task, completed=total)  # a short split has fewer positions than were requested
     run.folder.write_quality(found, run.best_step, positions)
     plot_quality(run.experiment.name, found, run.folder.path / "evaluation.png")
     console.print(quality_table(run.experiment.name, found))

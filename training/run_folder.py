@@ -167,7 +167,8 @@ class RunFolder:
         (self.path / "experiment.json").write_text(experiment.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     def _drop_lines_after(self, step: int) -> None:
-        """Drops the log lines that a killed run wrote after its last checkpoint. The resumed run writes them again."""
+        """Removes the log lines that a killed run wrote after its last checkpoint. The resumed run writes these lines
+        again."""
         path = self.path / "log.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         path.write_text("".join(line for line in lines if _step_of(line) <= step), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The learning rate, step by step."""
+"""The learning rate of each training step."""
 
 from __future__ import annotations
 

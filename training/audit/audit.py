@@ -170,7 +170,8 @@ def _export(
             tokenizer_json=subject.corpus.tokenizer_json,
             name=target.name,
             version=options.version,
-            description=f"Imported from {report.model.file}; its perplexity was measured on the text given to the audit.",
+            description=f"Imported from {report.model.file}; its perplexity was measured on the text "
+            "given to the audit.",
             window=window,
             max_window=options.max_window,
             quality=quality({"audit": found.losses}, judged="audit"),

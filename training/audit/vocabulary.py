@@ -25,7 +25,7 @@ LINE_BREAK = "\u010a"
 EOS_NAMES = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<EOS>", "[EOS]", "<|eos|>", "<end>", "[SEP]")
 UNKNOWN_NAMES = (UNK, "<UNK>", "[UNK]", "<|unk|>", "<oov>", "<OOV>")
 SPECIAL_NAMES = ("<pad>", "<PAD>", "[PAD]", "<s>", "<bos>", "<BOS>", "<sos>", "<SOS>", "[CLS]", "[MASK]", "[SEP]")
-"""Names that cannot be words of a text."""
+"""Usual names of special tokens, which do not occur as words in a text."""
 
 DataKind = Literal["text", "events"]
 
@@ -112,7 +112,7 @@ def _characters(table: dict[str, int]) -> str:
 
 
 def _end(path: Path, names: dict[str, int], eos: str | None, usual: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Returns the name of the token that begins a sequence, and a note if it was guessed."""
+    """Returns the name of the token that begins a sequence, and a note if the token was found by its usual names."""
     if eos is not None:
         if eos not in names:
             raise ForeignError(f"{path}: --eos {eos}: there is no such token")
@@ -155,7 +155,7 @@ def _made(path: Path, kind: VocabularyKind, tokenizer_json: str, notes: list[str
         vocabulary = Vocabulary(kind, tokenizer_json)
     except KeyError as error:
         raise ForeignError(f"{path}: a token holds {error}, which byte-level BPE never writes") from error
-    except Exception as error:  # tokenizers raises a bare Exception
+    except Exception as error:  # the library `tokenizers` raises a bare Exception
         raise ForeignError(f"{path}: {error}") from error
     if '"BPE"' not in tokenizer_json and all(vocabulary.token(index) != UNK for index in range(vocabulary.size)):
         notes.append(f"there is no token for unknown items ({UNK}): they are refused")
