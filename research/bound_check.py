@@ -87,7 +87,7 @@ def random_model(seed: int) -> tuple[Architecture, Weights]:
 
 
 def examine(seed: int) -> Found:
-    """Checks one model with all of its histories, initial states and windows."""
+    """Checks the random model of `seed` with all of its histories, initial states and windows."""
     return _Examined(seed).found()
 
 
@@ -134,13 +134,14 @@ class _Examined:
         return np.concatenate([random, greedy, climbed, ascended])
 
     def _states(self, last: Tokens) -> tuple[State, Tokens]:
-        """Returns reachable initial states and the tokens that follow them. Returns no states if the cell's bounds do
-        not cover every reachable state."""
+        """Returns reachable initial states, and the tokens that the runs from these states read. Returns no states if
+        the cell's bounds do not cover every reachable state."""
         reach = reachable(self.architecture, self.layers)
         if reach is None:
             return {}, last[:0]
         states, last = self.adversary.states(reach, last, FLIPS, self.generator)
-        if self.architecture.front is None:  # rounds the states to float32 values; the factor keeps them within reach
+        if self.architecture.front is None:  # rounds the states to float32; the factor keeps the rounded states
+            # reachable
             states = {name: (value * (1 - 2.0**-20)).astype(np.float32).astype(float) for name, value in states.items()}
         return states, last
 
@@ -177,10 +178,11 @@ class _Examined:
         """Checks the served rounding term against float32 runs of thousands of steps.
 
         Two runs of the exported `step` graph read the same tokens. One run has read other tokens (a past) before, and
-        the other run starts from the zero state. The distance of the two runs must be at most e_k plus the rounding of
-        two runs. The distance of the run with a past from the same run in exact arithmetic must be at most the rounding
-        of one run. The runs read four kinds of tokens: one repeated token after a past of one repeated token, for every
-        pair of tokens; cycles of two and of three tokens; the adversary's histories, repeated; random tokens.
+        the other run starts from the zero state. After k tokens the distance of the two runs must be at most e_k plus
+        the rounding of two runs. The distance of the run with a past from the same run in exact arithmetic must be at
+        most the rounding of one run. The runs read four kinds of tokens: one repeated token after a past of one
+        repeated token, for every pair of tokens; cycles of two and of three tokens; the adversary's histories,
+        repeated; random tokens.
         """
         size, random = self.architecture.vocabulary_size, self.generator
         past, held = (each.ravel() for each in np.meshgrid(np.arange(size), np.arange(size)))

@@ -100,7 +100,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def report_served(console: Console, results: list[dict[str, object]]) -> None:
-    """Prints how close float32 runs of the exported step graph come to the served rounding term."""
+    """Prints the ratio of the observed rounding of float32 runs of the exported step graph to the served rounding term."""
     table = Table(title="Served rounding, float32 graphs, thousands of steps. Observed / served: median (max)")
     for heading in ("cell", "carried along", "models", "pairs", "above", "of one run", "of two runs"):
         table.add_column(heading, justify="right")
@@ -119,7 +119,7 @@ def report_served(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def report_windows(console: Console, results: list[dict[str, object]]) -> None:
-    """Prints the results of the windows."""
+    """Prints the results of the checks of windows."""
     table = Table(title="Windows, float64. Observed / bound of contractive models: median (max)")
     headings = (
         "windows",

@@ -59,7 +59,7 @@ def plot(results: Results, path: Path) -> None:
 
 
 def _legend(figure: SubFigure, lines: tuple[tuple[str, str, str, str], ...]) -> None:
-    """Adds a legend at the bottom. lines: the label, marker, dash style and colour of each line."""
+    """Adds a legend at the bottom of the figure. lines: the label, marker, dash style and colour of each line."""
     handles = [
         Line2D([], [], color=colour, marker=mark, linestyle=dashes, markersize=4, label=what)
         for what, mark, dashes, colour in lines

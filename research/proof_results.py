@@ -1,4 +1,4 @@
-"""The results of `research.proofs`, as its JSON stores them."""
+"""The results of `research.proofs`, in the form of its JSON file."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class WindowFigures(Frozen):
     """The results of one bundle for windows of one length k. Distances are 2-norm distances of `hidden`. Variations are
     total variation distances of the predictions at temperature 1.
 
-    observed, observed_variation: between the window and the never-interrupted run, both in float64. worst_case: e_k.
-    worst_case_variation: epsilon(k), including the rounding of two runs. request: the bound of the distance for the
-    window's own tokens (the request's radius). request_variation: the bound of the variation that follows from the
-    smaller of this radius and e_k. direction_variation: the direction proof's bound of the variation (see `Proved`),
-    None in older results. over_worst_case, over_request: the observed distance at each position, divided by
-    `worst_case` or by `request`. violations: the number of positions at which a bound was violated or a proof was
-    wrong.
+    observed, observed_variation: between the window and the never-interrupted run, both in float64. worst_case: e_k,
+    the certificate's bound of the distance. worst_case_variation: epsilon(k), the certificate's bound of the variation,
+    including the rounding of two runs. request: the bound of the distance for the window's own tokens (the request's
+    radius). request_variation: the bound of the variation that follows from the smaller of this radius and e_k.
+    direction_variation: the direction proof's bound of the variation (see `Proved`), None in older results.
+    over_worst_case, over_request: the observed distance at each position, divided by `worst_case` or by `request`.
+    violations: the number of positions at which a bound was violated or a proof was wrong.
     """
 
     positions: int
@@ -75,8 +75,8 @@ class ModelFigures(Frozen):
     which the never-interrupted run reads as a whole.
 
     smallest_window: k(1e-3), the smallest window whose total variation is proved to be at most 1e-3. curve: e_k, by k.
-    rounding: the certificate's rounding of two runs. perplexity, window_perplexity: the manifest's perplexities per
-    token of the validation split, for the recurrent mode and for windows by k, at the same positions.
+    rounding: the certificate's rounding of two runs. perplexity, window_perplexity: perplexities per token of the
+    validation split from the manifest, for the recurrent mode and for windows by k, at the same positions.
     """
 
     weights: str

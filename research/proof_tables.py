@@ -11,7 +11,7 @@ SHOWN = 64
 
 
 def tables(results: Results) -> dict[str, list[str]]:
-    """Returns all tables. The keys are the names of their markers on the page."""
+    """Returns all tables, by the names of their markers on the page."""
     return {"models": models_table(results), "distances": distances_table(results), "answers": answers_table(results)}
 
 

@@ -1,4 +1,4 @@
-"""Compares a bundle's windows with its never-interrupted run at many positions. Computes distances, bounds and
+"""Compares a bundle's windows with the bundle's never-interrupted run at many positions. Computes distances, bounds and
 proofs."""
 
 from __future__ import annotations

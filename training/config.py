@@ -210,7 +210,7 @@ class TrainingConfig(Frozen):
 
 
 class ExportConfig(Frozen):
-    """The keys of the table `[serve]`: what the bundle's manifest contains."""
+    """The keys of the table `[export]`: what the bundle's manifest contains."""
 
     description: str = Field(default="", description="one-line description in the list of models")
     window: Whole = Field(default=64, description="default window of a request, in tokens")

@@ -111,10 +111,10 @@ def data_kind(path: Path) -> Literal["text", "events"]:
 
 
 def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int) -> Corpus:
-    """Reads text, or events for a vocabulary of events, as one stream `audit`. Reads only the sequences within the
-    first `tokens` tokens.
+    """Reads text, or events for a vocabulary of events, as one stream `audit`. Reads sequences up to a total of
+    `tokens` tokens.
 
-    The first sequence is always read as a whole. A folder's files are read in name order. Raises DataError.
+    The whole first sequence is always read. A folder's files are read in name order. Raises DataError.
     """
     hashes: dict[str, str] = {}
     sequences: list[list[int]] = []

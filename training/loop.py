@@ -154,7 +154,7 @@ class Trainer:
     @torch.no_grad()
     def _validate(self) -> float:
         """Returns the mean loss over the validation split, in the regime (recurrent or truncated) of the training.
-        Keeps the best weights.
+        Saves the weights if the loss is the lowest so far.
 
         If there is a cache, its mixture weights are first fitted to the split.
         """

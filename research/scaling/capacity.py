@@ -21,9 +21,9 @@ MOST_PER_S = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The planned load of one replica: steps per second. At this load: `loop_s` and `runner_s`, the seconds per step of
-    the event loop's and the runner's thread; `trips`, the number of trips to the store per step; and the p99 latency. A
-    trip sends several commands to Redis at once and waits for all answers."""
+    """The planned load of one replica, `steps_per_s`. The other fields are measured at this load. loop_s, runner_s: the
+    seconds per step of the event loop's and of the runner's thread. trips: the number of trips to the store per step.
+    p99_ms: the p99 latency. A trip sends several commands to Redis at once and waits for all answers."""
 
     steps_per_s: float
     loop_s: float

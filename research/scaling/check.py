@@ -1,9 +1,9 @@
 """Compares the simulation with measurements on two processors. The simulation has the same load and the same kills of
 replicas as each measurement.
 
-There are three measurements. The simulation's costs are not derived from any of them. The first is a closed loop of 32
-connections over three replicas, with the client of `benchmarks.routing`. The second measurement has two hundred
-sessions at 250 steps per second, while one replica after another is killed, with the clients of
+There are three measurements. The simulation's costs are not derived from any of them. The first measurement is a closed
+loop of 32 connections over three replicas, with the client of `benchmarks.routing`. The second measurement has two
+hundred sessions at 250 steps per second, while one replica after another is killed, with the clients of
 `tests/stack/test_killed_replicas.py`. The third measurement is the storm of a thousand rebuilds (runs that recompute
 lost states) in one engine, from `docs/figures/storm.json`. The command `check` repeats the first two measurements on
 the real stack.

@@ -1,7 +1,7 @@
 """The inputs of the simulation: measured costs and assumed prices.
 
 `research/figures/scaling_costs.json` contains the results of `measure`. The bytes of a model's state are from
-`docs/figures/stores.json`. No input is fitted to the measurements with which `check.py` compares the simulation.
+`docs/figures/stores.json`. `check.py` compares the simulation with other measurements. No input is fitted to these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MICRO = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of steps over HTTP, with a Redis that all replicas share: seconds of one thread, and bytes. Also
+    """The costs of steps over HTTP, with a Redis that all replicas share, in seconds of one thread and in bytes. Also
     contains settings of the service.
 
     loop_*: seconds of the replica's event loop per step, and per batch with its trip to the store. A trip sends several

@@ -53,7 +53,7 @@ class Shape:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step that is due and not answered yet."""
+    """A step whose session is due to step, and which is not answered yet."""
 
     session: int
     due_s: float
@@ -128,7 +128,7 @@ class Fleet:
             after(self.env, self.costs.wire_s, partial(shard.submit, some, part))
 
     def send(self, session: int, due_s: float, then: Then | None = None) -> None:
-        """Sends a step that is due."""
+        """Sends a step. due_s: the time at which the step is due."""
         self.record.ask()
         step = Step(session, due_s, then)
         if self.shape.client:

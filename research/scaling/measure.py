@@ -2,9 +2,9 @@
 
 The stack has three replicas, HAProxy and Redis, as in docker-compose.yml. Twelve connections send one-token steps
 through HAProxy. Then three connections, and later 32 connections, send steps directly to one replica. CPU times are
-read from the system, network bytes from HAProxy and Redis, and the numbers of batches and trips from the replicas. The
-two loads on one replica separate the cost of a step from the cost of a batch. The cost of a rebuild is the difference
-between the costs of the first and the second step of sessions that have moved to another replica.
+read from the system, network bytes from HAProxy and Redis, and the numbers of batches and trips from the replicas. From
+the two loads on one replica, the cost of a step and the cost of a batch are computed. The cost of a rebuild is the
+difference between the costs of the first and the second step of sessions that have moved to another replica.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from deploy.stack.process import Process
 from deploy.stack.stack import ENTRANCE, STORE, Stack, replicas
 from research.scaling.processes import Spent, resident_bytes, spent
 
-SOME, FEW, CROWDED = 12, 3, 32  # numbers of connections
+SOME, FEW, CROWDED = 12, 3, 32  # numbers of connections of the three loads
 SESSIONS_EACH = 8
 SECONDS = 5.0
 MOVED = 240  # the number of sessions of each length that move to another replica
@@ -107,7 +107,8 @@ def start_with(port: int, sessions: Sequence[str], tokens: int, random: Random) 
 
 
 def ask(port: int, requests: Sequence[tuple[str, object]], connections: int = 1) -> list[float]:
-    """Sends each request once over `connections` connections. Returns the latencies in the order of the answers."""
+    """Sends each request once over `connections` connections. Returns the latencies, in seconds, in the order of the
+    answers."""
     taken: list[float] = []
     waiting = iter(requests)
     sent: dict[int, float] = {}
@@ -163,7 +164,7 @@ def memory(stack: Stack) -> Result:
     """Measures the memory that a session with a full tail takes in Redis and, including its state, in a replica."""
     replica, store = stack.replicas[2], stack.processes[STORE]
     random = Random(0)
-    # triggers one-time allocations
+    # the first steps trigger one-time allocations
     start_with(replica.port, [f"first-{number}" for number in range(200)], LENGTHS[-1], random)
     sessions = [f"kept-{number}" for number in range(KEPT)]
     with Redis.from_url(stack.administered_store) as redis:
@@ -222,7 +223,7 @@ def runs(replica: Process) -> list[Result]:
 
 
 def measure(seconds: float = SECONDS) -> Result:
-    """Measures all costs. Most of them are measured for each policy of the store."""
+    """Measures all costs. Most costs are measured for each policy of the store."""
     document: Result = {"policies": {}}
     writes: dict[str, list[float]] = {"always": [], "everysec": []}
     with Progress(console=Console(stderr=True)) as progress:

@@ -115,7 +115,7 @@ def over_time(values: list[float | None]) -> tuple[list[float], list[float]]:
 
 
 def money(result: Result, path: Path) -> None:
-    """Plots the cost of a million sessions against their step interval."""
+    """Plots the hourly cost of a million sessions against the step interval of a session."""
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
         for kind, style in (("all resident", "-"), ("state pool as it is set", "--")):

@@ -22,7 +22,7 @@ class Record:
     asked: int = 0
 
     def ask(self) -> None:
-        """Counts a due step."""
+        """Counts a step that is due."""
         self.asked += 1
 
     def answer(self, due_s: float, now_s: float, refused: bool, rebuilt: bool) -> None:
@@ -72,5 +72,5 @@ class Record:
 
 
 def p99_ms(taken_s: NDArray[np.float64]) -> float | None:
-    """Returns the 99th percentile in ms, or None if there are no values."""
+    """Returns the 99th percentile in ms of latencies in seconds, or None if there are no latencies."""
     return float(1e3 * np.percentile(taken_s, 99)) if len(taken_s) else None

@@ -38,7 +38,7 @@ class Size:
     network_bytes_per_s: float
 
     def cost(self, prices: Prices) -> float:
-        """Returns the cost per hour."""
+        """Returns the fleet's cost per hour."""
         return prices.core_hour * sum(self.cores.values()) + prices.gib_hour * sum(self.gib.values())
 
     def per_million(self, value: float) -> float:
@@ -99,8 +99,8 @@ def saturated_at(costs: Costs, plan: Plan, limits: Limits, think_s: float) -> di
 
 
 def worth_keeping_s(costs: Costs, prices: Prices, limits: Limits) -> float:
-    """Returns the longest step interval at which keeping a state costs less than rebuilding it. After an interval of
-    this length, the state's memory has cost as much as one rebuild.
+    """Returns the longest step interval, in seconds, at which keeping a state in memory costs less than rebuilding it.
+    After an interval of this length, the state's memory has cost as much as one rebuild.
     """
     tokens = costs.window_s(WINDOW) if costs.policy == "tail" else costs.restored_s
     rebuild = (costs.loop_rebuilt_s + tokens) / limits.load * prices.core_hour / 3600

@@ -31,7 +31,7 @@ class Cores:
         self._line: deque[tuple[float, Then]] = deque()
 
     def take(self, seconds: float, then: Then) -> None:
-        """Uses `seconds` of a processor's time, then calls `then`."""
+        """Queues a thread that needs `seconds` of processor time. Calls `then` when it has used this time."""
         self._line.append((seconds, then))
         self._next()
 

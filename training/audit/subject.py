@@ -117,8 +117,8 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
 
 
 def truncate_text(subject: Subject, tokens: int) -> NDArray[np.int64]:
-    """Truncates the subject's stream to `tokens` predicted tokens, and returns the stream. Removes the word count of a
-    truncated stream."""
+    """Truncates the subject's stream to `tokens` tokens with a next token, and returns the stream. Removes the word
+    count of a truncated stream."""
     corpus, split = subject.corpus, subject.split
     if len(corpus.streams[split]) > tokens + 1:
         corpus.streams[split] = corpus.streams[split][: tokens + 1]
