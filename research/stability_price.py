@@ -167,7 +167,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 def measure(bases: dict[str, Experiment], runs: Path, longest: int, console: Console) -> dict[str, Any]:
-    """Measures the runs in `folder` that are finished."""
+    """Measures the finished runs, whose folders are in `runs`."""
 
     def folder(run: Experiment) -> RunFolder:
         return RunFolder(runs / run.name)

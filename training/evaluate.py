@@ -1,9 +1,9 @@
-"""Evaluates the perplexity of one network in both modes of serving: recurrent, and as a window of the last k tokens.
+"""Evaluates the perplexity of one network in both modes of serving: recurrent, and with a window of the last k tokens.
 
-Recurrent perplexity covers a whole split, with one state from its first token to its last. Window perplexity covers
-positions spread evenly through the split. The token after each position is predicted from exactly the last k tokens.
-The recurrent perplexity is also computed at these positions, so that the two perplexities differ only by the truncated
-past.
+Recurrent perplexity covers a whole split, from whose first to last token the state is never reset. Window perplexity
+covers positions spread evenly through the split. The token after each position is predicted from exactly the last k
+tokens. The recurrent perplexity is also computed at these positions, so that the two perplexities differ only by the
+truncated past.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class SplitLosses:
     without_cache: float | None = None
 
     def perplexity(self, nats: float) -> Perplexity:
-        """Converts a mean loss to perplexity per token and, for text, per word (total loss divided by the number of
-        words)."""
+        """Converts a mean loss per token to perplexity per token and, for text, per word. The loss per word is the
+        total loss divided by the number of words."""
         per_word = None if self.words is None else math.exp(nats * self.tokens / self.words)
         return Perplexity(per_token=math.exp(nats), per_word=per_word)
 

@@ -24,7 +24,7 @@ AUDIT = (11.0, 8.0)
 
 
 def plot_quality(name: str, quality: Quality, path: Path) -> None:
-    """Plots perplexity per token against the window length k, for each split, with the recurrent perplexity as a line."""
+    """Plots perplexity per token against the window length k by split. A line shows the recurrent perplexity."""
     figure, axes = plt.subplots(figsize=FIGURE, layout="constrained")
     for index, (split, window) in enumerate(quality.window.items()):
         colour = f"C{index}"

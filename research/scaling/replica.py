@@ -1,8 +1,8 @@
 """Simulates one replica: an event loop, a runner's thread with the service's queue, and trips to the store. A trip
 sends several commands to Redis at once.
 
-The simulation executes the service's `service/batching/scheduler.py`. The queue, the choice of the next batch and the
-limit of rebuilds are therefore those of the service and not a model of them. The durations of the model's runs are
+The simulation executes the service's `service/batching/scheduler.py`. Therefore the queue, the choice of the next batch
+and the limit of rebuilds are not models: they are the service's own code. The durations of the model's runs are
 measured.
 """
 
@@ -29,8 +29,8 @@ from wane.service.engine.step import MOST_USES, REBUILD_EMA_ALPHA
 
 PIECE = 512
 WINDOW = 64
-"""If states are soon evicted, a state is rebuilt from this number of tokens. Otherwise it is rebuilt from all tokens
-that the service keeps (see `_rebuilt_from`)."""
+"""The number of tokens from which a state is rebuilt if states are soon evicted. Otherwise a state is rebuilt from all
+tokens that the service keeps (see `_rebuilt_from`)."""
 
 DEADLINE_S = 30.0
 """The timeout of a request (WANE_REQUEST_TIMEOUT_MS), counted from its arrival at the event loop."""
@@ -69,7 +69,7 @@ class Replica:
         turns: bool = False,
     ) -> None:
         """held: how many of a session's last tokens the service keeps. turns: whether a session's step waits until the
-        session's earlier steps are answered. This requires `states` with individual sessions (`StateCache`).
+        session's earlier steps are answered. True requires that `states` has individual sessions (`StateCache`).
         """
         self._env = env
         self._costs = costs

@@ -57,11 +57,11 @@ class Ring:
         self._where, self._numbers = where[order], numbers[order]
 
     def owners(self, places: Places) -> NDArray[np.int64]:
-        """Returns, for each place, the server to which the place belongs, by number."""
+        """Returns, for each place, the number of the server whose point is nearest."""
         count = len(self._where)
         after = np.searchsorted(self._where, places) % count
         before = (after - 1) % count
-        # both differences are modulo the circle's size
+        # both distances are computed modulo the circle's size
         nearer = (places - self._where[before]) <= (self._where[after] - places)
         return self._numbers[np.where(nearer, before, after)]
 
