@@ -100,7 +100,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def report_served(console: Console, results: list[dict[str, object]]) -> None:
-    """Prints the ratio of the observed rounding of float32 runs of the exported step graph to the served rounding term."""
+    """Prints the observed rounding of float32 runs of the exported step graph, divided by the served rounding term."""
     table = Table(title="Served rounding, float32 graphs, thousands of steps. Observed / served: median (max)")
     for heading in ("cell", "carried along", "models", "pairs", "above", "of one run", "of two runs"):
         table.add_column(heading, justify="right")

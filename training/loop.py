@@ -135,8 +135,8 @@ class Trainer:
             pressed, proved = self.pressure(self.step, shares)
             loss = loss + pressed
             means.append(proved)
-        loss = loss * (lanes.share * self.group.size)  # DistributedDataParallel averages gradients over processes, not
-        # over lanes
+        # DistributedDataParallel averages gradients over processes, not over lanes
+        loss = loss * (lanes.share * self.group.size)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         value, *rest = self.group.total([lanes.share * mean for mean in means])

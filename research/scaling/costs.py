@@ -1,7 +1,8 @@
 """The inputs of the simulation: measured costs and assumed prices.
 
 `research/figures/scaling_costs.json` contains the results of `measure`. The bytes of a model's state are from
-`docs/figures/stores.json`. `check.py` compares the simulation with other measurements. No input is fitted to these.
+`docs/figures/stores.json`. `check.py` compares the simulation with other measurements. No input is fitted to those
+measurements.
 """
 
 from __future__ import annotations
