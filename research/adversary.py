@@ -1,15 +1,19 @@
-"""A gradient-based adversary. It searches for tokens and initial states that maximise the distance between the end of
-a run and the end of its window.
+"""A gradient-based adversary. A window reads only the last tokens of a run (after the cut), from the zero state. The
+adversary searches for tokens and initial states that maximise the distance between the run's and the window's input to
+the output layer (`hidden`) at their common last token.
 
-Tokens are discrete, so each position holds a mixture of embeddings, and the gradient is taken with respect to the
-mixture's weights (`shares`). The search has two methods:
+Tokens are discrete and have no gradient. Each position therefore has a mixture of all tokens' embeddings, and the
+gradient is taken with respect to the mixture's weights (`shares`). The search has two methods:
 
-- `flipped`: the gradient estimates the gain of every single substitution. The best substitutions, at one or several
-  positions together, are tried, and kept if the distance grows (HotFlip, Ebrahimi et al. 2018, arXiv 1712.06751).
-- `softened`: gradient ascent on the mixtures. At the end each mixture is replaced by its token of the largest weight.
+- `flipped`: the gradient estimates the gain of every single substitution. The best substitutions are tried, at one or
+  at several positions at once. A tried substitution is kept if the distance grows (HotFlip, Ebrahimi et al. 2018, arXiv
+  1712.06751).
+- `softened`: gradient ascent on the mixtures' weights. At the end each mixture is replaced by its token with the
+  largest weight.
 
-The objective is the logarithm of the distance at the end, because the distance ranges from 1 to 1e-12. With a
-direction, the objective is the logarithm of the distance along it, for example of the lead of one token over another.
+The objective is the logarithm of the squared distance at the last token. A logarithm is used because distances range
+from 1 to 1e-12. If a direction in the space of `hidden` is given, only the component of the difference in this
+direction counts. An example is the direction in which the lead of one token over another changes.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ AT_ONCE = (1, 3, 9)
 """The numbers of positions that are substituted in one try."""
 
 SHARPNESS = 2.0
-"""The initial logit of a mixture's starting token. The other tokens start at 0."""
+"""The initial logit of the token at which a mixture's search starts. The logits of the other tokens start at 0."""
 
 STEP = 1.0
 """The largest change of a mixture's logits in one step."""
@@ -44,8 +48,8 @@ NEAREST = 1e-300
 
 
 class Adversary:
-    """The adversary of one model. It computes in float64, but torch evaluates gates and convolutions in float32 in both
-    runs."""
+    """The adversary of one model. It computes in float64, except that torch evaluates gates and convolutions in
+    float32, for the run and for the window."""
 
     def __init__(self, architecture: Architecture, weights: Weights) -> None:
         self._architecture = architecture
@@ -60,7 +64,8 @@ class Adversary:
         """Returns `tokens` (N, T) with substitutions that increase the distance. The first `past` tokens are before the
         cut.
 
-        window: (K), fixed tokens after the cut. `tokens` then contains the pasts only. direction: (H), see the module.
+        window: (K), the fixed tokens after the cut. If `window` is given, `tokens` contains only the tokens before the
+        cut. direction: (H), see the module's description.
         """
         chosen = torch.from_numpy(tokens)
         fixed = None if window is None else self._shares(torch.from_numpy(window)[None].expand(len(tokens), -1))
@@ -83,7 +88,7 @@ class Adversary:
         return chosen.numpy()
 
     def softened(self, tokens: Tokens, past: int, steps: int) -> Tokens:
-        """Returns the tokens (N, T) at which a gradient ascent on mixtures ends. The ascent starts at `tokens`."""
+        """Returns the tokens (N, T) that a gradient ascent on mixtures finds. The ascent starts at `tokens`."""
         logits = SHARPNESS * self._shares(torch.from_numpy(tokens))
         for _ in range(steps):
             logits = logits.detach().requires_grad_()
@@ -96,11 +101,11 @@ class Adversary:
     def states(
         self, reach: Mapping[str, tuple[Floats, Floats]], last: Tokens, rounds: int, generator: np.random.Generator
     ) -> tuple[dict[str, Floats], Tokens]:
-        """Returns initial states, (N, ...) by name, and tokens (N, K) that follow them. Both maximise the distance by
-        gradient ascent. The search for the tokens starts at `last`.
+        """Returns initial states, (N, ...) by name, and tokens (N, K) that follow them. A gradient ascent chooses
+        states and tokens that maximise the distance. The search for the tokens starts at `last`.
 
-        reach: by state tensor, the smallest and the largest value of each unit. It has no entry for the inputs of
-        convolutions, which are outputs of a LayerNorm.
+        reach: the smallest and the largest value of each unit, by state tensor. The stored inputs of convolutions have
+        no entry in `reach`, because they are outputs of a LayerNorm.
         """
         count, size = len(last), len(self._names) - len(self._front)
         places = {name: (np.full(1, -1.0), np.full(1, 1.0)) for name in self._front} | dict(reach)
@@ -138,7 +143,8 @@ class Adversary:
         return found_states, chosen.numpy()
 
     def _admitted(self, states: list[Tensor]) -> list[Tensor]:
-        """Returns the states after the LayerNorm is applied to the inputs of convolutions."""
+        """Returns the states with the LayerNorm applied to the stored inputs of convolutions. Only outputs of the
+        LayerNorm are reachable. The other state tensors are unchanged."""
         admitted = []
         for name, state in zip(self._names, states, strict=True):
             if name in self._front:
@@ -157,13 +163,13 @@ class Adversary:
         return self._logarithm(self._apart(self._admitted(states), shares), None)
 
     def _ends(self, shares: Tensor, fixed: Tensor | None, past: int, direction: Floats | None) -> Tensor:
-        """Returns the objective, (N). shares: (T, N, V), of which the first `past` are before the cut."""
+        """Returns the objective, (N). shares: (T, N, V). The first `past` positions are before the cut."""
         _, full = self._run(shares[:past], self._zero(shares.shape[1]))
         return self._logarithm(self._apart(full, shares[past:] if fixed is None else fixed), direction)
 
     def _apart(self, full: list[Tensor], last: Tensor) -> Tensor:
-        """Returns the difference (N, H) between the ends of two runs over `last`: one starts from `full`, one from the
-        zero state."""
+        """Returns the difference (N, H) between `hidden` at the ends of two runs over `last`. One run starts from the
+        states `full`, the other from the zero state."""
         count = last.shape[1]
         both = [torch.cat([one, other]) for one, other in zip(full, self._zero(count), strict=True)]
         hidden, _ = self._run(torch.cat([last, last], dim=1), both)

@@ -40,7 +40,7 @@ DIRECTIONS, PUSHED = 4, 4
 SHOWN = (1, 2, 4, 8, 16, 24)
 LONG, REPEATED, KEPT = 2000, 12, 64
 FRONT_ROUNDING = 1e-9
-FLOAT64 = 1e-14  # the tolerance of probabilities
+FLOAT64 = 1e-14  # the rounding tolerance of total variations, in float64
 DTYPES: dict[str, type[np.float64 | np.float32]] = {"float64": np.float64, "float32": np.float32}
 
 OF_WINDOWS = ("of_radius", "of_lead", "of_top1", "of_variation")
@@ -51,7 +51,7 @@ Found = dict[str, object]
 
 
 def random_model(seed: int) -> tuple[Architecture, Weights]:
-    """Returns a random model. Successive seeds use successive cells."""
+    """Returns a random model. Successive seeds use successive kinds of cell."""
     generator = np.random.default_rng(seed)
     cell = tuple(CELLS)[seed % len(CELLS)]
     residual = bool(generator.random() < 0.4)
@@ -87,7 +87,7 @@ def random_model(seed: int) -> tuple[Architecture, Weights]:
 
 
 def examine(seed: int) -> Found:
-    """Checks one model with all of its histories, initial states and windows."""
+    """Checks the random model of `seed` with all of its histories, initial states and windows."""
     return _Examined(seed).found()
 
 
@@ -134,13 +134,14 @@ class _Examined:
         return np.concatenate([random, greedy, climbed, ascended])
 
     def _states(self, last: Tokens) -> tuple[State, Tokens]:
-        """Returns reachable initial states and the tokens that follow them. Returns no states if the cell's bounds do
-        not cover every reachable state."""
+        """Returns reachable initial states, and the tokens that the runs from these states read. Returns no states if
+        the cell's bounds do not cover every reachable state."""
         reach = reachable(self.architecture, self.layers)
         if reach is None:
             return {}, last[:0]
         states, last = self.adversary.states(reach, last, FLIPS, self.generator)
-        if self.architecture.front is None:  # makes the states exact in float32, and keeps them reachable
+        if self.architecture.front is None:  # rounds the states to float32; the factor keeps the rounded states
+            # reachable
             states = {name: (value * (1 - 2.0**-20)).astype(np.float32).astype(float) for name, value in states.items()}
         return states, last
 
@@ -176,11 +177,12 @@ class _Examined:
     def _hold_served(self, found: Found, histories: Tokens) -> None:
         """Checks the served rounding term against float32 runs of thousands of steps.
 
-        Each pair of runs of the exported `step` graph reads the same tokens. One run has a past, and the other starts
-        from the zero state. Their distance must stay within e_k plus the rounding of two runs. The distance of the run
-        with a past from exact arithmetic must stay within the rounding of one run. The tokens are: one repeated token
-        after a past of one repeated token, for every pair of tokens; cycles of two and of three tokens; the adversary's
-        histories, repeated; random tokens.
+        Two runs of the exported `step` graph read the same tokens. One run has read other tokens (a past) before, and
+        the other run starts from the zero state. After k tokens the distance of the two runs must be at most e_k plus
+        the rounding of two runs. The distance of the run with a past from the same run in exact arithmetic must be at
+        most the rounding of one run. The runs read four kinds of tokens: one repeated token after a past of one
+        repeated token, for every pair of tokens; cycles of two and of three tokens; the adversary's histories,
+        repeated; random tokens.
         """
         size, random = self.architecture.vocabulary_size, self.generator
         past, held = (each.ravel() for each in np.meshgrid(np.arange(size), np.arange(size)))
@@ -210,14 +212,14 @@ class _Examined:
         found["served_pairs"] = len(tokens)
         found["served_above"] = int((~(apart <= limits)).any(axis=1).sum()) + int((~(off <= rounding.carried)).sum())
         found["served_sequences"] = rounding.sequences
-        # once the past is forgotten, only rounding remains
+        # at these positions e_k is small, and nearly all of the distance is rounding
         left = limits <= 1.5 * rounding.between_runs
         found["served_of_two"] = float(apart[:, left].max() / rounding.between_runs) if left.any() else None
         found["served_of_one"] = float(off.max() / rounding.carried)
 
     def _long_runs(self, run: Run, pasts: Tokens, tokens: Tokens) -> tuple[Floats, Floats]:
-        """Returns the distance (N, T) between the `hidden` of the two float32 runs after each token, and the largest
-        distance (N) from exact arithmetic of the run with the past.
+        """Returns the distance (N, T) between the `hidden` of the two float32 runs after each token, and, for the run
+        with the past, the largest distance (N) from the same run in exact arithmetic.
         """
         rows = len(tokens)
         exact = self.exact.zero_state(rows)
@@ -239,8 +241,8 @@ class _Examined:
         return np.stack(apart, axis=1), off
 
     def _hold_windows(self, found: Found, histories: Tokens, states: State) -> None:
-        """Checks a few windows: the radius, the bounds of leads, the proved top-1 tokens, and the bound of the total
-        variation."""
+        """Checks the bounds of a few windows: the radius, the bounds of the leads' changes, the proved top-1 tokens,
+        and the bound of the total variation."""
         request = RequestBound(self.architecture, self.weights, self.layers)
         top1 = Top1(self.architecture, self.weights, request)
         counts = dict.fromkeys(("windows", "window_pairs", "proved", *OF_WINDOWS), 0)
@@ -292,10 +294,10 @@ def softmax(logits: Floats) -> Floats:
 
 
 def reachable(architecture: Architecture, layers: list[Layer]) -> dict[str, tuple[Floats, Floats]] | None:
-    """Returns, by state tensor of the recurrent layers, the smallest and the largest reachable values. A run that
-    starts in this box stays in it.
+    """Returns the smallest and the largest reachable values of each state tensor of the recurrent layers. A run that
+    starts within these limits stays within them.
 
-    Returns None for linear and relu cells, which have no such box.
+    Returns None for linear and relu cells, which have no such limits.
     """
     if architecture.cell in ("linear", "rnn_relu"):
         return None

@@ -3,22 +3,24 @@
     python -m research.certificates [--models N] [--workers N] [--output FILE] [--figure FILE]
 
 The models cover every cell, plain and residual blocks, and one to three layers. Their weights are scaled so that some
-models are stable and others are not.
+models are contractive and others are not.
 
-- The curve. Random and adversarial histories (`research/histories.py`, `research/adversary.py`) are run to the end, and
-  their last tokens are also run from the zero state, both in float64 and in float32. If the cell's bounds cover all
-  reachable states, some runs start from initial states that are found by gradient ascent. At every k the distance must
-  be at most e_k plus the a priori rounding of two runs in that dtype. Models with convolution blocks before the
-  recurrent layers have no such rounding term. They are checked in float64 only, against e_k + 1e-9.
+- The curve. Random and adversarial histories (`research/histories.py`, `research/adversary.py`) are read from the first
+  token to the last. Their last k tokens are also read alone, from the zero state. Both runs are computed in float64 and
+  in float32. If the cell's bounds cover all reachable states, some runs start from initial states that gradient ascent
+  has found. At every k the distance of the two runs must be at most e_k plus the a priori rounding bound of two runs in
+  that dtype. Models with convolution blocks before the recurrent layers have no such rounding bound. They are checked
+  in float64 only, against e_k + 1e-9.
 - The served rounding. The `step` graph of every contractive model is exported, and its rounding is measured as for a
   bundle. Pairs of float32 runs over thousands of steps (repeated tokens, cycles, the adversary's histories, random
-  tokens) must stay within e_k plus this rounding. Each run must stay within half of the rounding of exact arithmetic.
-- The window, in float64. Its pasts are all these histories and histories that are adversarial to this window. Every run
-  must end within the radius of the window's end. Every lead must change by at most its bound of the direction proof.
-  Every proved top-1 token must be the most probable one. Every distribution must be within the direction proof's bound
-  of the total variation.
+  tokens) must differ by at most e_k plus this rounding. Each run must differ from exact arithmetic by at most half of
+  this rounding.
+- The window, in float64. A window is read alone, and after different pasts: those of all these histories, and pasts
+  that are adversarial to this window. Every run with a past must end within the radius around the window's end. Every
+  lead must change by at most its bound of the direction proof. Every proved top-1 token must be the most probable one.
+  The total variation between each run's distribution and the window's must be within its bound of the direction proof.
 
-FILE contains the results so far. Another run of the program continues from there.
+The file of `--output` contains the results so far. If the program is started again, it skips the models in this file.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def violations(found: dict[str, object]) -> int:
 
 
 def report(console: Console, results: list[dict[str, object]]) -> None:
-    """Prints the results as tables."""
+    """Prints all results as tables."""
     table = Table(title="Models and histories")
     for heading in (
         "cell",
@@ -62,7 +64,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
         "contractive",
         "no claim",
         "histories",
-        "pairs held to e_k",
+        "pairs checked against e_k",
         "and states",
         "above",
     ):
@@ -98,7 +100,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def report_served(console: Console, results: list[dict[str, object]]) -> None:
-    """Prints how close float32 runs of the exported step graph come to the served rounding term."""
+    """Prints the observed rounding of float32 runs of the exported step graph, divided by the served rounding term."""
     table = Table(title="Served rounding, float32 graphs, thousands of steps. Observed / served: median (max)")
     for heading in ("cell", "carried along", "models", "pairs", "above", "of one run", "of two runs"):
         table.add_column(heading, justify="right")
@@ -117,7 +119,7 @@ def report_served(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def report_windows(console: Console, results: list[dict[str, object]]) -> None:
-    """Prints the results of the windows."""
+    """Prints the results of the checks of windows."""
     table = Table(title="Windows, float64. Observed / bound of contractive models: median (max)")
     headings = (
         "windows",
@@ -147,8 +149,8 @@ def report_windows(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[list[float]]]:
-    """Returns observed / bound by cell and kind of history. Each value has one list per k, with one number per
-    model."""
+    """Returns the ratio of the observed distance to the bound, by cell and kind of history. Each value has one list per
+    k, with one number per model."""
     shares: dict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[] for _ in SHOWN])
     for cell in CELLS:
         for kind in KINDS:
@@ -162,7 +164,8 @@ def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[li
 
 
 def draw(results: list[dict[str, object]], file: Path) -> None:
-    """Plots observed / bound as a function of k: the median, and the range from the 10th to the 90th percentile."""
+    """Plots the ratio of the observed distance to the bound as a function of k: the median over models, and the range
+    from the 10th to the 90th percentile."""
     figure, axes = pyplot.subplots(2, 3, figsize=(10, 5.6), sharex=True, sharey=True, layout="constrained")
     shares = tightness(results)
     for axis, cell in zip(axes.flat, CELLS, strict=True):

@@ -1,9 +1,9 @@
 """Generates token histories, and measures the distance between two runs that read the same last tokens. One run has
-read a past before, and the other starts from the zero state.
+read other tokens (the past) before, and the other starts from the zero state.
 
-Histories are random or adversarial. A greedy history repeats one token, which drives the state to its extremes, and
-then appends the tokens that keep the two runs farthest apart. A climbed history is the result of a random search that
-changes single tokens to increase the distance at the end.
+Histories are random or adversarial. A greedy history first repeats one token, which drives the state to its extremes.
+Then it appends the tokens that keep the two runs farthest apart. A climbed history is the result of a random search
+that changes single tokens to increase the distance at the end.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def distances_from(reference: Reference, full: State, last: Tokens) -> Curve:
 
 
 def after(reference: Reference, state: State, past: Tokens | None, window: Tokens) -> Curve:
-    """Returns `hidden` (N, H) after runs over `past` (N, P), unless that is None, and then over `window` (K). The runs
-    start from `state` (N, ...)."""
+    """Returns `hidden` (N, H) at the end of runs over `past` (N, P) and then `window` (K). The runs start from the
+    states `state` (N, ...). If `past` is None, they read only `window`."""
     for column in () if past is None else past.T:
         _, state = reference.advance(column, state)
     for token in window:
@@ -50,8 +50,8 @@ def after(reference: Reference, state: State, past: Tokens | None, window: Token
 
 
 def random_histories(generator: np.random.Generator, vocabulary: int, count: int, past: int, last: int) -> Tokens:
-    """Returns random tokens (count, past + last). Half of the rows use only two different tokens, which drives states
-    to extremes."""
+    """Returns random tokens (count, past + last). Half of the rows use only two different tokens, which drives the
+    states to their extremes."""
     tokens = generator.integers(vocabulary, size=(count, past + last), dtype=np.int64)
     few = generator.integers(vocabulary, size=(count // 2, 2), dtype=np.int64)
     tokens[: count // 2] = np.take_along_axis(few, generator.integers(2, size=(count // 2, past + last)), axis=1)
@@ -59,8 +59,8 @@ def random_histories(generator: np.random.Generator, vocabulary: int, count: int
 
 
 def greedy_histories(reference: Reference, vocabulary: int, past: int, last: int) -> Tokens:
-    """Returns tokens (V, past + last). Each row starts with one repeated token. Then each step appends the token that
-    keeps the states of the two runs farthest apart."""
+    """Returns tokens (V, past + last). Each row starts with `past` copies of one token. Each following token is the one
+    that keeps the states of the two runs farthest apart."""
     pasts = np.repeat(np.arange(vocabulary, dtype=np.int64)[:, None], past, axis=1)
     full, cut = reference.zero_state(vocabulary), reference.zero_state(vocabulary)
     for column in pasts.T:
@@ -83,8 +83,8 @@ def greedy_histories(reference: Reference, vocabulary: int, past: int, last: int
 def climbed_histories(
     reference: Reference, generator: np.random.Generator, start: Tokens, past: int, rounds: int
 ) -> Tokens:
-    """Returns `start` (N, past + last) after random changes of a few tokens at a time. A change is kept if it increases
-    the distance at the end."""
+    """Changes a few random tokens of `start` (N, past + last) at a time, in `rounds` rounds. A change is kept if it
+    increases the distance at the last token. Returns the changed tokens."""
     tokens, best = start, distances(reference, start[:, :past], start[:, past:])[:, -1]
     for _ in range(rounds):
         changed = generator.random(tokens.shape) < 2 / tokens.shape[1]

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from research.proof_results import MedianAndLargest, ModelFigures, Results
 
 LEAST = 1e-13
-"""Smaller values are rounding errors of float64."""
+"""The smallest plotted distance. Smaller values are rounding errors of float64."""
 
 HELD = 64
 KINDS = (
@@ -27,8 +27,8 @@ KINDS = (
 
 
 def plot(results: Results, path: Path) -> None:
-    """Plots each bundle's distances and bounds as functions of k in the upper row, and the proved shares and their cost
-    in the lower row."""
+    """Plots each bundle's distances and bounds as functions of k in the upper row. The lower row shows the shares of
+    proved predictions and the perplexity that they cost."""
     models = {name: model for name, model in sorted(results.models.items()) if model.windows}
     count = max(len(models), 1)
     figure = plt.figure(figsize=(max(10.5, 2.9 * count), 8.2), layout="constrained")
@@ -59,7 +59,7 @@ def plot(results: Results, path: Path) -> None:
 
 
 def _legend(figure: SubFigure, lines: tuple[tuple[str, str, str, str], ...]) -> None:
-    """Adds a legend at the bottom. lines: the label, marker, dash style and colour of each line."""
+    """Adds a legend at the bottom of the figure. lines: the label, marker, dash style and colour of each line."""
     handles = [
         Line2D([], [], color=colour, marker=mark, linestyle=dashes, markersize=4, label=what)
         for what, mark, dashes, colour in lines
@@ -108,7 +108,7 @@ def _shares(axes: Axes, models: dict[str, ModelFigures]) -> None:
 
 
 def _frontier(axes: Axes, models: dict[str, ModelFigures]) -> None:
-    """Plots the perplexity of windows against the proved share, with a point for every bundle and k."""
+    """Plots the perplexity of windows against the share of proved predictions, with a point for every bundle and k."""
     for index, model in enumerate(models.values()):
         points = [
             (model.window_perplexity[k], 100 * window.proved.direction, k)

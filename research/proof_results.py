@@ -1,4 +1,4 @@
-"""The results of `research.proofs`, as its JSON stores them."""
+"""The results of `research.proofs`, in the form of its JSON file."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Proved(Frozen):
     """The shares of positions at which the window's most probable token is proved to equal that of the
     never-interrupted run.
 
-    curve, request: by the service's margin proof. Its error bound is the certificate's e_k for curve, and the smaller
-    of e_k and the request's radius for request. Both add the rounding of two float32 runs. direction: by the direction
-    proof of `models/certificate/top1.py`, in exact arithmetic.
+    curve, request: by the service's margin proof. For `curve`, the proof's error bound is the certificate's e_k. For
+    `request`, it is the smaller of e_k and the request's radius. The rounding of two float32 runs is added to either
+    bound. direction: by the direction proof of `models/certificate/top1.py`, in exact arithmetic.
     """
 
     curve: float
@@ -44,14 +44,15 @@ class Proved(Frozen):
 
 class WindowFigures(Frozen):
     """The results of one bundle for windows of one length k. Distances are 2-norm distances of `hidden`. Variations are
-    total variation distances at temperature 1.
+    total variation distances of the predictions at temperature 1.
 
-    observed, observed_variation: between the window and the never-interrupted run, both in float64. worst_case: e_k.
-    worst_case_variation: epsilon(k), including the rounding of two runs. request: the radius for the window's tokens.
-    request_variation: the bound that follows from the smaller of radius and e_k. direction_variation: the bound of the
-    direction proof (see `Proved`), None in older results. over_worst_case, over_request: at each position the observed
-    distance divided by the bound. violations: the number of positions at which a bound was violated or a proof was
-    wrong.
+    observed, observed_variation: between the window and the never-interrupted run, both in float64. worst_case: e_k,
+    the certificate's bound of the distance. worst_case_variation: epsilon(k), the certificate's bound of the variation,
+    including the rounding of two runs. request: the bound of the distance for the window's own tokens (the request's
+    radius). request_variation: the bound of the variation that follows from the smaller of this radius and e_k.
+    direction_variation: the direction proof's bound of the variation (see `Proved`), None in older results.
+    over_worst_case, over_request: the observed distance at each position, divided by `worst_case` or by `request`.
+    violations: the number of positions at which a bound was violated or a proof was wrong.
     """
 
     positions: int
@@ -70,12 +71,12 @@ class WindowFigures(Frozen):
 
 
 class ModelFigures(Frozen):
-    """The results of one bundle. weights: the SHA-256 of the weights file. tokens: the length of the never-interrupted
-    run, which reads the whole split.
+    """The results of one bundle. weights: the SHA-256 of the weights file. tokens: the number of tokens of the split,
+    which the never-interrupted run reads as a whole.
 
-    smallest_window: k(1e-3). curve: e_k at some k. rounding: the certificate's rounding of two runs. perplexity,
-    window_perplexity: the manifest's perplexities per token of the validation split, for the recurrent mode and for
-    windows by k, at the same positions.
+    smallest_window: k(1e-3), the smallest window whose total variation is proved to be at most 1e-3. curve: e_k, by k.
+    rounding: the certificate's rounding of two runs. perplexity, window_perplexity: perplexities per token of the
+    validation split from the manifest, for the recurrent mode and for windows by k, at the same positions.
     """
 
     weights: str
@@ -92,7 +93,8 @@ class ModelFigures(Frozen):
     windows: dict[int, WindowFigures] = Field(default_factory=dict)
 
     def with_windows_of(self, before: ModelFigures | None) -> ModelFigures:
-        """Returns a copy with the measurements of `before`, if these are of the same weights, certificate and text."""
+        """Returns a copy with the measurements of `before`, if these were made with the same weights, certificate and
+        text."""
         same = before is not None and before.model_copy(update={"windows": {}}) == self.model_copy(
             update={"perplexity": before.perplexity, "window_perplexity": before.window_perplexity}
         )

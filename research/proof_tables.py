@@ -11,13 +11,13 @@ SHOWN = 64
 
 
 def tables(results: Results) -> dict[str, list[str]]:
-    """Returns all tables. The keys are the names of their markers on the page."""
+    """Returns all tables, by the names of their markers on the page."""
     return {"models": models_table(results), "distances": distances_table(results), "answers": answers_table(results)}
 
 
 def models_table(results: Results) -> list[str]:
-    """Returns a table with one row per bundle: its certificate, the cost in perplexity, and the proved shares for
-    windows of SHOWN tokens."""
+    """Returns a table with one row per bundle: its certificate, its perplexity, and the shares of proved top-1 tokens
+    for windows of SHOWN tokens."""
     names = (
         "bundle",
         "contraction by layer: factor, rule, norm",
@@ -46,7 +46,8 @@ def models_table(results: Results) -> list[str]:
 
 
 def distances_table(results: Results) -> list[str]:
-    """Returns the table of the state's observed distance and its two bounds, by bundle and k."""
+    """Returns the table of the observed distance between the window's and the never-interrupted run's states, and its
+    two bounds, by bundle and k."""
     names = (
         "bundle",
         "k",
@@ -75,8 +76,8 @@ def distances_table(results: Results) -> list[str]:
 
 
 def answers_table(results: Results) -> list[str]:
-    """Returns the table of the prediction's total variation, its bounds, and the proved top-1 tokens, by bundle and
-    k."""
+    """Returns the table of the total variation between the window's and the never-interrupted run's predictions, its
+    bounds, and the shares of proved top-1 tokens, by bundle and k."""
     names = (
         "bundle",
         "k",
@@ -132,7 +133,7 @@ def _spread(spread: MedianAndLargest) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Formats a number with two digits. A value below 1 that would round to 1 is written as 0.99..."""
+    """Formats a number with two significant digits. A value below 1 that would round to 1 is written as 0.99..."""
     if value is None:
         return "none"
     if value == 0:

@@ -6,14 +6,14 @@ prove.
 
 FOLDER contains WikiText-2's word-level files. The positions are spread evenly over a split. At each position and for
 windows of several lengths k, the program computes the window's state (the output layer's input) and prediction in
-float64. It compares them with a run that was never interrupted since the split's first token, with the certificate's
-curve, and with the bound of the request. It also counts the proved top-1 tokens. The bounds are slow for LSTMs, GRUs,
-several layers, and convolution blocks before the recurrent layers. For these models, windows of other lengths than 64
-tokens are measured at only `--fewer` positions.
+float64. It compares state and prediction with those of a run that was never interrupted since the split's first token.
+It compares their differences with the certificate's curve and with the bound of the request. It also counts the proved
+top-1 tokens. The bounds are slow to compute for LSTMs, GRUs, several layers, and convolution blocks before the
+recurrent layers. For these models, windows of other lengths than 64 tokens are measured at only `--fewer` positions.
 
-The JSON stores every k of every bundle as soon as it is measured, so a killed run does not repeat it after a restart.
-The figure and the page's tables are made from the JSON. With `--render` the program only makes these. Measurements of
-outdated weights or certificates are dropped.
+The results for each k of each bundle are written to the JSON file as soon as they are measured. A killed program does
+not repeat them when it is started again. The figure and the page's tables are made from the JSON. With `--render` the
+program makes only the figure and the tables. Measurements of outdated weights or certificates are dropped.
 
 Small matrices gain nothing from threads, so set OMP_NUM_THREADS=1.
 """
@@ -46,7 +46,7 @@ SLOW = ("lstm", "gru")
 
 
 def described(manifest: Manifest, tokens: int) -> ModelFigures:
-    """Returns the results that the manifest contains, without measurements."""
+    """Returns the bundle's figures from the manifest, without measurements."""
     certificate, quality, last = manifest.certificate, manifest.quality, manifest.max_window
     shown = sorted({*np.geomspace(1, last, 60).astype(int).tolist(), *(k for k in WINDOWS if k <= last)})
     return ModelFigures(
@@ -110,7 +110,7 @@ def read(path: Path, split: str) -> Results:
 
 
 def current(results: Results, bundles: Path) -> Results:
-    """Returns only the results that match the current weights and manifests."""
+    """Returns only the results that were measured with the bundles' current weights and manifests."""
     models = {}
     for name, before in sorted(results.models.items()):
         if (bundles / name).is_dir():

@@ -1,4 +1,4 @@
-"""Compares a bundle's windows with its never-interrupted run at many positions. Computes distances, bounds and
+"""Compares a bundle's windows with the bundle's never-interrupted run at many positions. Computes distances, bounds and
 proofs."""
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from wane.service.engine.top1_proof import MarginProof
 AT_ONCE = 128
 
 FLOAT64 = 1e-9
-"""The tolerance of a distance, for float64's rounding."""
+"""The tolerance of a distance, which covers the rounding of float64."""
 
 Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """The never-interrupted run at some positions. ends: the positions, (N). hidden: `hidden` after the token at each
-    position, (N, H)."""
+    """The never-interrupted run at some positions. ends: the indices of these positions in the stream, (N). hidden:
+    `hidden` after the token at each position, (N, H)."""
 
     ends: Tokens
     hidden: Values
 
     def fewer(self, count: int) -> Never:
-        """Returns at most `count` of the positions, evenly spread."""
+        """Returns the run at no more than `count` of these positions, evenly spread."""
         chosen = np.linspace(0, len(self.ends) - 1, min(count, len(self.ends))).astype(np.int64)
         return Never(self.ends[chosen], self.hidden[chosen])
 

@@ -1,21 +1,23 @@
-"""The price of stability: perplexity as a function of lambda, and the effect of truncated training on the weights.
+"""The price of stability: perplexity as a function of lambda (the contraction factor), and the effect of truncated
+training on the weights.
 
     python -m research.stability_price --data DIR --runs DIR [--tokenizer FILE] [--json FILE] [--figures DIR]
 
-Trains one run folder after another. All runs have the same data, batches and number of steps:
+Trains several runs one after another, each in its own folder. All runs have the same data, batches and number of steps.
+They have two purposes:
 
-- price: a Gated network and a tanh-RNN for every lambda from 0.7 to none, with three seeds at both ends and one seed
-  between.
-- distance: the RNN at 0.9 and unconstrained, trained recurrently and truncated (every chunk starts from the zero state)
-  from the same initial weights. The optimisers are AdamW and projected gradient descent with steps alpha / t. For the
-  latter, Miller and Hardt ("Stable recurrent models", 2019, proposition 2) prove that the weights stay close if the
-  model is stable. Here the truncated model sees the part of a chunk that it has read, from one token to the whole
-  chunk.
+- price: a Gated network and a tanh-RNN for every lambda from 0.7 to none (unconstrained). The smallest lambda and none
+  have three seeds, the other values one seed.
+- distance: the tanh-RNN with lambda 0.9 and unconstrained, with recurrent and with truncated training (every chunk
+  starts from the zero state) from the same initial weights. The optimisers are AdamW and projected gradient descent
+  with the learning rate alpha / t in step t. For the latter, Miller and Hardt ("Stable recurrent models", 2019,
+  proposition 2) prove that the weights of both trainings stay close if the model is stable. In this experiment the
+  truncated model sees the tokens of the chunk up to its position, between one token and the whole chunk.
 
 A finished run is not trained again, and an interrupted run resumes. `--report` trains nothing. Perplexities are
-measured on the validation split, in recurrent mode, with the run's best weights. k(1e-3) is the certificate's smallest
-window from which on the total variation error of every answer is at most 1e-3, in exact arithmetic. It is none if no
-window up to K is large enough.
+measured on the validation split, in recurrent mode, with the run's best weights. k(1e-3) is the smallest window length
+k for which the certificate proves that the total variation error of every answer is at most 1e-3, for k and all larger
+lengths, in exact arithmetic. It is none if no tested length is large enough.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ EXTREMES = (0.7, None)
 SEEDS = (1, 2, 3)
 DISTANCE_CAPS = (0.9, None)
 KEPT = 20
-"""The number of evenly spaced steps at which weights are compared."""
+"""The number of evenly spaced training steps at which the weights of two runs are compared."""
 
 EPSILON = 1e-3
 THEORY = {
@@ -58,11 +60,12 @@ THEORY = {
     "weight_decay": 0.0,
     "clip_norm": 1e6,
 }
-"""The gradient descent of the theory, with steps alpha / t. A clip norm of 1e6 never clips the gradient."""
+"""The gradient descent of the theory, with the learning rate alpha / t in step t. A clip norm of 1e6 never clips the
+gradient."""
 
 
 def variant(base: Experiment, name: str, cap: float | None, seed: int, **training: object) -> Experiment:
-    """Returns the base experiment with another name, cap, seed and training options."""
+    """Returns the base experiment with another name, contraction factor (`cap`), seed and training options."""
     return Experiment.model_validate(
         base.model_dump()
         | {"name": f"{name}-{cap or 'none'}-seed{seed}"}
@@ -72,20 +75,20 @@ def variant(base: Experiment, name: str, cap: float | None, seed: int, **trainin
 
 
 def price_run(bases: dict[str, Experiment], family: str, cap: float | None, seed: int) -> Experiment:
-    """Returns the run for one point of the price curve. The run keeps weights at intermediate steps if the distances
-    need them."""
+    """Returns the run for one point of the price curve. The run saves the weights at intermediate steps if the
+    comparison of weights needs them."""
     kept = keep_every(bases) if (family, seed) == ("rnn", SEEDS[0]) and cap in DISTANCE_CAPS else 0
     return variant(bases[family], family, cap, seed, keep_every=kept)
 
 
 def keep_every(bases: dict[str, Experiment]) -> int:
-    """Returns the number of steps between two comparisons of weights."""
+    """Returns the number of training steps between two comparisons of weights."""
     return max(1, bases["rnn"].training.steps // KEPT)
 
 
 def distance_runs(bases: dict[str, Experiment], cap: float | None) -> dict[str, tuple[Experiment, Experiment]]:
-    """Returns, by optimiser, the recurrent run and its truncated twin, which is the same run with truncated
-    training."""
+    """Returns two runs for each optimiser: one with recurrent training, and its truncated twin, the same run with
+    truncated training."""
     base, seed = bases["rnn"], SEEDS[0]
     keys = {"keep_every": keep_every(bases)}
     cut = keys | {"regime": "truncated"}
@@ -99,7 +102,8 @@ def distance_runs(bases: dict[str, Experiment], cap: float | None) -> dict[str, 
 
 
 def plan(bases: dict[str, Experiment]) -> list[Experiment]:
-    """Returns all runs in training order: one seed of each price, then the distances, then the other seeds."""
+    """Returns all runs in the order of training: the price curve with one seed, then the runs for the distances, then
+    the price curve's other seeds."""
     runs = [price_run(bases, family, cap, SEEDS[0]) for cap in CAPS for family in bases]
     runs += [run for cap in DISTANCE_CAPS for pair in distance_runs(bases, cap).values() for run in pair]
     runs += [price_run(bases, family, cap, seed) for seed in SEEDS[1:] for cap in EXTREMES for family in bases]
@@ -107,8 +111,8 @@ def plan(bases: dict[str, Experiment]) -> list[Experiment]:
 
 
 def is_done(folder: RunFolder, experiment: Experiment) -> bool:
-    """Whether the folder contains this experiment, trained to its last step. The trainer handles a folder with another
-    experiment."""
+    """Whether the folder contains this experiment, trained to its last step. Returns False for a folder with another
+    experiment, which the trainer refuses."""
     if not folder.begun:
         return False
     found = folder.experiment()
@@ -146,7 +150,7 @@ def measure_price(family: str, cap: float | None, run: Experiment, folder: RunFo
 
 def measure_distance(recurrent: RunFolder, truncated: RunFolder, steps: range) -> dict[str, list[float]]:
     """Returns, at each of `steps`, the Euclidean distance between the two runs' weights, and the distance of each run's
-    weights from the initial weights. Both runs started from the same weights."""
+    weights from the initial weights. Both runs started from the same initial weights."""
     start = recurrent.load(kept_name(0))["weights"]
     found: dict[str, list[float]] = {"steps": list(steps), "between": [], "recurrent_moved": [], "truncated_moved": []}
     for step in steps:
@@ -163,7 +167,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 def measure(bases: dict[str, Experiment], runs: Path, longest: int, console: Console) -> dict[str, Any]:
-    """Measures the finished runs."""
+    """Measures the finished runs, whose folders are in `runs`."""
 
     def folder(run: Experiment) -> RunFolder:
         return RunFolder(runs / run.name)
@@ -198,7 +202,7 @@ def measure(bases: dict[str, Experiment], runs: Path, longest: int, console: Con
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
-    """Yields the results as tables."""
+    """Yields the tables of the results."""
     table = Table(title="The price of stability (validation, recurrent)")
     for heading in ("model", "lambda", "seed", "perplexity per token", f"k({EPSILON:g})"):
         table.add_column(heading, justify="right")

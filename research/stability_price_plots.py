@@ -18,7 +18,7 @@ OPTIMIZERS = {"adamw": "AdamW", "sgd": "projected gradient descent, steps alpha 
 
 
 def plot_prices(results: dict[str, Any], path: Path) -> None:
-    """Plots perplexity against lambda, with a mark per seed. Plots the certified k below, on the same x axis."""
+    """Plots perplexity against lambda, with a mark per seed. A second panel plots the certified k against lambda."""
     prices = results["prices"]
     caps = sorted({point["lambda"] for point in prices}, key=lambda cap: cap or 1)
     place = {cap: index for index, cap in enumerate(caps)}
@@ -62,8 +62,8 @@ def plot_prices(results: dict[str, Any], path: Path) -> None:
 
 
 def plot_distances(results: dict[str, Any], path: Path) -> None:
-    """Plots the distance between the weights of recurrent and truncated training (solid), and the distance of each from
-    the initial weights (dashed, dotted)."""
+    """Plots the distance between the weights of recurrent and of truncated training (solid), and the distance of the
+    weights of each from the initial weights (dashed, dotted)."""
     figure, parts = plt.subplots(1, len(OPTIMIZERS), figsize=(10.5, 4.8), layout="constrained")
     for axes, (optimizer, title) in zip(parts, OPTIMIZERS.items(), strict=True):
         for index, found in enumerate(f for f in results["distances"] if f["optimizer"] == optimizer):

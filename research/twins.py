@@ -1,11 +1,12 @@
-"""Compares a model of recurrent training with its truncated twin, which differs only in truncated training: perplexity,
-agreement, latency and weights.
+"""Compares a model from recurrent training with its truncated twin, the same model from truncated training. Compares
+perplexity, agreement of predictions, latency and weights.
 
     python -m research.twins --data FOLDER [--json FILE]
 
-FOLDER contains WikiText-2's word-level files. The perplexities are those of the manifests. One run measures everything
-else: the agreement over consecutive positions of the test split, the latency of batches of one item in alternating
-rounds, and the distances of the two sets of weights from each other and from their common initial weights.
+FOLDER contains WikiText-2's word-level files. The perplexities are copied from the manifests. The program measures
+everything else: the agreement at consecutive positions of the test split; the latency of batches of one item, for the
+two models in alternation; and the distances of the two sets of weights from each other and from their common initial
+weights.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def recurrent_answers(bundle: Bundle, runner: OnnxRunner, stream: NDArray[np.int
 
 
 def window_answers(runner: OnnxRunner, stream: NDArray[np.int64], k: int) -> Answers:
-    """Returns logits and hidden from exactly the last k tokens, at every position with at least k tokens."""
+    """Returns logits (N, V) and hidden (N, H) of windows of exactly k tokens, one window for each position with at
+    least k tokens up to it."""
     rows = np.lib.stride_tricks.sliding_window_view(stream, k)
     logits, hidden = [], []
     for start in track(range(0, len(rows), 64), f"windows of {k}", transient=True):
@@ -65,7 +67,7 @@ def window_answers(runner: OnnxRunner, stream: NDArray[np.int64], k: int) -> Ans
 
 
 def agreement(one: Answers, other: Answers) -> dict[str, float]:
-    """Compares two series of predictions at the same positions. Returns the agreement statistics."""
+    """Compares two series of predictions at the same positions. Returns statistics of their agreement."""
     statistics = AgreementStatistics()
     for p, q, h, g in zip(one[0], other[0], one[1], other[1], strict=True):
         statistics.add(compare(p, q, h, g, None, proved=False))
@@ -80,8 +82,8 @@ def agreement(one: Answers, other: Answers) -> dict[str, float]:
 def latencies(
     runners: dict[str, OnnxRunner], bundles: dict[str, Bundle], k: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns the quartiles of the rounds' medians, in microseconds, for one step and for one window of `k` tokens. The
-    batch size is 1."""
+    """Measures the latency of one step and of one window of `k` tokens, at batch size 1, in several rounds. Returns the
+    quartiles of the rounds' medians, in microseconds."""
     token, rows = np.array([5]), np.full((1, k), 5)
     found: dict[str, dict[str, list[float]]] = {name: {"step": [], "window": []} for name in runners}
     for _ in track(range(ROUNDS), "latency", transient=True):
@@ -137,7 +139,7 @@ def main() -> None:
     lines = read_wikitext_2(options.data)[0]["test"]
     stream = np.array([vocabulary.eos_id, *vocabulary.encode("\n".join(lines[:600]))])
     stream = stream[: WARM_TOKENS + options.positions + k - 1]
-    kept = slice(WARM_TOKENS + k - 1, None)  # the recurrent state depends on a past that a window cannot contain
+    kept = slice(WARM_TOKENS + k - 1, None)  # the recurrent state depends on tokens that are too old for any window
 
     recurrent, window = {}, {}
     for name in TWINS:

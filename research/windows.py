@@ -1,5 +1,5 @@
-"""Plots perplexity against window length, from the manifests of the shipped bundles. research/stability.md shows the
-figure.
+"""Plots perplexity against window length, from the manifests of the bundles in models/bundles. research/stability.md
+shows the figure.
 
 python -m research.windows research/figures/windows.png
 """

@@ -1,4 +1,5 @@
-"""The commands `wane export` and `wane cache` on a bundle: they write a new version of it, with the same weights."""
+"""The commands `wane export` and `wane cache` on a bundle. Both write a new version of the bundle with the same
+weights."""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ from wane.training.evaluate import (
 from wane.training.run import EVALUATED_SPLITS, LONGEST_WINDOW, quality_table, writing
 
 LENGTHS = (64, 512, 1024, 2048)
-"""The lengths of the table that `wane cache` prints."""
+"""The cache lengths, in tokens, of the table that `wane cache` prints."""
 
 LARGEST_STREAM = 1 << 22
-"""Tokens that `wane cache` reads of data that a bundle was not trained on."""
+"""The largest number of tokens that `wane cache` reads from data on which the bundle was not trained."""
 
 
 LEAST_HALF = 64
-"""Tokens of each half of such data, at least."""
+"""The smallest number of tokens in each half of data on which the bundle was not trained."""
 
 
 def open_bundle(path: Path) -> Bundle:
@@ -55,9 +56,11 @@ def open_bundle(path: Path) -> Bundle:
 def export_bundle_again(
     path: Path, bundles: Path, version: str | None, console: Console, precision: Precision | None, replace: bool
 ) -> Path:
-    """Writes the bundle at `path` with the graphs of this Wane as `bundles/NAME`, or in int8 as `bundles/NAME-int8`.
+    """Exports the weights of the bundle at `path` again, with the graphs of the installed Wane version. Writes
+    `bundles/NAME`, or `bundles/NAME-int8` for int8.
 
-    `version`: None for the version after that of the bundle. Returns the path of the new bundle. Raises RunError.
+    `version`: the new bundle's version, None for the old bundle's version plus one. Returns the path of the new bundle.
+    Raises RunError.
     """
     source = open_bundle(path)
     manifest = source.manifest
@@ -71,7 +74,7 @@ def export_bundle_again(
 
 
 def next_version(manifest: Manifest) -> str:
-    """Returns the version after that of a bundle."""
+    """Returns the next version number after a bundle's version."""
     return str(int(manifest.version) + 1)
 
 
@@ -79,8 +82,8 @@ def next_version(manifest: Manifest) -> str:
 class CacheFits:
     """Caches of several lengths, fitted on the validation split.
 
-    `alone`: the network's mean loss in nats per token, by split. `models`: the fitted cache, by length. `losses`: the
-    mixture's mean loss, by length and split.
+    `alone`: the mean loss of the network without a cache, in nats per token, by split. `models`: the fitted cache, by
+    length. `losses`: the mixture's mean loss, by length and split.
     """
 
     alone: dict[str, float]
@@ -99,10 +102,10 @@ def fit_bundle_cache(
 ) -> CacheFits:
     """Fits a cache (`models/cache_mixture.py`) to a bundle's network and prints the perplexity for several lengths.
 
-    `data`: None for the corpus that the bundle was trained on, if Wane can download it. Data that the bundle was not
-    trained on is cut into two halves: the cache is fitted on the first half. `bundles`: the folder to which the bundle
-    is written with the cache of `length` tokens, after a new evaluation; None for none. `version`: None for the
-    version after that of the bundle. Raises TrainingError.
+    `data`: a file or folder, None for the corpus on which the bundle was trained, if Wane can download it. Data on
+    which the bundle was not trained is cut into two halves, and the cache is fitted on the first half. `bundles`: the
+    folder for a new bundle with the cache of `length` tokens, which is evaluated first; None to write no bundle.
+    `version`: the new bundle's version, None for the old bundle's version plus one. Raises TrainingError.
     """
     source = open_bundle(path)
     manifest = source.manifest
@@ -148,7 +151,7 @@ def fit_bundle_cache(
 
 
 def fit_lengths(network: Network, corpus: Corpus, lengths: list[int], advance: Advance | None = None) -> CacheFits:
-    """Fits a cache of each length on the split `valid`, and evaluates it on `valid` and `test`."""
+    """Fits a cache of each length on the split `valid`. Evaluates each cache on `valid` and `test`."""
     start = cache_start(corpus.vocabulary)
     alone = {
         split: recurrent_losses(network, corpus.streams[split], advance).double().numpy(force=True)
@@ -177,12 +180,13 @@ def _fits_table(name: str, fits: CacheFits) -> Table:
 
 
 def _corpus(bundle: Bundle, data: Path | None) -> Corpus:
-    """Returns the corpus that the bundle was trained on if `data` is the same, else the two halves of `data`."""
+    """Returns the corpus on which the bundle was trained, if `data` has the same hashes. Otherwise returns the two
+    halves of `data` as the splits `valid` and `test`."""
     manifest = bundle.manifest
     tokenizer_json = (bundle.path / manifest.tokenizer).read_text(encoding="utf-8")
     try:
         config = DataConfig.model_validate(manifest.provenance.config.get("data"))
-    except ValidationError:  # the bundle was not trained here
+    except ValidationError:  # the bundle was not trained by Wane
         config = None
     if config is not None:
         try:

@@ -1,7 +1,7 @@
 """Fits the weights of a cache mixture (`models/cache_mixture.py`) to a stream, and evaluates the mixture.
 
-The positions of the stream fall into the rows of the table (`models/cache_statistics.py`). The weights of each row are
-fitted by expectation maximisation over its positions.
+A mixture has a table of weights. Each position of the stream belongs to one row of the table
+(`models/cache_statistics.py`). The weights of a row are fitted by expectation maximisation over the row's positions.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LEAST_NETWORK = 0.05
 """The smallest weight of the network in a fitted table. A token that the cache does not predict must keep a positive
 probability."""
 PRIOR = 20.0
-"""The number of pseudo-positions that each row has in addition to its own. They have the weights that fit all
-positions."""
+"""The number of pseudo-positions that are added to each row's own positions. At the pseudo-positions, the components
+occur in proportion to the weights that fit all positions of the stream."""
 WORTH = 0.005
-"""The counts of single tokens get a weight only if that reduces the loss by at least this, in nats per token. The loss
-is that of the stream to which a cache is fitted."""
+"""The smallest reduction of the loss, in nats per token, for which the counts of single tokens get a weight. The loss
+is measured on the stream to which the cache is fitted."""
 FIRST_GUESS = (0.85, 0.05, 0.05, 0.05)
-"""The initial weights of a fit."""
+"""The initial weights of a fit: of the network and of the three cache components."""
 TINY = 1e-30
 
 
@@ -38,7 +38,7 @@ def fit_cache(statistics: CacheStatistics, network: NDArray[np.float64]) -> Cach
     """Returns the mixture with the largest likelihood of a stream.
 
     network: float64 (n), -log p of each token by the network alone, in nats. The counts of single tokens get a weight
-    only if that lowers the loss by WORTH, because a step is cheaper without them.
+    only if this weight lowers the loss by more than WORTH, because a step is cheaper without the counts.
     """
     found = [_best(statistics, network, np.array([True, counts, True, True])) for counts in (False, True)]
     losses = [-float(statistics.log_probabilities(one, -network).mean()) for one in found]
@@ -46,10 +46,10 @@ def fit_cache(statistics: CacheStatistics, network: NDArray[np.float64]) -> Cach
 
 
 def _best(statistics: CacheStatistics, network: NDArray[np.float64], used: NDArray[np.bool_]) -> CacheModel:
-    """Returns the mixture with the largest likelihood that has only the components `used`, bool (4)."""
+    """Returns the mixture with the largest likelihood among those with only the components `used`, bool (4)."""
     of_network = np.exp(-network)
     parts = np.column_stack([of_network, statistics.shares])
-    # The network receives the part of the first weight that a cache lacks while it is not full.
+    # A cache that is not full uses only a part of the first cache component's weight. The network gets the other part.
     parts[:, 1] += (1 - statistics.filled) * of_network
     whole = _fitted(parts, np.array(FIRST_GUESS) * used, None)
     priors = [_prior(row, whole) for row in range(ROWS)]
@@ -64,7 +64,8 @@ def unfitted_cache(length: int) -> CacheModel:
 
 
 def _prior(row: int, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the weights, with 0 for the components that have no occurrence in a row of the table."""
+    """Returns the weights for a row of the table. A component that has no occurrence at the row's positions gets the
+    weight 0."""
     bins = len(CACHE_BINS) + 1
     possible = np.array([True, True, row >= bins, row % bins > 0])
     prior: NDArray[np.float64] = weights * possible
@@ -75,7 +76,8 @@ def _prior(row: int, weights: NDArray[np.float64]) -> NDArray[np.float64]:
 def _fitted(
     parts: NDArray[np.float64], weights: NDArray[np.float64], prior: NDArray[np.float64] | None
 ) -> NDArray[np.float64]:
-    """Returns the weights (4) that maximise the likelihood of the parts (n, 4), by expectation maximisation."""
+    """Returns the weights (4) that maximise the likelihood, by expectation maximisation. parts: (n, 4), the probability
+    of each token by each component."""
     extra = np.zeros(4) if prior is None else PRIOR * prior
     for _ in range(ITERATIONS):
         total = np.maximum(parts @ weights, TINY)
@@ -87,7 +89,8 @@ def _fitted(
 
 
 def _rounded(weights: NDArray[np.float64]) -> tuple[float, float, float, float]:
-    """Returns the weights rounded to 6 decimals. The network's weight takes up the rounding."""
+    """Returns the weights rounded to 6 decimals. The network's weight is 1 minus the rounded other weights, so the sum
+    stays 1."""
     _, one, two, three = (round(float(weight), 6) for weight in weights)
     return round(1 - one - two - three, 6), one, two, three
 
@@ -104,7 +107,8 @@ class CacheTraining:
         start: int | None,
         device: torch.device,
     ) -> None:
-        """streams: by split. size: V. start: as in `cache_statistics`."""
+        """streams: the token stream of each split. size: the size V of the vocabulary. start: the token that empties
+        the cache, or None."""
         self.model = cache
         self._streams, self._size, self._start, self._device = streams, size, start, device
         self._statistics = {name: cache_statistics(stream, cache.length, start) for name, stream in streams.items()}
@@ -119,7 +123,8 @@ class CacheTraining:
         return cls(streams, corpus.vocabulary.size, unfitted_cache(experiment.model.cache), start, device)
 
     def losses(self, split: str, positions: NDArray[np.int64], network: Tensor) -> Tensor:
-        """Returns -log p of the mixture, from -log p of the network. Both have the shape of `positions`."""
+        """Returns -log p of the mixture for each position. network: -log p of the network for each position. Result and
+        `network` have the shape of `positions`."""
         weight, added = self._statistics[split].at(positions).parts(self.model)
         log_added = self._tensor(np.log(np.maximum(added, TINY)))
         return -torch.logaddexp(self._tensor(np.log(weight)) - network, log_added)
@@ -127,8 +132,8 @@ class CacheTraining:
     def fitted(
         self, split: str, positions: NDArray[np.int64], network: NDArray[np.float64]
     ) -> tuple[CacheModel, float]:
-        """Returns the mixture that fits the network's losses best, and the mixture's mean loss. Both arrays: (n,
-        lanes)."""
+        """Returns the mixture that fits the network's losses best, and the mixture's mean loss. Both arrays have the
+        shape (n, lanes)."""
         statistics = self._statistics[split].at(positions.ravel())
         found = fit_cache(statistics, network.ravel())
         return found, float(-statistics.log_probabilities(found, -network.ravel()).mean())
@@ -153,7 +158,8 @@ def cache_start(vocabulary: Vocabulary) -> int | None:
 
 
 def sequence_before(stream: NDArray[np.int64], at: int, length: int, start: int | None) -> NDArray[np.int64]:
-    """Returns the tokens in the cache after position `at` of a stream: at most `length`."""
+    """Returns the tokens that are in the cache after the token at position `at` of a stream. These are at most `length`
+    tokens."""
     known = stream[max(1, at - length + 1) : at + 1]
     if start is not None and len(begins := np.flatnonzero(known == start)):
         known = known[begins[-1] + 1 :]

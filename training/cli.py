@@ -29,7 +29,7 @@ REPLACE = "replace a bundle of the same name even if its version is the same or 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the commands' arguments. `wane/cli.py` describes the commands."""
+    """Returns the parser of the commands' arguments. `wane/cli.py` documents the commands."""
     parser = argparse.ArgumentParser(prog="wane")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -99,13 +99,13 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--tolerance",
         type=_share,
         default=TOLERANCE,
-        help="largest total variation of the recommended k (default: %(default)s)",
+        help="largest total variation that the recommended k may have (default: %(default)s)",
     )
     command.add_argument(
         "--positions",
         type=_positive,
         default=AUDITED,
-        help="number of positions at which windows are compared (default: %(default)s)",
+        help="number of positions at which windows are compared with the uninterrupted run (default: %(default)s)",
     )
     command.add_argument(
         "--tokens", type=_positive, default=TOKENS, help="largest number of tokens to read (default: %(default)s)"
@@ -127,7 +127,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument("--attribution", help="owner of the weights and their data, recorded in the bundle")
     unusual = command.add_argument_group("options for unusual files")
     unusual.add_argument(
-        "--state-dict", metavar="KEY", help="dotted key of the tensors in the file, such as model.best"
+        "--state-dict", metavar="KEY", help="dotted key of the dictionary of tensors in the file, such as model.best"
     )
     unusual.add_argument(
         "--map",
@@ -135,10 +135,15 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="NAME=THEIRS",
-        help="Wane's name (embedding, head, head.bias, layers.0, layers.0.weight_ih, ...) and the file's",
+        help="a tensor's name in Wane (embedding, head, head.bias, layers.0, layers.0.weight_ih, ...) "
+        "and its name in the file",
     )
     unusual.add_argument(
-        "--ignore", action="append", default=[], metavar="PATTERN", help="tensors that do not belong to the model"
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="name pattern of tensors that are not of the model",
     )
     unusual.add_argument(
         "--nonlinearity",
@@ -167,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
         group.wait_for_end()
         return 1
     except (TrainingError, FloatingPointError) as error:
-        # every process of a group raises the same error, and only the first process prints it
+        # in a group every process raises the same error, and only the first process prints it
         if group.first:
             _print_error(console, error)
         else:
@@ -226,7 +231,7 @@ def _print_error(console: Console, error: Exception) -> None:
 
 
 def _as_typed(options: argparse.Namespace, group: Group) -> str:
-    """Returns the command, with the names of files and folders instead of their paths."""
+    """Returns the `train` command for the run's origin. Paths are replaced by the names of their files and folders."""
     words = [*group.launcher, "train", options.experiment.name]
     for option in ("data", "run", "tokenizer"):
         if (path := getattr(options, option)) is not None:
@@ -235,7 +240,8 @@ def _as_typed(options: argparse.Namespace, group: Group) -> str:
 
 
 def _audit_as_typed(options: argparse.Namespace) -> str:
-    """Returns the command's options that affect the result, with the names of files instead of their paths."""
+    """Returns the `audit` command with the options that affect the result. Paths are replaced by the names of their
+    files."""
     words = ["wane", "audit", options.file.name]
     for option in ("data", "tokenizer", "vocabulary", "export"):
         if (path := getattr(options, option)) is not None:

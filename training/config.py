@@ -1,4 +1,4 @@
-"""Experiments as typed TOML files. Every key is checked. An unknown key is an error."""
+"""Reads experiments from TOML files. Every key has a type that is checked. An unknown key is an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ModelConfig(Frozen):
-    """The network."""
+    """The keys of the table `[model]`: the network."""
 
     cell: Cell = Field(description="recurrent cell; the gates of `gated` read only the input")
     hidden: Whole = Field(description="width of each layer's output")
@@ -64,7 +64,7 @@ class ModelConfig(Frozen):
     )
 
     def architecture(self, vocabulary_size: int) -> Architecture:
-        """The architecture for a vocabulary."""
+        """Returns the architecture for a vocabulary of `vocabulary_size` tokens."""
         return Architecture(
             cell=self.cell,
             vocabulary_size=vocabulary_size,
@@ -82,7 +82,7 @@ class ModelConfig(Frozen):
 
     @property
     def contractions(self) -> tuple[float, ...] | None:
-        """The contraction factor (lambda) of each layer, bottom to top."""
+        """The contraction factor (lambda) that training enforces for each layer, bottom to top."""
         if isinstance(self.contraction, float):
             return (self.contraction,) * self.layers
         return self.contraction
@@ -97,7 +97,7 @@ class ModelConfig(Frozen):
 
 
 class DataConfig(Frozen):
-    """The corpus."""
+    """The keys of the table `[data]`: the corpus."""
 
     kind: Literal["wikitext-2", "text", "events"] = Field(
         description="`text`: UTF-8 files; `events`: JSON lines, each with a list of event names"
@@ -125,35 +125,37 @@ class DataConfig(Frozen):
 
 
 class ProofConfig(Frozen):
-    """A penalty on predictions that a window cannot prove (`training/proof.py`)."""
+    """A penalty on predictions whose top-1 token a window cannot prove (`training/proof.py`)."""
 
     window: Whole | None = Field(
         default=None,
         description="length, in tokens, of the window that must prove the prediction; absent: `chunk`. "
         "If it is longer than the chunk, the chunk's average gates are assumed for it",
     )
-    weight: Finite = Field(gt=0, description="loss, in nats, of a prediction that misses its proof by a factor of e")
+    weight: Finite = Field(
+        gt=0, description="increase of the loss, in nats, for each factor of e by which a prediction misses its proof"
+    )
     rivals: Whole = Field(
-        default=5, description="number of competing tokens with which the most probable token is compared"
+        default=5, description="number of competing tokens for which the lead of the most probable token is checked"
     )
     slack: Finite = Field(
-        default=0.2, ge=0, description="margin beyond provable, in log units, at which the loss becomes 0"
+        default=0.2, ge=0, description="margin of a proof, as a natural logarithm, from which on the loss is 0"
     )
-    ceiling: Finite = Field(
-        default=2.0, gt=0, description="distance from provable, in log units, above which the loss is constant"
-    )
-    ramp: Whole = Field(default=1000, description="number of steps in which the weight rises to `weight`")
+    ceiling: Finite = Field(default=2.0, gt=0, description="largest value, before `weight`, to which the loss rises")
+    ramp: Whole = Field(default=1000, description="number of steps in which the weight of the loss rises to `weight`")
 
 
 class TrainingConfig(Frozen):
-    """How the network is trained.
+    """The keys of the table `[training]`: how the network is trained.
 
-    Regimes. `recurrent`: truncated back-propagation, where the state is carried from one chunk of `chunk` tokens to the
-    next. `truncated`: each chunk of `chunk` = k tokens starts from the zero state, as a window does in serving.
+    The regime `recurrent` is truncated back-propagation: each chunk of `chunk` tokens starts from the last state of the
+    chunk before. In the regime `truncated` each chunk of `chunk` = k tokens starts from the zero state, as a window
+    does in serving.
 
-    Schedules, after `warmup` steps. `constant`. `cosine`: falls to zero. `inverse_time`: learning_rate / t, as in the
-    theory. `plateau`: constant until validation has not improved for `patience` evaluations (0: never) or until
-    `decay_steps` steps remain, then linear to zero over `decay_steps` steps. Training then stops.
+    The schedule sets the learning rate after `warmup` steps. `constant`: does not change. `cosine`: falls to zero.
+    `inverse_time`: learning_rate / t in step t after the warm-up. `plateau`: constant until validation has not improved
+    for `patience` evaluations (0: never) or until `decay_steps` steps remain, then linear to zero over `decay_steps`
+    steps. Training then stops.
     """
 
     regime: Literal["recurrent", "truncated"] = Field(
@@ -208,7 +210,7 @@ class TrainingConfig(Frozen):
 
 
 class ExportConfig(Frozen):
-    """What the bundle's manifest contains."""
+    """The keys of the table `[export]`: what the bundle's manifest contains."""
 
     description: str = Field(default="", description="one-line description in the list of models")
     window: Whole = Field(default=64, description="default window of a request, in tokens")
@@ -223,7 +225,7 @@ class ExportConfig(Frozen):
 
 
 class Experiment(Frozen):
-    """One experiment file."""
+    """The contents of one experiment file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="name of the run and of the bundle")
     model: ModelConfig
@@ -258,7 +260,7 @@ class Experiment(Frozen):
 
     @classmethod
     def parse(cls, path: Path, record: object) -> Experiment:
-        """Validates the record that was read from `path`. Raises ConfigError, which names each invalid key."""
+        """Validates an experiment that was read from `path`. Raises ConfigError, which names each invalid key."""
         try:
             return cls.model_validate(record)
         except ValidationError as error:

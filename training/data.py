@@ -1,7 +1,8 @@
 """Reads corpora (WikiText-2, any text, or event sequences) as streams of token ids.
 
-A stream is one sequence after another, each preceded by `<eos>`, as a server reads them. The counts and hashes of known
-data sets are checked (`training/wikitext.py`), so that every result can be traced to the bytes of its data.
+A stream contains all sequences one after another, each preceded by `<eos>`. A server reads sequences in the same form.
+The counts and hashes of known data sets are checked (`training/wikitext.py`), so that every result can be traced to the
+bytes of its data.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ Item = TypeVar("Item")
 SPLITS = ("train", "valid", "test")
 
 LEAST_LINES = 20
-"""A text with fewer lines than this is split between words instead of lines."""
+"""A text with fewer lines than this is split into train, valid and test between words instead of between lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Token streams over one vocabulary, with the word counts and file hashes of their source."""
+    """The token streams of a corpus, by split, over one vocabulary, with the word counts of the splits and the hashes
+    of the source files."""
 
     vocabulary: Vocabulary
     tokenizer_json: str
@@ -80,7 +82,7 @@ def _checked(corpus: Corpus, path: Path) -> Corpus:
 
 
 def _read_file(path: Path) -> tuple[str, str]:
-    """Returns a file's text, without a byte-order mark, and its SHA-256."""
+    """Returns a file's text, without a byte-order mark, and the file's SHA-256."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -109,10 +111,10 @@ def data_kind(path: Path) -> Literal["text", "events"]:
 
 
 def load_whole(path: Path, vocabulary: Vocabulary, tokenizer_json: str, tokens: int) -> Corpus:
-    """Reads text, or events for a vocabulary of events, as one stream `audit`. Reads only the sequences within the
-    first `tokens` tokens.
+    """Reads text, or events for a vocabulary of events, as one stream `audit`. Reads sequences up to a total of
+    `tokens` tokens.
 
-    The first sequence is always read as a whole. A folder's files are read in name order. Raises DataError.
+    The whole first sequence is always read. A folder's files are read in name order. Raises DataError.
     """
     hashes: dict[str, str] = {}
     sequences: list[list[int]] = []
@@ -156,7 +158,7 @@ def _read_text(config: DataConfig, path: Path) -> tuple[dict[str, list[str]], di
         lines.extend(_lines(text))
     if len(lines) >= LEAST_LINES:
         return _split(lines, config, path), hashes
-    # some corpora are one long line, which is split between words instead
+    # some corpora are one long line, which is split between words
     words = _split("\n".join(lines).split(" "), config, path)
     return {split: " ".join(part).split("\n") for split, part in words.items()}, hashes
 
@@ -177,7 +179,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _split(items: list[Item], config: DataConfig, path: Path) -> dict[str, list[Item]]:
-    """Splits by position, not at random. Neighbouring lines stay together, so that the test split is unseen text."""
+    """Splits lines by position, not at random. Neighbouring lines stay in the same split, so the test split does not
+    continue text of the training split."""
     valid, test = (max(1, round(len(items) * share)) for share in (config.valid_share, config.test_share))
     train = len(items) - valid - test
     if train < 1:
@@ -203,8 +206,8 @@ def _train_tokenizer(config: DataConfig, lines: list[str]) -> str:
 
 
 def _word_tokenizer(counts: Counter[str], size: int, split_whitespace: bool) -> str:
-    """Returns a word-level vocabulary of the `size` most frequent names, including special tokens. Ties are ordered by
-    name."""
+    """Returns a word-level vocabulary of at most `size` tokens: the special tokens and the most frequent names. Ties
+    are ordered by name."""
     names = sorted((name for name in counts if name not in (EOS, UNK)), key=lambda name: (-counts[name], name))
     table = {name: index for index, name in enumerate([EOS, UNK, *names[: size - 2]])}
     tokenizer = Tokenizer(models.WordLevel(table, unk_token=UNK))
@@ -229,7 +232,8 @@ def _load_events(config: DataConfig, path: Path, tokenizer_json: str | None) -> 
 
 
 def _sequences(lines: list[str], path: Path, before: int) -> list[list[str]]:
-    """Returns the event names of each line that is not blank. `before`: the number of earlier lines in the file."""
+    """Returns the event names of each line that is not blank. `before`: the number of lines in the file before the
+    first of `lines`, for the line numbers in messages."""
     return [
         _events(line, f"{path}, line {number}") for number, line in enumerate(lines, start=before + 1) if line.strip()
     ]
@@ -257,8 +261,9 @@ def batches(stream: NDArray[np.int64], batch: int, chunk: int, split: str) -> tu
     """Splits a stream into `batch` parallel streams: (length, batch), time-major. Also returns the number of chunks per
     epoch.
 
-    Chunk i reads rows `i * chunk .. (i + 1) * chunk` and is scored on the rows one step later. Tokens that do not fill
-    a chunk are dropped. Raises DataError if the stream is too short for one chunk.
+    The inputs of chunk i are the rows from `i * chunk` up to, but not including, `(i + 1) * chunk`. Its targets are the
+    rows one step later. Tokens that do not fill a chunk are dropped. Raises DataError if the stream is too short for
+    one chunk.
     """
     length = (len(stream) - 1) // batch
     chunks = length // chunk

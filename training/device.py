@@ -9,9 +9,11 @@ from wane.training.group import ALONE, Group
 
 
 def choose_device(name: str, group: Group = ALONE) -> torch.device:
-    """Returns the device. `auto` is CUDA if available. Each of several processes uses the device of its local rank.
+    """Returns the device. `auto` selects CUDA if torch finds a CUDA device, and otherwise the CPU. If several processes
+    train together, each uses the device whose number is its local rank.
 
-    Raises RunError for `cuda` without a device, or if a machine has fewer devices than processes.
+    Raises RunError if `cuda` is required but torch finds no CUDA device, or if a machine has fewer devices than
+    processes.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,8 +1,9 @@
-"""Evaluates the perplexity of one network in both modes of serving: recurrent, and as a window of the last k tokens.
+"""Evaluates the perplexity of one network in both modes of serving: recurrent, and with a window of the last k tokens.
 
-Recurrent perplexity covers a whole split, with one state from its first token to its last. Window perplexity covers
-positions spread evenly through the split. Each position is predicted from exactly its last k tokens. It is paired with
-the recurrent perplexity at the same positions, so that only the truncated past differs.
+Recurrent perplexity covers a whole split, from whose first to last token the state is never reset. Window perplexity
+covers positions spread evenly through the split. The token after each position is predicted from exactly the last k
+tokens. The recurrent perplexity is also computed at these positions, so that the two perplexities differ only by the
+truncated past.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class SplitLosses:
-    """The mean negative log-probabilities of one split, in nats per token. They are of the mixture with the cache, if
-    there is one.
+    """The mean negative log-probabilities of one split, in nats per token. If there is a cache, they are the losses of
+    the mixture of network and cache.
 
-    `without_cache`: like `recurrent`, but of the network alone. None if there is no cache.
+    `without_cache`: like `recurrent`, but for the network alone. None if there is no cache.
     """
 
     tokens: int
@@ -50,18 +51,18 @@ class SplitLosses:
     without_cache: float | None = None
 
     def perplexity(self, nats: float) -> Perplexity:
-        """Converts a mean loss to perplexity per token and, for text, per word (total loss divided by the number of
-        words)."""
+        """Converts a mean loss per token to perplexity per token and, for text, per word. The loss per word is the
+        total loss divided by the number of words."""
         per_word = None if self.words is None else math.exp(nats * self.tokens / self.words)
         return Perplexity(per_token=math.exp(nats), per_word=per_word)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of the uninterrupted run.
+    """A part of the uninterrupted run over a stream, at most PIECE tokens. `start`: the index of the first token.
 
-    `hidden`: float32 (tokens, H), the output layer's input after each token. `losses`: float32 (tokens,), the losses of
-    the following tokens. `state`: the state after the last token.
+    `hidden`: float32 (tokens, H), the output layer's input after each token. `losses`: float32 (tokens,), the loss of
+    each token's successor. `state`: the state after the last token.
     """
 
     start: int
@@ -74,8 +75,8 @@ class Piece:
 def recurrent_pieces(
     network: Network, stream: NDArray[np.int64], stops: Sequence[int] = (), advance: Advance | None = None
 ) -> Iterator[Piece]:
-    """Runs the network over all tokens but the last, without resetting its state. Each of `stops` ends a piece as
-    well."""
+    """Runs the network over all tokens but the last, without resetting its state. Yields the run in parts of at most
+    PIECE tokens. A part also ends before each index in `stops`."""
     tokens = torch.from_numpy(np.ascontiguousarray(stream)).to(network.embedding.weight.device)
     length = len(tokens) - 1
     ends = sorted({*range(PIECE, length, PIECE), *(stop for stop in stops if 0 < stop < length), length})
@@ -126,8 +127,8 @@ def window_hidden(network: Network, stream: NDArray[np.int64], k: int, ends: NDA
 
 
 def spread_positions(stream: NDArray[np.int64], count: int, longest: int) -> NDArray[np.int64]:
-    """Returns at most `count` evenly spread positions. Each has at least `longest` tokens up to it, and a next
-    token."""
+    """Returns at most `count` evenly spread positions. At each position the stream has at least `longest` tokens,
+    including the position's own, and a next token."""
     first, last = longest - 1, len(stream) - 2
     if last < first:
         return np.empty(0, dtype=np.int64)
@@ -143,9 +144,9 @@ def evaluate_split(
     advance: Advance | None = None,
     cache: CacheModel | None = None,
 ) -> SplitLosses:
-    """Evaluates one split in both modes, without the windows that are longer than the split.
+    """Evaluates one split in the recurrent mode and with windows. Leaves out windows that are longer than the split.
 
-    If there is a `cache`, a window has the same cache as the recurrent run.
+    With a `cache`, a window's prediction uses the same cache contents as the recurrent run.
     """
     network.eval()
     stream = corpus.streams[split]
@@ -179,14 +180,14 @@ def evaluate_split(
 
 
 def evaluation_steps(corpus: Corpus, splits: Sequence[str], windows: Sequence[int], count: int) -> int:
-    """Returns the number of token steps of an evaluation, for the total of its progress bar."""
+    """Returns the number of token steps in an evaluation, which is the total of its progress bar."""
     return sum(
         len(corpus.streams[split]) - 1 + min(count, len(corpus.streams[split])) * sum(windows) for split in splits
     )
 
 
 def quality(splits: dict[str, SplitLosses], judged: str = "valid") -> Quality:
-    """Returns the manifest's record of an evaluation. `judged`: the split that determines
+    """Returns the manifest's record of an evaluation. `judged`: the split whose perplexities determine the field
     `window_within_half_percent`."""
     return Quality(
         tokens={name: losses.tokens for name, losses in splits.items()},
@@ -211,7 +212,8 @@ def quality(splits: dict[str, SplitLosses], judged: str = "valid") -> Quality:
 
 
 def smallest_close_window(losses: SplitLosses) -> int | None:
-    """Returns the smallest evaluated k such that, for it and all larger evaluated k, the perplexity per token is within
+    """Returns the smallest evaluated k such that, for this k and all larger evaluated k, the perplexity per token is
+    within
     0.5 % of the recurrent perplexity."""
     close = None
     for k, nats in sorted(losses.window.items(), reverse=True):

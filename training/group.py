@@ -1,8 +1,8 @@
 """The processes that train one run together, started by `torchrun`, and their communication.
 
-Every process has the whole network and a part of the lanes of the batch. Only the first process (rank 0) reads the
-experiment and the corpus and writes the run folder. It sends the data to the other processes. A single process joins no
-process group and sends no data.
+Every process has the whole network and some lanes (parallel streams) of the batch. Only the first process (rank 0)
+reads the experiment and the corpus and writes the run folder. It sends the data to the other processes. A single
+process joins no process group and sends no data.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from wane.training.errors import LostError, RunError, TrainingError
 T = TypeVar("T")
 
 LAUNCHER_WAIT_S = 10.0
-"""The time for which a healthy process waits for the launcher to stop it. The launcher then names the failed
-process."""
+"""The seconds for which a healthy process waits until the launcher stops it, so that the launcher's message names the
+failed process."""
 
 TRANSPORT = "gloo/transport"
-"""A part of the message of gloo's connection errors, which are plain RuntimeErrors."""
+"""A text that occurs in the message of each gloo connection error. These errors are plain RuntimeErrors."""
 
 
 class Group:
-    """This process's place in the group: `rank` of `size`, and `local_rank` of `local_size` on its machine."""
+    """A process and its group. `rank`: the process's number, from 0, among the `size` processes of the group.
+    `local_rank`: its number among the `local_size` processes on the same machine."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1) -> None:
         self.rank, self.size = rank, size
@@ -45,9 +46,11 @@ class Group:
 
     @classmethod
     def join(cls) -> Group:
-        """Joins the group that torchrun describes in the environment. Returns `ALONE` if there is no group.
+        """Joins the process group that torchrun describes in environment variables. Returns `ALONE` if there is no such
+        group.
 
-        gloo sends CPU tensors, NCCL sends CUDA tensors. Raises RunError if the other processes are not found.
+        The backend gloo sends CPU tensors, and the backend NCCL sends CUDA tensors. Raises RunError if the other
+        processes are not found.
         """
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return ALONE
@@ -66,8 +69,8 @@ class Group:
     def leave(self) -> None:
         """Closes the process group and its threads.
 
-        Networks still refer to the group. A thread that released a tensor during interpreter shutdown would abort the
-        process.
+        Networks keep references to the group, so Python would not close the group before interpreter shutdown. If a
+        thread of the group released a tensor during the shutdown, the process would abort.
         """
         if not self.alone:
             dist.destroy_process_group()
@@ -83,14 +86,14 @@ class Group:
 
     @property
     def launcher(self) -> list[str]:
-        """The words of the command before `train` that start such a group. `--` stops torchrun from reading `--run` as
-        an abbreviation of one of its own options."""
+        """The first words of a shell command, before `train`, that start a group of this size. `--` stops torchrun from
+        reading `--run` as an abbreviation of one of its own options."""
         if self.alone:
             return ["wane"]
         nodes = ["--nnodes", str(self.size // self.local_size)] if self.size > self.local_size else []
         return ["torchrun", *nodes, "--nproc-per-node", str(self.local_size), "-m", "--", "wane"]
 
-    # -- division of the work
+    # -- the division of a batch and its randomness
 
     def share(self, count: int) -> slice:
         """Returns this process's slice of `count` lanes. The sizes of two processes' slices differ by at most one."""
@@ -101,9 +104,10 @@ class Group:
         return network if self.alone else DistributedDataParallel(network, gradient_as_bucket_view=True)
 
     def seed_noise(self, seed: int, step: int) -> None:
-        """Seeds a step's dropout masks. The seed differs between processes, and is the same when the step is repeated.
+        """Seeds a step's dropout masks. The seed differs between processes. A resumed run that repeats the step uses
+        the same seeds.
 
-        A single process continues its random sequence, which checkpoints contain.
+        A single process is not seeded: it continues its random sequence, whose state is in the checkpoints.
         """
         if not self.alone:
             torch.manual_seed(int(np.random.SeedSequence([seed, step, self.rank]).generate_state(1)[0]))
@@ -111,7 +115,7 @@ class Group:
     # -- communication
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Returns float64 sums over the processes. They are bitwise equal in each process."""
+        """Returns each value's float64 sum over the processes. The sums are bit-identical in all processes."""
         if self.alone:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -120,8 +124,8 @@ class Group:
         return totals
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Calls `make` in the first process and returns its result in all processes. Raises its TrainingError in all
-        processes."""
+        """Calls `make` in the first process and returns its result in all processes. If `make` raises a TrainingError,
+        all processes raise it."""
         if self.alone:
             return make()
         message: list[T | TrainingError | None] = [None]
@@ -138,7 +142,8 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raises a TrainingError of one process in all processes, with its rank. The block must not communicate."""
+        """If the `with` block raises a TrainingError in one process, all processes raise it, with that process's rank.
+        The block must not communicate with other processes."""
         if self.alone:
             yield
             return
@@ -154,7 +159,8 @@ class Group:
                 raise found if rank == 0 else type(found)(f"rank {rank}: {found}")
 
     def gather(self, rows: list[Tensor]) -> list[Tensor]:
-        """Collects tensors (lanes, ...). The first process returns the tensors of all lanes, on the CPU."""
+        """Collects tensors (lanes, ...) from all processes. The first process returns tensors with all lanes, on the
+        CPU. The other processes return their own tensors."""
         if self.alone:
             return rows
         parts: list[list[Tensor]] | None = [[]] * self.size if self.first else None
@@ -173,7 +179,7 @@ class Group:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Turns a broken connection to another process into a LostError."""
+        """Raises LostError if the connection to another process breaks in the `with` block."""
         try:
             yield
         except RuntimeError as error:
@@ -186,13 +192,14 @@ class Group:
             ) from error
 
     def wait_for_end(self) -> None:
-        """Waits for the launcher to stop this process after another one failed."""
+        """After the failure of another process, waits until the launcher stops this process."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if not self._ended:
             time.sleep(LAUNCHER_WAIT_S)
 
     def _on_sigterm(self, *_: object) -> None:
-        """Raises LostError when the launcher stops the group, unless this process already reports a failure."""
+        """Handles the signal with which the launcher stops the group. Raises LostError, unless this process already
+        reports a failure."""
         self._ended = True
         if not self._failing:
             self._failing = True

@@ -1,4 +1,4 @@
-"""A split as parallel streams (lanes), and the lanes of one process."""
+"""Divides a split into parallel streams (lanes), and assigns each process its lanes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from wane.training.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes `mine` of a split's `width` parallel streams, in `chunks` chunks.
+    """One process's lanes (parallel streams) of a split.
 
-    rows: int64 (length, lanes), time-major. chunk: the number of tokens per chunk.
+    rows: the tokens of the lanes, int64 (length, lanes), time-major. mine: the slice of these lanes in the lanes of all
+    processes. width: the number of lanes of all processes. chunk: the number of tokens per chunk. chunks: the number of
+    chunks per lane.
     """
 
     rows: NDArray[np.int64]
@@ -44,12 +46,12 @@ class Lanes:
         return self.count / self.width
 
     def positions(self, index: int) -> NDArray[np.int64]:
-        """Returns the positions in the split of the tokens of chunk `index`: int64 (chunk, lanes)."""
+        """Returns the position in the split of each token of chunk `index`: int64 (chunk, lanes)."""
         rows = np.arange(index * self.chunk, (index + 1) * self.chunk)
         return rows[:, None] + self._length * np.arange(self.width)[self.mine]
 
     def every_position(self) -> NDArray[np.int64]:
-        """Returns the positions in the split of the tokens of all chunks, in the lanes of all processes: int64 (chunks
+        """Returns the position in the split of each token of all chunks and of all processes' lanes: int64 (chunks
         * chunk, width)."""
         return np.arange(self.chunks * self.chunk)[:, None] + self._length * np.arange(self.width)
 
@@ -59,6 +61,6 @@ class Lanes:
         return len(self.rows) - 1
 
     def tokens(self, index: int, device: torch.device) -> Tensor:
-        """Returns chunk `index` and the next token: int64 (chunk + 1, lanes)."""
+        """Returns the tokens of chunk `index` and the next token of each lane: int64 (chunk + 1, lanes)."""
         part = self.rows[index * self.chunk : (index + 1) * self.chunk + 1]
         return torch.from_numpy(np.array(part, order="C")).to(device)

@@ -44,7 +44,8 @@ class Progress:
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns -log p of each target, in nats: (chunk, lanes, V) and (chunk, lanes) -> float32 (chunk, lanes)."""
+    """Returns -log p of each target, in nats: float32 (chunk, lanes). logits: (chunk, lanes, V). targets: (chunk,
+    lanes)."""
     flat = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
     return flat.view_as(targets)
 
@@ -52,9 +53,9 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 class Trainer:
     """Trains one experiment on one corpus in one run folder. `run()` yields after every step.
 
-    In a group each process has a part of the lanes of every batch, and the states of these lanes. Weights, losses and
-    the decisions based on them are the same in all processes. The first process writes the folder. Raises ResumeError
-    if the folder holds another run.
+    In a group of processes each process has some lanes (parallel streams) of every batch, and the states of these
+    lanes. Weights, losses and the decisions based on them are the same in all processes. Only the first process writes
+    the folder. Raises ResumeError if the folder contains another run.
     """
 
     def __init__(self, experiment: Experiment, corpus: Corpus, folder: RunFolder, group: Group = ALONE) -> None:
@@ -89,7 +90,7 @@ class Trainer:
         self.parallel = group.parallel(self.network)
 
     def run(self) -> Iterator[Progress]:
-        """Trains to the end. Yields after every step."""
+        """Trains to the last step. Yields after every step."""
         self.network.train()
         seen, since = 0, time.monotonic()
         while self.step < self.end:
@@ -134,7 +135,8 @@ class Trainer:
             pressed, proved = self.pressure(self.step, shares)
             loss = loss + pressed
             means.append(proved)
-        loss = loss * (lanes.share * self.group.size)  # DDP averages over processes, not over lanes
+        # DistributedDataParallel averages gradients over processes, not over lanes
+        loss = loss * (lanes.share * self.group.size)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         value, *rest = self.group.total([lanes.share * mean for mean in means])
@@ -151,9 +153,10 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> float:
-        """Returns the mean loss over the validation split, in the regime of the training. Keeps the best weights.
+        """Returns the mean loss over the validation split, in the regime (recurrent or truncated) of the training.
+        Saves the weights if the loss is the lowest so far.
 
-        If there is a cache, its weights are first fitted to the split.
+        If there is a cache, its mixture weights are first fitted to the split.
         """
         project(self.network, *self.constraints)
         self.group.check_same(f"weights after step {self.step}", self._digest)
@@ -184,14 +187,15 @@ class Trainer:
         return loss
 
     def _mean(self, losses: list[Tensor]) -> float:
-        """Returns the mean, over all lanes, of the validation losses. This process's losses are (chunk, lanes) each."""
+        """Returns the mean validation loss over the lanes of all processes. losses: this process's losses, one tensor
+        (chunk, lanes) per chunk."""
         mean = torch.stack(losses).mean(dtype=torch.float64).item() if self.valid_lanes.count else 0.0
         (total,) = self.group.total([self.valid_lanes.share * mean])
         return total
 
     def _fit(self, cache: CacheTraining, losses: list[Tensor]) -> float:
-        """Fits the cache's weights to the network's validation losses, (chunk, lanes) each. Returns the mean loss of
-        the mixture."""
+        """Fits the cache's weights to the network's validation losses, one tensor (chunk, lanes) per chunk. Returns the
+        mean loss of the mixture of network and cache."""
         lanes = self.valid_lanes
         mine = torch.cat(losses) if lanes.count else torch.zeros(lanes.chunks * lanes.chunk, 0)
         (whole,) = self.group.gather([mine.T.contiguous()])
@@ -212,7 +216,7 @@ class Trainer:
             self._log({"step": self.step, "decay_start": self.step, "stalled": stalled})
 
     def _maybe_keep(self) -> None:
-        """Saves the weights of this step, including step 0, in their own file, as `keep_every` requests."""
+        """Saves the weights in a file of their own at every multiple of `keep_every` steps, including step 0."""
         if self.config.keep_every and self.step % self.config.keep_every == 0:
             self._save(kept_name(self.step), {"weights": self.network.weights(), "step": self.step})
 
@@ -232,7 +236,8 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def _train_width(self) -> int:
-        """Returns `batch`. Raises RunError if it is smaller than the number of processes."""
+        """Returns the number of lanes for training, `batch`. Raises RunError if `batch` is smaller than the number of
+        processes."""
         if self.config.batch < self.group.size:
             raise RunError(
                 f"training.batch = {self.config.batch} for {self.group.size} processes: each needs at least one lane"
@@ -240,7 +245,8 @@ class Trainer:
         return self.config.batch
 
     def _valid_width(self) -> int:
-        """Returns the training's number of parallel streams, or fewer if the validation split is shorter."""
+        """Returns the number of lanes for validation: `batch`, or fewer if the validation split is too short for a
+        chunk in each lane."""
         tokens = len(self.corpus.streams["valid"]) - 1
         return max(1, min(self.config.batch, tokens // self.config.chunk))
 
@@ -293,8 +299,8 @@ class Trainer:
         )
 
     def _resume(self, saved: dict[str, Any]) -> None:
-        """Resumes from a checkpoint. If the learning rate's decay had begun, it continues to its end, even if `steps`
-        has changed."""
+        """Restores the training from a checkpoint. If the learning rate's decay had begun, the decay ends at the step
+        that was set when it began, even if `steps` has changed."""
         self.network.load_state_dict(saved["network"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]

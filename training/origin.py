@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "numpy", "tokenizers")
 
 
 class Origin(Frozen):
-    """One start of a run. `git_commit` ends in + if the files differed from the commit."""
+    """One start or resume of a run. `git_commit` ends in + if the checkout had uncommitted changes."""
 
     started: str
     command: str
@@ -26,7 +26,7 @@ class Origin(Frozen):
 
 
 def describe_origin(command: str, device: torch.device, processes: int = 1) -> Origin:
-    """Describes this process before it trains on `device`. `processes`: the size of its group."""
+    """Describes a start of a run on `device`. `processes`: the number of processes that train the run together."""
     return Origin(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
@@ -37,7 +37,7 @@ def describe_origin(command: str, device: torch.device, processes: int = 1) -> O
 
 
 def _git_commit() -> str | None:
-    """Returns the checkout's commit, or None outside a checkout."""
+    """Returns the commit of the git checkout, or None outside a checkout."""
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)  # noqa: S603

@@ -24,7 +24,7 @@ AUDIT = (11.0, 8.0)
 
 
 def plot_quality(name: str, quality: Quality, path: Path) -> None:
-    """Plots perplexity per token against the window k by split, with the recurrent perplexity as a line."""
+    """Plots perplexity per token against the window length k by split. A line shows the recurrent perplexity."""
     figure, axes = plt.subplots(figsize=FIGURE, layout="constrained")
     for index, (split, window) in enumerate(quality.window.items()):
         colour = f"C{index}"
@@ -128,7 +128,7 @@ def _spreads(axes: Axes, at: list[int], spreads: list[Quantiles]) -> None:
 
 
 def _proved(axes: Axes, curve: Sequence[float], label: str) -> None:
-    """Plots a proved curve from k = 1. Keeps the lower limit of a logarithmic axis at the measured values."""
+    """Plots a proved curve from k = 1. Does not extend a logarithmic axis below the measured values."""
     bottom = axes.get_ylim()[0]
     axes.plot(range(1, len(curve) + 1), _shown(axes, curve), "--", color="C3", label=label)
     if axes.get_yscale() == "log":
@@ -136,5 +136,5 @@ def _proved(axes: Axes, curve: Sequence[float], label: str) -> None:
 
 
 def _shown(axes: Axes, values: Sequence[float]) -> list[float]:
-    """Returns the values, with NaN for values that the axis cannot show."""
+    """Returns the values, with NaN for each value that the axis cannot show."""
     return [math.nan if value <= 0 and axes.get_yscale() == "log" else value for value in values]

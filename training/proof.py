@@ -1,19 +1,22 @@
 """A training loss that rewards predictions that a window can prove.
 
-A window's top-1 token is proved to be the uninterrupted run's if its lead over every other token exceeds the change
-that the truncated past can still cause (`models/certificate/request.py`). In a network of one gated layer, with or
-without convolution blocks, the past affects a window's end only through each unit's state, times the product of the
-gates since:
+A window's top-1 token is proved to equal the uninterrupted run's if its lead (the difference of two logits) over every
+other token exceeds the change that the truncated past can still cause (`models/certificate/request.py`). In a network
+of one gated layer, with or without convolution blocks, the tokens before a window affect its end through each unit's
+state. With convolution blocks they also affect the gates of the window's first `reach` tokens. After these tokens, the
+uninterrupted run's state s and the window's state s~ both lie between -1 and 1, so they differ by at most 2. Each later
+token multiplies the difference by its gate f_t, which is equal in both runs. At the window's end each unit's states
+differ by at most:
 
-    e = 2 * prod_(t > reach) f_t     (H): the largest error of the state, as |s|, |s~| < 1
+    e = 2 * prod_(t > reach) f_t     shape (H)
 
-To first order, that error changes the lead of a over b by at most `sum_i |d(logit_a - logit_b) / d s_i| e_i`. For the
-competing token with the largest ratio of this change to its lead, the loss is the logarithm of the ratio, as far as it
-exceeds `-slack`. The loss is constant above `ceiling`, because a lead near zero cannot be proved. The lead itself gets
-no gradient, because a model has no reason to become more confident.
+To first order, such a difference changes the lead of token a over token b by at most `sum_i |d(logit_a - logit_b) / d
+s_i| e_i`. The competing token b with the largest ratio of this change to the lead determines the loss. The loss is
+`log(ratio) + slack`, limited to the range from 0 to `ceiling`. It has an upper limit because a lead near zero cannot be
+proved. The lead itself gets no gradient, because a model has no reason to become more confident.
 
-Units may still remember for as long as the gates' caps allow where their state cannot change the top-1 token: units
-with small weights, in rare contexts, or for rare tokens.
+The loss does not stop units from remembering where their state cannot change the top-1 token: units with small weights,
+in rare contexts, or for rare tokens. Only the caps of the gates limit these units' memory.
 """
 
 from __future__ import annotations
@@ -29,17 +32,17 @@ from wane.models.networks import Network, ResidualLayer
 from wane.training.config import ProofConfig
 
 LEAST_LEAD = 1e-3
-"""The lower limit of a lead, in nats."""
+"""The lower limit, in nats, of a lead in the ratio. Smaller leads are replaced by this limit."""
 
 LEAST_ADDED = 1e-30
-"""Replaces a probability of 0, whose logarithm is not finite."""
+"""The lower limit of a probability. Smaller probabilities are replaced by this limit, because the logarithm of 0 is not
+finite."""
 
 TINY = 1e-9
 
 
 class ProofPressure:
-    """Observes a network's runs. Measures the distance of the last predictions of its latest chunk from provable
-    ones."""
+    """Observes a network's runs. Measures how far the predictions at the end of the latest chunk are from provable."""
 
     def __init__(self, network: Network, config: ProofConfig) -> None:
         self._network, self._config = network, config
@@ -57,11 +60,12 @@ class ProofPressure:
         self._below, (self._state,) = inputs[0][-1], output[1]
 
     def __call__(self, step: int, shares: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, float]:
-        """Returns the loss term at the end of the network's latest chunk, and the share of rows whose top-1 token is
+        """Returns the loss term at the end of the network's latest chunk, and the share of lanes whose top-1 token is
         proved, to first order.
 
-        shares: the network's weight in each row's mixture with a cache, (lanes), and the probability that the cache
-        adds to each token, (lanes, V). With `shares`, the leads are those of the mixture.
+        step: the training step, from 0, during whose first `ramp` steps the loss rises. shares: the mixture with a
+        cache, None for the network alone: the network's weight, (lanes), and the probability that the cache adds to
+        each token, (lanes, V). With `shares`, the leads are computed from the mixture's probabilities.
         """
         gates = self._cell.gates
         assert isinstance(gates, Tensor), "the network has not run: this is a bug"

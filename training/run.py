@@ -119,7 +119,7 @@ def _read_tokenizer(path: Path | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A run with at least one evaluation: its best weights, and the corpus on which they were trained."""
+    """A run with at least one evaluation: its best weights, and the corpus on which these were trained."""
 
     folder: RunFolder
     experiment: Experiment
@@ -130,7 +130,8 @@ class Trained:
 
 
 def open_run(path: Path, data: Path | None) -> Trained:
-    """Reads a run folder. Raises TrainingError if it has no run, is damaged, or was trained on other data."""
+    """Reads a run folder. Raises TrainingError if the folder has no run, if the folder is damaged, or if the run was
+    trained on other data."""
     folder = RunFolder(path)
     experiment = _with_data(folder.experiment(), data)
     if experiment.training.threads is not None:
@@ -153,7 +154,7 @@ def evaluate_run(path: Path, data: Path | None, positions: int, console: Console
 
 
 def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
-    """Like `evaluate_run`, for an opened run."""
+    """Evaluates an opened run, like `evaluate_run`."""
     windows = [k for k in WINDOWS if k <= max(run.experiment.export.max_window, LONGEST_WINDOW)]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console) as bar:
@@ -169,7 +170,7 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
                 for split in EVALUATED_SPLITS
             }
         )
-        bar.update(task, completed=total)  # short splits have fewer positions than requested
+        bar.update(task, completed=total)  # a short split has fewer positions than were requested
     run.folder.write_quality(found, run.best_step, positions)
     plot_quality(run.experiment.name, found, run.folder.path / "evaluation.png")
     console.print(quality_table(run.experiment.name, found))
@@ -177,7 +178,7 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
 
 
 def quality_table(name: str, found: Quality) -> Table:
-    """Returns a table of perplexity by k and split."""
+    """Returns a table of perplexity by window length k and split."""
     table = Table(title=f"{name}: perplexity per token (per word)")
     table.add_column("")
     for split in found.window:
@@ -211,10 +212,11 @@ def export_run(
     precision: Precision = "float32",
     replace: bool = False,
 ) -> Path:
-    """Writes the run's best weights as `bundles/NAME`, or in int8 as `bundles/NAME-int8`. Returns that path.
+    """Writes a bundle with the run's best weights: `bundles/NAME`, or `bundles/NAME-int8` for int8. Returns the
+    bundle's path.
 
-    An int8 bundle has no quality, because evaluation runs in float32. `replace`: whether to replace a bundle of the
-    same or a higher version. Raises RunError.
+    An int8 bundle records no perplexity, because the evaluation runs in float32. `replace`: whether to replace a bundle
+    of the same or a higher version. Raises RunError.
     """
     run = open_run(path, data)
     experiment, corpus, network = run.experiment, run.corpus, run.network
@@ -257,7 +259,7 @@ def export_run(
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Turns every error of writing the bundle `target` into a RunError."""
+    """Converts each error that occurs while the bundle `target` is written to a RunError."""
     try:
         yield
     except BundleExistsError as error:

@@ -1,10 +1,10 @@
-"""A run folder: the files of one training run, and the checks before they are used again.
+"""A run folder: the files of one training run. The folder is checked before a run resumes from it or is exported.
 
     experiment.json   the experiment, as last run
     tokenizer.json    the vocabulary
     origin.jsonl      a line per start or resume of the run: command, commit, versions, hardware
     log.jsonl         a line per logged step and per evaluation
-    checkpoint.pt     everything that a resumed run needs to continue as if never interrupted
+    checkpoint.pt     all state that a resumed run needs to continue as if it had not been interrupted
     best.pt           the weights with the lowest validation loss
     weights-N.pt      the weights after step N, if training.keep_every is set
     quality.json      the last evaluation, with its step and number of positions
@@ -37,7 +37,7 @@ def kept_name(step: int) -> str:
 
 
 class RunFolder:
-    """One run's files, under `path`."""
+    """The files of one run, in the folder `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class RunFolder:
     # -- while training
 
     def begin(self, experiment: Experiment, corpus: Corpus) -> None:
-        """Starts a run. Overwrites the files of an earlier run without a checkpoint."""
+        """Starts a run. Overwrites the files of an earlier run that wrote no checkpoint."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -62,7 +62,8 @@ class RunFolder:
         self._write_experiment(experiment)
 
     def resume(self, experiment: Experiment, corpus: Corpus) -> dict[str, Any]:
-        """Returns the checkpoint of the same experiment on the same data. Only `FREE_TO_CHANGE` keys may differ.
+        """Returns the checkpoint to resume from. The folder's experiment and data must be the same, except for the keys
+        in `FREE_TO_CHANGE`.
 
         Raises ResumeError, which names the difference.
         """
@@ -95,11 +96,11 @@ class RunFolder:
         partial.replace(self.path / name)
 
     def add_origin(self, origin: Origin) -> None:
-        """Records a start or resume of the run."""
+        """Appends a start or resume of the run to `origin.jsonl`."""
         with (self.path / "origin.jsonl").open("a", encoding="utf-8") as file:
             file.write(origin.model_dump_json() + "\n")
 
-    # -- afterwards
+    # -- after training
 
     def experiment(self) -> Experiment:
         """Reads the run's experiment. Raises RunError if this is not a run folder."""
@@ -146,12 +147,14 @@ class RunFolder:
                 )
 
     def write_quality(self, found: Quality, best_step: int, positions: int) -> None:
-        """Writes the evaluation of the weights of `best_step`."""
+        """Writes the evaluation of the weights after step `best_step`. `positions`: the requested number of window
+        positions."""
         record = {"best_step": best_step, "positions": positions, "quality": found.model_dump(mode="json")}
         (self.path / "quality.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def quality(self, best_step: int, positions: int) -> Quality | None:
-        """Returns the written evaluation if it has these weights and at least `positions` positions, else None."""
+        """Returns the written evaluation if it is of the weights after step `best_step` and has at least `positions`
+        window positions. Otherwise returns None."""
         try:
             record = json.loads((self.path / "quality.json").read_text(encoding="utf-8"))
             if record["best_step"] != best_step or record["positions"] < positions:
@@ -164,7 +167,8 @@ class RunFolder:
         (self.path / "experiment.json").write_text(experiment.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     def _drop_lines_after(self, step: int) -> None:
-        """Drops the log lines that a killed run wrote after its last checkpoint. The resumed run writes them again."""
+        """Removes the log lines that a killed run wrote after its last checkpoint. The resumed run writes these lines
+        again."""
         path = self.path / "log.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         path.write_text("".join(line for line in lines if _step_of(line) <= step), encoding="utf-8")

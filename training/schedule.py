@@ -1,4 +1,4 @@
-"""The learning rate, step by step."""
+"""The learning rate of each training step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from wane.training.config import TrainingConfig
 
 
 def learning_rate(config: TrainingConfig, step: int, decay_start: int | None) -> float:
-    """Returns the learning rate of `step`, counted from 0. `decay_start`: the first step of the decay of `plateau`."""
+    """Returns the learning rate of `step`, counted from 0. `decay_start`: the step at which the decay of the schedule
+    `plateau` began, None before the decay."""
     peak = config.learning_rate
     if step < config.warmup:
         return peak * (step + 1) / config.warmup

@@ -1,4 +1,4 @@
-"""WikiText-2, the word-level files. They are downloaded if there is no copy, and checked by SHA-256.
+"""WikiText-2, the word-level files. The files are downloaded if no copy is on the machine, and checked by SHA-256.
 
 Merity et al. 2016, arXiv 1609.07843. Wikipedia text, CC BY-SA.
 """

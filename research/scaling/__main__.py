@@ -31,7 +31,7 @@ STAGES = 1 + 6 * len(measure.POLICIES) + len(SESSIONS)
 
 
 def show(title: str, lines: list[str]) -> None:
-    """Prints a page's table."""
+    """Prints a table of the page docs/scaling.md."""
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     table = Table(title=title)
     for name in head:
@@ -42,7 +42,7 @@ def show(title: str, lines: list[str]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Simulates from the files of measurements and writes the page."""
+    """Simulates with the costs from the measurements' files, and writes docs/scaling.md."""
     wire_s = 1e-6 * options.wire_us
     by_policy = {policy: replace(costs.read(policy), wire_s=wire_s) for policy in measure.POLICIES}
     limits = costs.Limits(load=options.load)

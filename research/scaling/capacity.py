@@ -21,8 +21,9 @@ MOST_PER_S = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The planned load of one replica: its steps per second and, at that rate, its threads' seconds per step, its trips
-    to the store per step, and the p99 latency."""
+    """The planned load of one replica, `steps_per_s`. The other fields are measured at this load. loop_s, runner_s: the
+    seconds per step of the event loop's and of the runner's thread. trips: the number of trips to the store per step.
+    p99_ms: the p99 latency. A trip sends several commands to Redis at once and waits for all answers."""
 
     steps_per_s: float
     loop_s: float
@@ -32,7 +33,7 @@ class Plan:
 
 
 def at(costs: Costs, steps_per_s: float, trips_s: Any, seed: int = 0) -> dict[str, float]:
-    """Simulates one replica, whose sessions all have a state in memory, at a given rate."""
+    """Simulates one replica at a given rate of steps. All of its sessions have a state in memory."""
     sample = Sample(
         costs,
         sessions=10_000,
@@ -71,20 +72,21 @@ def shard_rates(costs: Costs, fsync: str, commands: float) -> list[dict[str, flo
 
 
 def trips_of(costs: Costs, fsync: str = "always", commands: float = 1.0) -> Any:
-    """Returns the seconds that trips take at a shard whose thread is busy half of the time."""
+    """Returns the seconds of each simulated trip to a shard (one of several Redis servers) whose thread is busy half of
+    the time."""
     least_s = costs.store_trip_s + commands * costs.store_command_s
     return response_times(costs, SHARD_LOAD / least_s, commands, STEPS, 0, fsync=fsync)
 
 
 def curve(costs: Costs, trips_s: Any) -> list[dict[str, float]]:
-    """Simulates one replica at rising rates. The highest rate is near the capacity of the event loop."""
+    """Simulates one replica at rising rates of steps. The highest rate is near the capacity of the event loop."""
     most = 1.0 / (costs.loop_step_s + costs.loop_batch_s / 4)
     return [at(costs, share * most, trips_s) for share in SHARES]
 
 
 def plan(costs: Costs, limits: Limits, trips_s: Any) -> Plan:
-    """Returns the plan of the highest rate at which the event loop's load is within the limit. Finds the rate by
-    bisection."""
+    """Returns the plan with the highest rate of steps at which the event loop's load is within the limit. Finds this
+    rate by bisection."""
     low, high = 10.0, MOST_PER_S
     for _ in range(9):
         middle = (low + high) / 2

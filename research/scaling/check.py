@@ -1,10 +1,12 @@
-"""Compares the simulation with measurements of the same load and the same kills, on two processors.
+"""Compares the simulation with measurements on two processors. The simulation has the same load and the same kills of
+replicas as each measurement.
 
-There are three measurements, and none of them is an input of the simulation's costs. The first is a closed loop of 32
-connections over three replicas, with the client of `benchmarks.routing`. The second has two hundred sessions at 250
-steps per second, while one replica after another is killed, with the clients of `tests/stack/test_killed_replicas.py`.
-The third is the storm of a thousand rebuilds in one engine, from `docs/figures/storm.json`. `check` repeats the first
-two on the real stack.
+There are three measurements. The simulation's costs are not derived from any of them. The first measurement is a closed
+loop of 32 connections over three replicas, with the client of `benchmarks.routing`. The second measurement has two
+hundred sessions at 250 steps per second, while one replica after another is killed, with the clients of
+`tests/stack/test_killed_replicas.py`. The third measurement is the storm of a thousand rebuilds (runs that recompute
+lost states) in one engine, from `docs/figures/storm.json`. The command `check` repeats the first two measurements on
+the real stack.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def told(record: Record, outages: list[tuple[float, float]]) -> Result:
 
 
 def simulated_closed(costs: Costs, client_us: float, seconds: float, seed: int) -> Result:
-    """Simulates `measured_closed`."""
+    """Simulates the closed loop that `measured_closed` measures."""
     own = replace(costs, client_s=1e-6 * client_us)
     shape = Shape(sessions=CONNECTIONS * SESSIONS_EACH, closed=CONNECTIONS, cores=PORTS, client=True, tokens=100)
     fleet = Fleet(own, shape, seed)
@@ -119,7 +121,8 @@ def simulated_closed(costs: Costs, client_us: float, seconds: float, seed: int) 
 
 
 def simulated_kills(costs: Costs, client_us: float, seed: int) -> Result:
-    """Simulates `measured_kills`. The times of the kills are inputs. The times of the restarts are simulated."""
+    """Simulates the kills that `measured_kills` measures. The measured times of the kills are inputs. The durations of
+    the restarts are simulated."""
     own = replace(costs, client_s=1e-6 * client_us)
     tokens = FIRST_TOKENS + round(STEP_RATE * (SETTLING_S + CALM_S + KILLS * EVERY_S) / 2)
     shape = Shape(sessions=SESSIONS, rate=STEP_RATE, cores=PORTS, client=True, tokens=tokens)
@@ -138,8 +141,8 @@ def simulated_kills(costs: Costs, client_us: float, seed: int) -> Result:
 
 
 class _Parked:
-    """The states at the start of the storm. Sessions with a number below `RESIDENT` have a state in memory. The others
-    have no state until they step."""
+    """The states of all sessions, as at the start of the storm. Sessions with a number below `RESIDENT` have a state in
+    memory. The state of every other session is rebuilt at its next step."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set(range(RESIDENT))
@@ -243,7 +246,7 @@ def simulate(costs: Costs, measured: Result) -> Result:
 
 
 def spreads(runs: Sequence[Result], *names: str) -> Result:
-    """Returns the spread of each named figure over the runs."""
+    """Returns the spread over the simulation runs of each figure in `names`."""
     return {name: Spread.of(one[name] for one in runs).model_dump() for name in names}
 
 
@@ -253,7 +256,7 @@ def away_s(kills: Result) -> float:
 
 
 def rebuilt_by_kills(kills: Result) -> float:
-    """Returns the number of states that were rebuilt after the first kill."""
+    """Returns the number of states that were rebuilt from the first kill on."""
     return float(sum(kills[span]["rebuilt"] for span in ("outages_", "after")))
 
 

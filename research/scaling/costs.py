@@ -1,7 +1,8 @@
 """The inputs of the simulation: measured costs and assumed prices.
 
 `research/figures/scaling_costs.json` contains the results of `measure`. The bytes of a model's state are from
-`docs/figures/stores.json`. No input is fitted to the measurements with which `check.py` compares the simulation.
+`docs/figures/stores.json`. `check.py` compares the simulation with other measurements. No input is fitted to those
+measurements.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ MICRO = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of steps over HTTP with a Redis that replicas share: seconds of one thread, bytes, and settings of the
-    service.
+    """The costs of steps over HTTP, with a Redis that all replicas share, in seconds of one thread and in bytes. Also
+    contains settings of the service.
 
-    loop_*: the replica's event loop, per step and per batch with its trip to the store. A step with a rebuilt state
-    takes `loop_rebuilt_s` more. run_*: the model, per batch of steps and per step in a batch. windows: pairs of tokens
-    and seconds, for states that are rebuilt from the last tokens. restored_s: a run from a stored state over the later
-    tokens; their mean number is half of a checkpoint interval. front_s: HAProxy, per request. store_*: Redis's thread,
-    per trip and per command in a trip. write_s: quantiles of the time of a write to the disk, by the setting
-    `appendfsync`.
+    loop_*: seconds of the replica's event loop per step, and per batch with its trip to the store. A trip sends several
+    commands at once and waits for all answers. A step with a rebuilt state takes `loop_rebuilt_s` more. run_*: seconds
+    of a run of the model per batch of steps, and per step in a batch. windows: for states that are rebuilt from the
+    last tokens, pairs of the number of tokens and the seconds of the run. restored_s: the seconds of a run from a
+    stored state over the tokens after it. On average these are half of a checkpoint interval. front_s: HAProxy's
+    seconds per request. store_*: seconds of Redis's thread per trip, and per command in a trip. write_s: quantiles of
+    the seconds of a write to the disk, by the setting `appendfsync`.
     """
 
     loop_step_s: float
@@ -57,7 +59,8 @@ class Costs:
     store_bytes: float
     policy: str = "tail"
     wire_s: float = 5e-5
-    """The one-way network latency on one machine. The latency between machines is a parameter of the simulation."""
+    """The one-way network latency in seconds. The default is for one machine. Between machines the latency is a
+    parameter of the simulation."""
 
     max_batch_size: int = 64
     max_queue: int = 1024
@@ -65,13 +68,13 @@ class Costs:
     """The largest number of a replica's concurrent trips to the store."""
 
     def window_s(self, tokens: int) -> float:
-        """Returns the seconds of a run over a window of `tokens` tokens."""
+        """Returns the seconds of a model's run over a window of `tokens` tokens."""
         return window_s(self.windows, tokens)
 
 
 def window_s(windows: Sequence[tuple[float, float]], tokens: int) -> float:
-    """Returns the seconds of a window. Interpolates linearly between measurements. Beyond the last measurement the time
-    is proportional to the tokens."""
+    """Returns the seconds of a model's run over a window. Interpolates linearly between measurements. For windows
+    longer than the longest measured one, the time is proportional to the number of tokens."""
     (low, low_s), *rest = windows
     for high, high_s in rest:
         if tokens <= high:
@@ -81,13 +84,13 @@ def window_s(windows: Sequence[tuple[float, float]], tokens: int) -> float:
 
 
 def read(policy: str = "tail", file: Path = FILE) -> Costs:
-    """Reads the measured costs. policy: `tail` if the store keeps a session's last tokens, `state` if it also keeps a
-    state."""
+    """Reads the measured costs. policy: `tail` if the store contains only the last tokens of a session, `state` if it
+    also contains the session's state."""
     return of(json.loads(file.read_text(encoding="utf-8")), policy)
 
 
 def of(document: dict[str, Any], policy: str) -> Costs:
-    """Returns the costs that a measurement's document contains."""
+    """Returns the costs from the JSON document of `measure`."""
     found = document["policies"][policy]
     some, few, crowded = (found[name] for name in ("some", "few", "crowded"))
     loop_batch, loop_step = two_parts(few, crowded, "loop_us", "batches")
@@ -126,17 +129,18 @@ def of(document: dict[str, Any], policy: str) -> Costs:
 
 
 def two_parts(few: dict[str, float], crowded: dict[str, float], cost: str, per: str) -> tuple[float, float]:
-    """Returns the cost of a batch (or trip), and the cost of each step in it, from a step's cost under two loads.
-    Neither is negative."""
+    """Computes the cost of a batch (or trip), and the additional cost of each step in it, from the mean costs of a step
+    under two loads. Replaces negative results by 0."""
     batch = max((few[cost] - crowded[cost]) / (few[per] - crowded[per]), 0.0)
     return batch, max(few[cost] - batch * few[per], 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Assumed prices of cores and memory. They are of the order of on-demand prices of general cloud machines.
+    """Assumed prices of cores and memory. They are close to the on-demand prices of general-purpose cloud machines.
 
-    Conclusions about rates depend only on the ratio of the two prices. Sums are proportional to the prices.
+    The step interval at which states are worth their memory depends only on the ratio of the two prices. Total costs
+    are proportional to the prices.
     """
 
     core_hour: float = 0.040
@@ -149,15 +153,15 @@ class Limits:
     """The planned limits of one replica, one Redis, one HAProxy and one network link."""
 
     load: float = 0.6
-    """The planned load, as a share of a thread's time."""
+    """The largest planned share of the time in which a thread is busy."""
 
     state_budget_bytes: float = 256 * 2**20
-    """The memory for the states of a replica (WANE_STATE_BUDGET_BYTES)."""
+    """The bytes of memory for the states of a replica (WANE_STATE_BUDGET_BYTES)."""
 
     store_gib: float = 24.0
-    """The memory for the sessions in one Redis."""
+    """The bytes of memory for the sessions in one Redis."""
 
     network_bytes_per_s: float = 1e9 / 8
-    """The network of a replica or a Redis: 1 Gbit/s for both directions together."""
+    """The network bandwidth of a replica or a Redis in bytes per second: 1 Gbit/s for both directions together."""
 
     front_cores: float = 2.0

@@ -1,8 +1,8 @@
 """Simulates every session of a whole fleet: clients, HAProxy's ring, replicas and Redis.
 
 Replicas may be killed and restarted. HAProxy detects a killed replica by its broken connections, and sends the requests
-in flight to another replica. After the restart and a successful health check, the replica regains its sessions during a
-slow start.
+in flight to another replica. After the restart and a successful health check, HAProxy returns the sessions to the
+replica during a slow start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shape:
     """The parameters of a fleet.
 
     cores: the number of processors that all processes and clients share. If None, each thread has its own processor.
-    tokens: the length of every session.
+    tokens: the number of tokens of every session.
     """
 
     replicas: int = 3
@@ -44,8 +44,8 @@ class Shape:
     client: bool = False
     fsync: str = "always"
     closed: int | None = None
-    """The number of connections of a closed loop. Each connection steps its own sessions in turn. If None, each session
-    steps independently."""
+    """The number of connections of a closed loop. Each connection sends the steps of its own sessions one after
+    another. If None, each session steps independently."""
 
     slowstart_s: float = SLOWSTART_S
     warm: bool = True
@@ -53,7 +53,7 @@ class Shape:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step that is due and not answered yet."""
+    """A step whose session is due to step, and which is not answered yet."""
 
     session: int
     due_s: float
@@ -82,7 +82,7 @@ class Fleet:
             for number in range(shape.shards)
         ]
         self.places: Places = spread(self.random.integers(0, 2**32, shape.sessions, dtype=np.uint32))
-        # by replica number, the time since which the replica is up
+        # the time at which each replica started, by replica number
         self.up: dict[int, float] = dict.fromkeys(range(1, shape.replicas + 1), -1e9)
         self.lost = 0  # the number of steps that were sent again because their replica was killed
         self.on_way: dict[int, set[Step]] = {number: set() for number in self.up}
@@ -99,7 +99,7 @@ class Fleet:
         return Replica(self.env, self.costs, cache, self._store, held=shape.tokens, cores=self.cores, turns=True)
 
     def _deal(self) -> None:
-        """Assigns every session to a replica by the ring's current points."""
+        """Assigns every session to a replica by the ring, with the current weight of each replica."""
         points = {}
         for number, since_s in self.up.items():
             age_s = self.env.now - since_s
@@ -108,7 +108,8 @@ class Fleet:
         self.owners = Ring({number: points[number] or whole[number] for number in self.up}).owners(self.places)
 
     def _store(self, commands: int, then: Then) -> None:
-        """Sends a trip: each of its commands goes to a random shard. Calls `then` after the last shard's answer."""
+        """Sends a trip of several commands to the store. Each command goes to a random shard (one of several Redis
+        servers). Calls `then` after the last shard's answer."""
         count = len(self.shards)
         if count == 1:
             parts = [(self.shards[0], commands)]
@@ -127,7 +128,7 @@ class Fleet:
             after(self.env, self.costs.wire_s, partial(shard.submit, some, part))
 
     def send(self, session: int, due_s: float, then: Then | None = None) -> None:
-        """Sends a step that is due."""
+        """Sends a step. due_s: the time at which the step is due."""
         self.record.ask()
         step = Step(session, due_s, then)
         if self.shape.client:
@@ -172,8 +173,8 @@ class Fleet:
             self.env.process(self._return(number))
 
     def _return(self, number: int) -> simpy.events.ProcessGenerator:
-        """Restarts a replica. It loads its model, on shared processors if there are any, passes a health check, and
-        regains its sessions during the slow start."""
+        """Restarts a replica. The replica loads its model, on the shared processors if there are any, and passes a
+        health check. HAProxy then returns the sessions to it during the slow start."""
         loaded = self.env.event()
         if self.cores is not None:
             self.cores.take(self.costs.load_cpu_s, lambda: loaded.succeed())

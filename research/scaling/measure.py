@@ -2,9 +2,9 @@
 
 The stack has three replicas, HAProxy and Redis, as in docker-compose.yml. Twelve connections send one-token steps
 through HAProxy. Then three connections, and later 32 connections, send steps directly to one replica. CPU times are
-read from the system, network bytes from HAProxy and Redis, and the numbers of batches and trips from the replicas. The
-two loads on one replica separate the cost of a step from the cost of a batch. The cost of a rebuild is the difference
-between the first and the second step of sessions that have moved to another replica.
+read from the system, network bytes from HAProxy and Redis, and the numbers of batches and trips from the replicas. From
+the two loads on one replica, the cost of a step and the cost of a batch are computed. The cost of a rebuild is the
+difference between the costs of the first and the second step of sessions that have moved to another replica.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from deploy.stack.process import Process
 from deploy.stack.stack import ENTRANCE, STORE, Stack, replicas
 from research.scaling.processes import Spent, resident_bytes, spent
 
-SOME, FEW, CROWDED = 12, 3, 32  # numbers of connections
+SOME, FEW, CROWDED = 12, 3, 32  # numbers of connections of the three loads
 SESSIONS_EACH = 8
 SECONDS = 5.0
-MOVED = 240  # the number of sessions, per length, that move to another replica
+MOVED = 240  # the number of sessions of each length that move to another replica
 MOVED_AT_ONCE = 8
-LENGTHS = (100, 600)  # lengths in tokens: shorter and longer than the stored tail
+LENGTHS = (100, 600)  # session lengths in tokens: shorter and longer than the stored tail (a session's last tokens)
 KEPT = 2000  # the number of sessions in the memory measurement
 WRITES = 500
 QUANTILES = 40
@@ -48,7 +48,7 @@ Result = dict[str, Any]
 
 
 def totals(stack: Stack) -> dict[str, float]:
-    """Returns the replicas' counters summed up, and the network bytes of HAProxy and Redis."""
+    """Returns the sums of the replicas' counters, and the network bytes of HAProxy and Redis."""
     names = ("wane_batch_items_count", "wane_batch_items_sum", "wane_store_roundtrip_commands_count")
     found = dict.fromkeys((*names, "wane_store_roundtrip_commands_sum", "wane_state_rebuilds_total"), 0.0)
     for replica in stack.replicas:
@@ -65,7 +65,7 @@ def totals(stack: Stack) -> dict[str, float]:
 
 
 def load(stack: Stack, name: str, connections: int, seconds: float, port: int | None = None) -> Result:
-    """Runs a closed loop through HAProxy, or directly at a replica's `port`. Returns the costs per step."""
+    """Runs a closed loop of requests through HAProxy, or directly to a replica's `port`. Returns the costs per step."""
     random, port = Random(connections), port or stack.port
     sessions = [[f"{name}-{one}-{own}" for own in range(SESSIONS_EACH)] for one in range(connections)]
     begin(port, [session for own in sessions for session in own], random)
@@ -98,7 +98,7 @@ def load(stack: Stack, name: str, connections: int, seconds: float, port: int | 
 
 
 def start_with(port: int, sessions: Sequence[str], tokens: int, random: Random) -> None:
-    """Creates sessions of `tokens` random tokens."""
+    """Creates the sessions `sessions`, each with `tokens` random tokens."""
     for path, body in (
         ("/v1/sessions", lambda session: {"session": session}),
         (None, lambda _: {"tokens": [random.randrange(1, VOCABULARY) for _ in range(tokens)]}),
@@ -107,7 +107,8 @@ def start_with(port: int, sessions: Sequence[str], tokens: int, random: Random) 
 
 
 def ask(port: int, requests: Sequence[tuple[str, object]], connections: int = 1) -> list[float]:
-    """Sends each request once over `connections` connections. Returns the latencies in the order of the answers."""
+    """Sends each request once over `connections` connections. Returns the latencies, in seconds, in the order of the
+    answers."""
     taken: list[float] = []
     waiting = iter(requests)
     sent: dict[int, float] = {}
@@ -135,8 +136,9 @@ def ask(port: int, requests: Sequence[tuple[str, object]], connections: int = 1)
 def move(stack: Stack, tokens: int) -> Result:
     """Moves sessions from one replica to another, and measures their first and second step at the new replica.
 
-    Moves several sessions at a time. An idle replica would search for a proof of each answer that is computed from a
-    tail, and a replica in a storm of rebuilds does not.
+    Several sessions move at the same time, as in a storm of rebuilds. An idle replica would also search for a proof of
+    each answer that it computes from a tail. In a storm of rebuilds a replica does not search, and the measurement is
+    of this case.
     """
     random = Random(tokens)
     one, other = stack.replicas[0], stack.replicas[1]
@@ -162,7 +164,7 @@ def memory(stack: Stack) -> Result:
     """Measures the memory that a session with a full tail takes in Redis and, including its state, in a replica."""
     replica, store = stack.replicas[2], stack.processes[STORE]
     random = Random(0)
-    # triggers one-time allocations
+    # the first steps trigger one-time allocations
     start_with(replica.port, [f"first-{number}" for number in range(200)], LENGTHS[-1], random)
     sessions = [f"kept-{number}" for number in range(KEPT)]
     with Redis.from_url(stack.administered_store) as redis:
@@ -177,7 +179,8 @@ def memory(stack: Stack) -> Result:
 
 
 def disk(stack: Stack, fsync: str) -> list[float]:
-    """Returns the milliseconds of each of WRITES writes of 100 bytes to Redis over one connection."""
+    """Sends WRITES writes of 100 bytes to Redis, one after another over one connection. Returns the milliseconds of
+    each write."""
     parts = urlsplit(stack.administered_store)
     taken = []
     with (
@@ -204,7 +207,7 @@ def disk(stack: Stack, fsync: str) -> list[float]:
 
 
 def restart(replica: Process) -> Result:
-    """Kills and restarts a replica. Measures the time until it is ready, and its CPU time."""
+    """Kills and restarts a replica. Measures the time and the CPU time from the start until the replica is ready."""
     replica.kill()
     begun = time.perf_counter()
     replica.start()
@@ -213,14 +216,14 @@ def restart(replica: Process) -> Result:
 
 
 def runs(replica: Process) -> list[Result]:
-    """Returns the compute time of windows by length, as the replica measured it at warm-up."""
+    """Returns the compute time of windows by length. The replica measured these times at its warm-up."""
     report = json.loads(_get(f"{replica.url}/v1/report"))
     found: list[Result] = report["models"][0]["costs"]["window"]
     return found
 
 
 def measure(seconds: float = SECONDS) -> Result:
-    """Measures all costs. Most of them are measured for each policy of the store."""
+    """Measures all costs. Most costs are measured for each policy of the store."""
     document: Result = {"policies": {}}
     writes: dict[str, list[float]] = {"always": [], "everysec": []}
     with Progress(console=Console(stderr=True)) as progress:

@@ -1,9 +1,10 @@
-"""The resident states of a replica: as an LRU cache of named sessions, or as counts of a population of equal sessions.
+"""The resident states of a replica: either an LRU cache of individual sessions, or only the counts of a population of
+equal sessions.
 
-If every session steps as a Poisson process of the same rate, the next step belongs to each session with the same
-probability, independent of the past. The sessions are then exchangeable, so the number of resident sessions is a Markov
-chain by itself (the chain of the states is lumpable). A simulation of this number alone is exact. An LRU state cache
-also contains a uniform sample of the sessions at any time.
+If all sessions step as Poisson processes of equal rate, each session is equally likely to step next, whatever happened
+before. The sessions are then exchangeable, so the number of resident sessions is itself a Markov chain (the chain of
+all cache contents is lumpable). A simulation of this number alone is therefore exact. At any time, an LRU state cache
+contains a uniform random sample of the sessions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 
 class Found(Enum):
-    """Where a replica finds the state of a step."""
+    """Where a replica finds the state that a step needs."""
 
     RESIDENT = "resident"
     REMEMBERED = "remembered"
@@ -27,10 +28,10 @@ class Found(Enum):
 
 
 class States(Protocol):
-    """The resident states of a replica."""
+    """The states that are in a replica's memory (resident)."""
 
     def use(self, session: int) -> Found:
-        """Returns where the state of a session's step is found. Afterwards the state is resident."""
+        """Returns where the state for a session's next step is found. Afterwards this state is resident."""
         ...
 
     def drop(self, session: int) -> None:
@@ -44,7 +45,7 @@ class States(Protocol):
 
 
 class StateCache:
-    """An LRU cache of named sessions."""
+    """An LRU cache of the states of individual sessions."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -74,11 +75,12 @@ class StateCache:
 
 
 class Population:
-    """The numbers of resident, remembered and away sessions. `use` draws a random kind of session."""
+    """The numbers of sessions whose states are resident, remembered or away (see `Found`). `use` draws a random
+    session."""
 
     def __init__(self, sessions: int, capacity: int, random: np.random.Generator, *, away: int = 0) -> None:
-        """away: the number of sessions that are new to the replica. The other sessions are resident, up to the
-        capacity."""
+        """away: the number of sessions that are new to the replica. Of the other sessions, as many are resident as the
+        capacity allows."""
         self.sessions = sessions
         self.away = away
         self._capacity = capacity
@@ -86,7 +88,7 @@ class Population:
         self._resident = min(sessions - away, capacity)
 
     def use(self, session: int) -> Found:  # noqa: ARG002 (a random session is drawn)
-        """See `States`. Ignores `session`, and draws a random kind of session."""
+        """See `States`. Ignores `session`, and draws a random session of the population."""
         drawn = self._random.random() * self.sessions
         if drawn < self._resident:
             return Found.RESIDENT
@@ -113,7 +115,7 @@ class Population:
         self.away += sessions
 
     def leave(self, sessions: int) -> None:
-        """Removes random sessions, from each kind in proportion to its number."""
+        """Removes random sessions: resident, remembered and away sessions in proportion to their numbers."""
         share = sessions / self.sessions
         self.away -= round(share * self.away)
         self._resident -= round(share * self._resident)

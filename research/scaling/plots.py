@@ -20,7 +20,7 @@ DPI = 110
 
 
 def plot_all(result: Result, checked: Result) -> None:
-    """Plots every figure."""
+    """Plots all figures."""
     saturation(result, FIGURES / "scaling_saturation.png")
     capacity(result, FIGURES / "scaling_capacity.png")
     storms(result, FIGURES / "scaling_storms.png")
@@ -78,7 +78,7 @@ def capacity(result: Result, path: Path) -> None:
 
 
 def storms(result: Result, path: Path) -> None:
-    """Plots the p99 latency over time after a third of the replicas is lost, and after a replica joins."""
+    """Plots the p99 latency over time, after the loss of a third of the replicas and after a new replica's start."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
         for one in own["lost_zone"]:
@@ -108,14 +108,14 @@ def storms(result: Result, path: Path) -> None:
 
 
 def over_time(values: list[float | None]) -> tuple[list[float], list[float]]:
-    """Returns the middle and the value of each time slice. A missing value becomes NaN, which leaves a gap in the
+    """Returns the middle time and the value of each time slice. A missing value becomes NaN, which leaves a gap in the
     line."""
     at_s = [SLICE_S * (number + 0.5) for number in range(len(values))]
     return at_s, [float("nan") if value is None else value for value in values]
 
 
 def money(result: Result, path: Path) -> None:
-    """Plots the cost of a million sessions against their step interval."""
+    """Plots the hourly cost of a million sessions against the step interval of a session."""
     figure, axes = plt.subplots(figsize=(8, 4.4), layout="constrained")
     for number, (policy, own) in enumerate(result["policies"].items()):
         for kind, style in (("all resident", "-"), ("state pool as it is set", "--")):

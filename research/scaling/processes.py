@@ -17,8 +17,8 @@ SESSION = 3
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """CPU seconds: of a process's first thread, which is a replica's event loop, and of its other threads and child
-    processes."""
+    """CPU seconds of a process. `first_s`: of its first thread, which in a replica runs the event loop. `others_s`: of
+    its other threads and child processes."""
 
     first_s: float
     others_s: float
@@ -33,15 +33,16 @@ class Spent:
 
 
 def spent(process: Process) -> Spent:
-    """Returns the CPU seconds that a service has used so far. Its processes are all processes of its process
-    session."""
+    """Returns the CPU seconds that a service has used so far. The service's processes are all processes of its
+    operating-system session."""
     total = sum(_seconds(folder) for folder in _of_session(process.pid))
     first = _seconds(Path(f"/proc/{process.pid}/task/{process.pid}"))
     return Spent(first, total - first)
 
 
 def resident_bytes(process: Process) -> int:
-    """Returns the resident memory of all processes of a service. Shared memory counts once per process."""
+    """Returns the resident memory of all processes of a service. Memory that processes share is counted once for each
+    process."""
     total = 0
     for folder in _of_session(process.pid):
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""Records the results of steps: the due time, the latency, and whether the state was rebuilt or the step was
-refused."""
+"""Records the result of each step: when the step was due, its latency, and whether the state was rebuilt or the step
+was refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Record:
     asked: int = 0
 
     def ask(self) -> None:
-        """Counts a due step."""
+        """Counts a step that is due."""
         self.asked += 1
 
     def answer(self, due_s: float, now_s: float, refused: bool, rebuilt: bool) -> None:
@@ -41,8 +41,8 @@ class Record:
         return len(self.due_s)
 
     def between(self, begin_s: float, end_s: float) -> dict[str, Any]:
-        """Summarises the steps that were due between two times: their number, rate, latency percentiles in ms, and
-        shares."""
+        """Summarises the steps that were due between two times: their number, their rate, their latency percentiles in
+        ms, the number of rebuilt states, and the share of refused steps."""
         due, taken, rebuilt = self.arrays()
         chosen = (due >= begin_s) & (due < end_s)
         refused = np.array(self.refused_s)
@@ -66,10 +66,11 @@ class Record:
         return [{"at_s": float(at + slice_s / 2), **self.between(at, at + slice_s)} for at in starts]
 
     def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
-        """Returns the arrays due_s, taken_s and rebuilt, in the order of the answers."""
+        """Returns three arrays in the order of the answers: when each step was due, its latency in seconds, and whether
+        its state was rebuilt."""
         return np.array(self.due_s), np.array(self.taken_s), np.array(self.rebuilt, bool)
 
 
 def p99_ms(taken_s: NDArray[np.float64]) -> float | None:
-    """Returns the 99th percentile in ms, or None if there are no values."""
+    """Returns the 99th percentile in ms of latencies in seconds, or None if there are no latencies."""
     return float(1e3 * np.percentile(taken_s, 99)) if len(taken_s) else None

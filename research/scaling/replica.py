@@ -1,7 +1,9 @@
-"""Simulates one replica: an event loop, a runner's thread with the service's queue, and trips to the store.
+"""Simulates one replica: an event loop, a runner's thread with the service's queue, and trips to the store. A trip
+sends several commands to Redis at once.
 
-The simulation executes the service's `service/batching/scheduler.py`. The queue, the choice of the next batch and the
-limit of rebuilds are therefore not modelled. The run times are measured times.
+The simulation executes the service's `service/batching/scheduler.py`. Therefore the queue, the choice of the next batch
+and the limit of rebuilds are not models: they are the service's own code. The durations of the model's runs are
+measured.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from wane.service.engine.step import MOST_USES, REBUILD_EMA_ALPHA
 
 PIECE = 512
 WINDOW = 64
-"""The number of tokens from which a state is rebuilt if states are soon evicted. Otherwise all held tokens are used
-(`_rebuilt_from`)."""
+"""The number of tokens from which a state is rebuilt if states are soon evicted. Otherwise a state is rebuilt from all
+tokens that the service keeps (see `_rebuilt_from`)."""
 
 DEADLINE_S = 30.0
 """The timeout of a request (WANE_REQUEST_TIMEOUT_MS), counted from its arrival at the event loop."""
@@ -36,7 +38,7 @@ DEADLINE_S = 30.0
 
 @cache
 def work(tokens: int) -> Work:
-    """Returns a step if `tokens` is 1, and otherwise a window of `tokens` tokens."""
+    """Returns the scheduler's work item: a step if `tokens` is 1, otherwise a window of `tokens` tokens."""
     return Work("step") if tokens == 1 else Work("window", np.zeros(tokens, np.int64))
 
 
@@ -52,7 +54,7 @@ class Item:
 
 
 class Replica:
-    """Simulates the steps at one replica. After each step it calls the step's `then(refused, rebuilt)`."""
+    """Simulates the steps at one replica. Calls `then(refused, rebuilt)` at the end of each step."""
 
     def __init__(
         self,
@@ -66,8 +68,8 @@ class Replica:
         cores: Cores | None = None,
         turns: bool = False,
     ) -> None:
-        """held: the number of tokens that the service keeps of a session. turns: whether the steps of one session wait
-        for one another. This requires named sessions.
+        """held: how many of a session's last tokens the service keeps. turns: whether a session's step waits until the
+        session's earlier steps are answered. True requires that `states` has individual sessions (`StateCache`).
         """
         self._env = env
         self._costs = costs
@@ -183,7 +185,8 @@ class Replica:
         self._leave()
 
     def _leave(self) -> None:
-        """Starts the next trip to the store with all waiting items, unless too many trips are in flight."""
+        """Starts the next trip to the store with the commands of all waiting steps, unless too many trips are in
+        flight."""
         if not self._line or self._under_way >= self._costs.trips:
             return
         items, self._line = list(self._line), deque()

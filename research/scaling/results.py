@@ -1,4 +1,4 @@
-"""Computes all results of the simulation from the costs, as one document."""
+"""Computes all results of the simulation from the costs, as one JSON document."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Advance = Callable[[str], None]
 def compute(
     costs: dict[str, Costs], limits: Limits, prices: Prices, wire_s: float, advance: Advance = lambda _: None
 ) -> Result:
-    """Computes the document. costs: the costs by the store's policy. wire_s: the one-way latency between two
-    machines."""
+    """Computes the document of all results. costs: the costs by the store's policy. wire_s: the one-way latency between
+    two machines."""
     document: Result = {"think_s": THINK_S, "thinks_s": THINKS_S, "wire_s": wire_s}
     document |= {"limits": asdict(limits), "prices": asdict(prices)}
     document["ring"] = ring_changes()
@@ -87,7 +87,7 @@ def of_policy(costs: Costs, limits: Limits, prices: Prices, advance: Advance) ->
 
 
 def without_slices(found: Result) -> Result:
-    """Returns a scenario without its time slices, for the page's table."""
+    """Returns a scenario's results without its time slices, for the page's table."""
     return {name: value for name, value in found.items() if name != "slices_p99_ms"}
 
 
@@ -103,7 +103,8 @@ def document_of(one: Size, prices: Prices) -> Result:
 
 
 def per_million(one: Size, prices: Prices) -> Result:
-    """Returns the resources and the cost of a million sessions, and the share of steps with resident states."""
+    """Returns the resources and the hourly cost of a million sessions, and the share of steps whose states are in
+    memory."""
     return {
         "resident": one.resident,
         **{f"cores: {name}": one.per_million(value) for name, value in one.cores.items()},
@@ -113,5 +114,5 @@ def per_million(one: Size, prices: Prices) -> Result:
 
 
 def columns(rows: Sequence[Result]) -> dict[str, list[Any]]:
-    """Converts rows with equal keys to one list per key."""
+    """Converts a list of dictionaries with equal keys to one list of values per key."""
     return {name: [row[name] for row in rows] for name in rows[0]}

@@ -1,9 +1,9 @@
 """Assigns sessions to replicas as HAProxy does with `balance hash` and `hash-type consistent sdbm avalanche`.
 
-A server has sixteen points per unit of its weight on a circle of 2^32 places. A session has one place, and belongs to
-the server of the nearest point on either side. The algorithm is that of HAProxy 2.6, `src/lb_chash.c`. Both of its
-hashes are public: sdbm, and a 32-bit integer hash by Bob Jenkins followed by a multiplication.
-`tests/stack/test_ring.py` compares this module with HAProxy.
+The ring is a circle of 2^32 places. Each server has sixteen points on it per unit of the server's weight. Each session
+has one place, and belongs to the server whose point is nearest to it in either direction. The algorithm is that of
+HAProxy 2.6, `src/lb_chash.c`. It combines two public hashes: sdbm, and then a 32-bit integer hash by Bob Jenkins with a
+multiplication at the end. `tests/stack/test_ring.py` compares this module with HAProxy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 POINTS = 16  # points per unit of weight
 WEIGHT = 64  # the weight of a server in deploy/haproxy/haproxy.cfg
-NUMBERED = 4096  # the number of point ids that each server has
+NUMBERED = 4096  # the size of each server's range of point ids
 PLACES = 2**32
 Places = NDArray[np.uint32]
 
@@ -29,7 +29,7 @@ def sdbm(text: bytes) -> int:
 
 
 def spread(values: Places) -> Places:
-    """Applies the avalanche hash, in which every bit of the value affects every bit of the place."""
+    """Applies the avalanche hash, in which every bit of a key's hash affects every bit of the place on the circle."""
     a = values.astype(np.uint32)
     a = a + np.uint32(0x7ED55D16) + (a << np.uint32(12))
     a = a ^ np.uint32(0xC761C23C) ^ (a >> np.uint32(19))
@@ -46,10 +46,10 @@ def places(sessions: Iterable[str]) -> Places:
 
 
 class Ring:
-    """The circle with the points of all servers. Servers are identified by HAProxy's numbers, which start at 1."""
+    """The circle with the points of all servers. A server is identified by its number in HAProxy, from 1."""
 
     def __init__(self, points: Mapping[int, int]) -> None:
-        """points: by server number, the number of the server's points (see `full` and `starting`)."""
+        """points: each server's number of points, by server number (see `full` and `starting`)."""
         numbers = np.repeat(np.fromiter(points, np.int64), list(points.values()))
         own = np.concatenate([np.arange(count) for count in points.values()])
         where = spread((numbers * NUMBERED + own).astype(np.uint32))
@@ -57,11 +57,11 @@ class Ring:
         self._where, self._numbers = where[order], numbers[order]
 
     def owners(self, places: Places) -> NDArray[np.int64]:
-        """Returns, for each place, the number of the server to which it belongs."""
+        """Returns, for each place, the number of the server whose point is nearest."""
         count = len(self._where)
         after = np.searchsorted(self._where, places) % count
         before = (after - 1) % count
-        # both differences are modulo the circle's size
+        # both distances are computed modulo the circle's size
         nearer = (places - self._where[before]) <= (self._where[after] - places)
         return self._numbers[np.where(nearer, before, after)]
 
@@ -73,7 +73,7 @@ class Ring:
 
 
 def full(servers: Iterable[int], weight: int = WEIGHT) -> dict[int, int]:
-    """Returns the number of points of each server at full weight."""
+    """Returns each server's number of points at full weight."""
     return dict.fromkeys(servers, weight * POINTS)
 
 

@@ -2,14 +2,14 @@
 background load.
 
 One replica is sufficient for two reasons. Sessions step independently, so the steps at a replica are a Poisson process
-with the sum of their rates, and the session of a step does not depend on the past (`memory.py`). Replicas share only
-HAProxy and Redis. These serve so many replicas that one replica's own trips hardly affect their latency. The time of a
-trip is therefore drawn from a separate simulation of one shard with the trips of all replicas (a mean field). Events at
-other replicas appear as sessions that join and leave.
+with the sum of their rates, and which session steps next does not depend on the past (`memory.py`). Replicas share only
+HAProxy and Redis. HAProxy and Redis serve so many replicas that one replica's own requests hardly affect their latency.
+The time of a trip to Redis is therefore drawn from a separate simulation of one shard, which receives the trips of all
+replicas (a mean field). Events at other replicas are simulated as sessions that join and leave.
 
-Therefore a simulation of 10^8 sessions has no more events than one of the 10^4 sessions of one replica.
-`tests/research/scaling/test_sample.py` shows that this simulation and that of a whole fleet (`fleet.py`) agree where
-both can run.
+Therefore the simulation of a fleet with 10^8 sessions has no more events than the simulation of one replica with 10^4
+sessions. `tests/research/scaling/test_sample.py` shows that this simulation and that of a whole fleet (`fleet.py`)
+agree where both can run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from wane.service.batching.scheduler import FairScheduler, Scheduler
 
 
 class Sample:
-    """A simulation of one replica. Scenarios change its population `states` during the run."""
+    """A simulation of one replica. Scenarios add sessions to its population `states`, or remove sessions, during the
+    run."""
 
     def __init__(
         self,
@@ -46,8 +47,9 @@ class Sample:
         seed: int = 0,
         queue: Callable[[int, CostModel], Scheduler[Item]] = FairScheduler,
     ) -> None:
-        """sessions: the number of sessions. away: the number of them that are new to the replica. rate: the steps per
-        second of each session. trips_s: the seconds of trips to one shard, from which the simulation draws.
+        """sessions: the replica's number of sessions. away: the number of these sessions that are new to the replica.
+        rate: the steps per second of each session. trips_s: durations of trips to one shard, in seconds. The simulation
+        draws each trip's duration from them.
         """
         self.env = simpy.Environment()
         self.random = np.random.default_rng(seed)

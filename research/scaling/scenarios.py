@@ -1,7 +1,8 @@
-"""Simulates the loss, the deployment and the addition of replicas, at the replica that is affected most.
+"""Simulates the loss, the deployment and the addition of replicas, at the replica whose latency rises most.
 
-The number of replicas in a fleet determines the share of sessions that one event moves. A replica has its planned load
-before each event. Sessions that move to the replica are `away`, and their states are rebuilt at their next step.
+The number of replicas in the fleet matters only for the share of sessions that an event moves. A replica has its
+planned load before each event. Sessions that move to the replica are `away` (their states are not in this replica's
+memory). Their states are rebuilt at their next step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The parameters that all scenarios share. think_s: the mean seconds between two steps of a session."""
+    """The parameters that are common to all scenarios. think_s: the mean seconds between two steps of a session."""
 
     costs: Costs
     plan: Plan
@@ -64,7 +65,7 @@ class Setting:
 def lost(setting: Setting, share: float, queue: str = "fair", after_s: float = AFTER_S) -> Result:
     """Simulates a remaining replica after the loss of a share of all replicas at once.
 
-    The remaining replica receives its share of the lost replicas' sessions. All of these are away.
+    The remaining replica receives its share of the lost replicas' sessions, all of them without states in memory.
     """
     sample = setting.sample(setting.sessions, 0, queue)
     more = round(setting.sessions * share / (1 - share))
@@ -93,8 +94,9 @@ def p99_over_time(slices: list[Result]) -> list[float | None]:
 
 
 def storm_of(slices: list[Result], calm_ms: float, begun_s: float) -> Result:
-    """Returns the highest p99 in two seconds of steps with resident and with rebuilt states, and the time after which
-    the p99 of steps with resident states stays below twice its value without a storm.
+    """Returns the highest p99 latency in a time slice, separately for steps with resident and with rebuilt states. Also
+    returns the seconds after which the p99 of steps with resident states stays at or below twice its value before the
+    event (`calm_ms`).
     """
 
     def worst(name: str) -> float | None:
@@ -113,8 +115,8 @@ def storm_of(slices: list[Result], calm_ms: float, begun_s: float) -> Result:
 
 
 def joined(setting: Setting, slowstart_s: float, after_s: float) -> Result:
-    """Simulates a new or restarted replica. Its sessions are away, and arrive in sixteen steps during the slow
-    start."""
+    """Simulates a new or restarted replica. Its sessions arrive in sixteen groups during the slow start, without states
+    in memory."""
     steps = POINTS if slowstart_s else 1
     first = setting.sessions // steps
     sample = setting.sample(first, first)
@@ -134,11 +136,11 @@ def joined(setting: Setting, slowstart_s: float, after_s: float) -> Result:
 
 
 def deployed(setting: Setting, replicas: int, at_once: float, notice_s: float = 2.0) -> Result:
-    """Computes a rolling restart of all replicas, of which a share restarts at a time. Returns its duration, the number
-    of rebuilt states, and their highest rate over the fleet.
+    """Computes a rolling restart of all replicas, in which a share of the replicas restarts at a time. Returns the
+    duration, the number of rebuilt states, and the highest rate of rebuilds in the whole fleet.
 
-    Sessions that step while their replica restarts are rebuilt at other replicas. After the restart every session is
-    rebuilt at its own replica.
+    The state of a session that steps while its replica restarts is rebuilt at another replica. After the restart the
+    state of every session is rebuilt at its own replica.
     """
     together = max(1, int(at_once * replicas))
     each_s = notice_s + setting.costs.ready_s + SLOWSTART_S

@@ -1,9 +1,9 @@
-"""Simulates one Redis that stores the sessions. Its thread takes all waiting commands, runs them, writes to the disk
-once, and answers.
+"""Simulates one Redis that stores the sessions. In each round its thread takes all waiting commands, runs them, writes
+to the disk once, and answers.
 
-With `appendfsync always` the answers of one round wait for one write, whatever the number of commands. The disk then
-limits the rounds per second, and the processor limits the commands per second. With `everysec` another thread writes,
-and no answer waits for it.
+With `appendfsync always` all answers of one round wait for the same write, whatever the number of commands. The disk
+then limits the rounds per second, and the processor limits the commands per second. With `everysec` another thread
+writes, and no answer waits for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from research.scaling.worker import Cores, Then, Worker, after
 
 
 class Shard:
-    """A simulated Redis. A trip has several commands."""
+    """A simulated Redis. A trip is a group of commands that a replica sends at once."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Shard:
         self.busy_s = 0.0
 
     def submit(self, commands: int, then: Then) -> None:
-        """Queues a trip. Calls `then` when its answers have arrived at the replica."""
+        """Queues a trip. Calls `then` when the trip's answers have arrived at the replica."""
         self._waiting.append((commands, then))
         if not self._round:
             self._begin()
@@ -66,8 +66,8 @@ class Shard:
 def response_times(
     costs: Costs, trips_per_s: float, commands: float, count: int, seed: int, *, fsync: str = "always"
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Returns the seconds of trips at one of many shards. The trips of many replicas are a Poisson process, and have
-    `commands` commands on average.
+    """Simulates the trips of many replicas to one of many shards, as a Poisson process. A trip has `commands` commands
+    on average. Returns the seconds of each trip.
     """
     env, random = simpy.Environment(), np.random.default_rng(seed)
     shard = Shard(env, costs, random, fsync=fsync)

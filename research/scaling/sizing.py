@@ -1,9 +1,10 @@
 """Computes the sizes of fleets: the number of replicas, Redis and HAProxy instances, their resources, the first
 bottleneck, and the cost.
 
-Demands are products of rates and costs. The costs of a replica are those of the simulation at the planned load.
-Sessions step once in `think_s` seconds on average. A replica keeps as many states as fit into its pool. If all sessions
-have equal rates, the share of resident states is also the share of steps that find their state in memory (`memory.py`).
+The required amount of a resource is the product of a rate and a cost. The costs of a replica are those of the
+simulation at the planned load. Sessions step once in `think_s` seconds on average. A replica keeps as many states in
+memory as fit into its state pool. If all sessions have equal rates, the share of resident states is also the share of
+steps that find their state in memory (`memory.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a fleet. cores, gib: the required amounts by part. For cores this is the used amount divided by the
-    planned load."""
+    """The size of a fleet. cores, gib: the required cores and GiB of memory, by part of the fleet. The required cores
+    are the used cores divided by the planned load."""
 
     sessions: float
     think_s: float
@@ -37,11 +38,11 @@ class Size:
     network_bytes_per_s: float
 
     def cost(self, prices: Prices) -> float:
-        """Returns the cost per hour."""
+        """Returns the fleet's cost per hour."""
         return prices.core_hour * sum(self.cores.values()) + prices.gib_hour * sum(self.gib.values())
 
     def per_million(self, value: float) -> float:
-        """Scales a value to a million sessions."""
+        """Scales a value of the fleet to a million sessions."""
         return 1e6 * value / self.sessions
 
 
@@ -79,7 +80,7 @@ def size(costs: Costs, plan: Plan, limits: Limits, sessions: float, think_s: flo
 
 def saturated_at(costs: Costs, plan: Plan, limits: Limits, think_s: float) -> dict[str, float]:
     """Returns the numbers of sessions at which one replica, one Redis, one HAProxy and one network link reach their
-    limits. The smallest number is that of the first bottleneck of a stack with one of each.
+    limits. In a stack with one of each, the part with the smallest number is the first bottleneck.
     """
     each = size(costs, plan, limits, 1e6, think_s)
     cores = {name: each.per_million(value) / 1e6 for name, value in each.cores.items()}
@@ -98,8 +99,8 @@ def saturated_at(costs: Costs, plan: Plan, limits: Limits, think_s: float) -> di
 
 
 def worth_keeping_s(costs: Costs, prices: Prices, limits: Limits) -> float:
-    """Returns the longest step interval at which keeping a state costs less than rebuilding it. After this time the
-    memory has cost as much as one rebuild.
+    """Returns the longest step interval, in seconds, at which keeping a state in memory costs less than rebuilding it.
+    After an interval of this length, the state's memory has cost as much as one rebuild.
     """
     tokens = costs.window_s(WINDOW) if costs.policy == "tail" else costs.restored_s
     rebuild = (costs.loop_rebuilt_s + tokens) / limits.load * prices.core_hour / 3600

@@ -1,8 +1,8 @@
-"""Computes the load of a fleet with hot sessions, whose rates follow a power of the rank (Zipf).
+"""Computes the load of a fleet with hot sessions. The rate of a session is a power of its rank (Zipf).
 
 The sessions of the first million ranks are placed on the ring one by one. The rates of the remaining sessions, up to
-10^8 in all, are so even that each replica receives its share of the ring. The hit rate of the LRU state cache is Che's
-approximation.
+10^8 in all, are so similar that each replica receives a share of their steps equal to its share of the ring. The hit
+rate of the LRU state cache is Che's approximation.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ PLACED = 1_000_000
 class Skew:
     """The load of one fleet with hot sessions.
 
-    exponent: the exponent of the rank. hottest_per_s: the steps per second of the session with the highest rate.
-    busiest: the busiest replica's rate divided by the mean rate. busiest_even: the same ratio if all sessions had equal
-    rates. resident: the share of steps that find their state if a tenth of all states fits into memory.
+    exponent: the exponent of the rank in a session's rate. hottest_per_s: the steps per second of the session with the
+    highest rate. busiest: the busiest replica's rate divided by the mean rate. busiest_even: the same ratio if all
+    sessions had equal rates. resident: the share of steps that find their state in memory if a tenth of all states fits
+    into it.
     """
 
     exponent: float
@@ -38,7 +39,7 @@ class Skew:
 
 
 def weights(sessions: int, exponent: float) -> tuple[NDArray[np.float64], float]:
-    """Returns the share of all steps that each of the first ranks has, and the share of all other sessions together."""
+    """Returns the share of all steps for each of the first ranks, and the share of all other sessions together."""
     first = np.arange(1, min(sessions, PLACED) + 1, dtype=np.float64) ** -exponent
     rest = power_sum(len(first) + 0.5, sessions + 0.5, exponent) if sessions > len(first) else 0.0
     total = float(first.sum()) + rest
@@ -46,7 +47,7 @@ def weights(sessions: int, exponent: float) -> tuple[NDArray[np.float64], float]
 
 
 def power_sum(low: float, high: float, exponent: float) -> float:
-    """Returns the integral of rank^(-exponent)."""
+    """Returns the integral of rank^(-exponent) over the given range of ranks."""
     if exponent == 1.0:
         return float(np.log(high / low))
     return float((high ** (1 - exponent) - low ** (1 - exponent)) / (1 - exponent))
@@ -79,7 +80,8 @@ def skew(
 def resident(first: NDArray[np.float64], rest: float, sessions: int, room: float) -> float:
     """Returns the share of steps that find their state in a cache of `room` states, by Che's approximation.
 
-    An unused state is evicted after the time in which `room` different sessions step.
+    The approximation assumes that an unused state is evicted after a fixed time, in which `room` different sessions
+    step on average.
     """
     others = max(sessions - len(first), 0)
     each = rest / others if others else 0.0

@@ -10,11 +10,11 @@ from research.scaling import check
 
 Result = dict[str, Any]
 Column = tuple[str, Callable[[Result], str]]
-"""A column of a table: its heading, and the function that formats a row's cell."""
+"""A column of a table: its heading, and the function that formats the column's cell of a row."""
 
 
 def all_of(result: Result, checked: Result) -> dict[str, list[str]]:
-    """Returns all tables. The keys are the names of their markers on the page."""
+    """Returns all tables, by the names of their markers on the page docs/scaling.md."""
     return {
         "costs": of_costs(result["costs"]),
         "check": markdown(
@@ -34,7 +34,7 @@ def all_of(result: Result, checked: Result) -> dict[str, list[str]]:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Result]) -> list[str]:
-    """Returns a table's lines. Each result has one row."""
+    """Returns the lines of a table with one row per result."""
     return markdown([head for head, _ in columns], [[shown(row) for _, shown in columns] for row in rows])
 
 
@@ -49,7 +49,7 @@ def word(head: str, name: str) -> Column:
 
 
 def by_policy(result: Result, name: str) -> Iterator[Result]:
-    """Yields the results `name` of each policy, with the policy added to each row."""
+    """Yields the rows of the results `name` of each policy. Adds the policy to each row."""
     return ({"policy": policy, **one} for policy, own in result["policies"].items() for one in own[name])
 
 
@@ -172,7 +172,7 @@ def of_third(result: Result) -> list[str]:
 
 
 def of_joined(result: Result) -> list[str]:
-    """Returns the table of a replica that joins without states."""
+    """Returns the table of a replica that joins the fleet without states in memory."""
     columns = (
         POLICY,
         number("slow start", "slowstart_s", ".0f", " s"),
@@ -202,7 +202,7 @@ def of_deployed(result: Result) -> list[str]:
 
 
 def of_ring(result: Result) -> list[str]:
-    """Returns the table of the sessions that HAProxy's ring moves."""
+    """Returns the table of the numbers of sessions that HAProxy's ring moves to other replicas."""
     columns = (
         word("replicas", "replicas"),
         (
@@ -242,7 +242,7 @@ def of_skew(result: Result) -> list[str]:
 
 
 def rows_of(columns: dict[str, list[Any]]) -> Iterator[Result]:
-    """Converts one list per key to rows."""
+    """Converts a dictionary of one list per key to rows."""
     return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 

@@ -9,7 +9,8 @@ import simpy
 
 Then = Callable[[], object]
 SLICE_S = 0.003
-"""The time slice of a thread while other threads wait. It is about that of Linux's scheduler."""
+"""The seconds for which a thread runs while other threads wait (its time slice). The value is close to that of Linux's
+scheduler."""
 
 
 def after(env: simpy.Environment, seconds: float, then: Then) -> None:
@@ -22,7 +23,7 @@ def after(env: simpy.Environment, seconds: float, then: Then) -> None:
 
 
 class Cores:
-    """Processors that threads share in time slices. Waiting threads are in one queue."""
+    """Processors that threads share in time slices. All waiting threads are in one first-in, first-out queue."""
 
     def __init__(self, env: simpy.Environment, count: int) -> None:
         self._env = env
@@ -30,7 +31,7 @@ class Cores:
         self._line: deque[tuple[float, Then]] = deque()
 
     def take(self, seconds: float, then: Then) -> None:
-        """Uses `seconds` of a processor's time, then calls `then`."""
+        """Queues a thread that needs `seconds` of processor time. Calls `then` when it has used this time."""
         self._line.append((seconds, then))
         self._next()
 
@@ -67,7 +68,7 @@ class Worker:
         return not self._busy
 
     def do(self, seconds: float, then: Then) -> None:
-        """Queues a job of `seconds`. Calls `then` after the job."""
+        """Queues a job that takes `seconds` of processor time. Calls `then` after the job."""
         self._line.append((seconds, then))
         if not self._busy:
             self._next()

@@ -100,9 +100,9 @@ def test_rendering_drops_measurements_of_other_weights(tmp_path: Path) -> None:
     ("words", "fault"),
     [
         ([], "--data"),
-        (["--data", "x", "--only", "no-such"], "has no no-such; it has gated"),
+        (["--data", "x", "--only", "no-such"], "has no no-such, only gated"),
         (["--data", "x", "--positions", "0"], "at least 1"),
-        (["--data", "x", "--split", "test"], "has figures of valid"),
+        (["--data", "x", "--split", "test"], "has results of the split valid"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -1,4 +1,4 @@
-"""Audits any model: what is proved and what is measured about its memory, and the recommended window k."""
+"""Audits any model. Proves and measures how fast the model forgets, and recommends a window length k."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from wane.training.plots import plot_audit
 from wane.training.run import SAMPLE_TOKENS, writing
 
 LEAST_WINDOW = 8
-"""A text must have enough tokens for windows of this length."""
+"""The smallest window length, in tokens, for which the audited text must be long enough."""
 
 
 def audit(options: AuditOptions, console: Console) -> AuditReport:
@@ -134,7 +134,8 @@ def _text(subject: Subject, found: Forgetting | None, windows: Sequence[int]) ->
 
 
 def _write(report: AuditReport, folder: Path) -> list[Path]:
-    """Writes the report and, if it has measurements, its plot. Deletes an earlier plot. Returns the written files."""
+    """Writes the report and, if it has measurements, its plot. Deletes the plot of an earlier audit. Returns the paths
+    of the written files."""
     json, plot = folder / "audit.json", folder / "audit.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,8 +157,8 @@ def _export(
     network: Network,
     console: Console,
 ) -> None:
-    """Writes the bundle `target`. Its window is the recommended k, or the largest window if no k is recommended. Raises
-    RunError."""
+    """Writes the bundle `target`. Its default window is the recommended k, or the largest window if no k is
+    recommended. Raises RunError."""
     recommended = report.recommended.p99
     window = min(recommended or options.max_window, options.max_window)
     with writing(target):
@@ -169,7 +170,8 @@ def _export(
             tokenizer_json=subject.corpus.tokenizer_json,
             name=target.name,
             version=options.version,
-            description=f"Imported from {report.model.file}; its quality was measured on the audited text.",
+            description=f"Imported from {report.model.file}; its perplexity was measured on the text "
+            "given to the audit.",
             window=window,
             max_window=options.max_window,
             quality=quality({"audit": found.losses}, judged="audit"),
@@ -195,7 +197,8 @@ def _print_bundle(
 
 
 def _provenance(options: AuditOptions, report: AuditReport) -> Provenance:
-    """Returns the provenance of an imported model: training figures are 0, and `config` describes the imported file."""
+    """Returns the provenance of an imported model. Its training figures are 0, because Wane did not train it. `config`
+    describes the imported file."""
     origin = describe_origin(options.command, torch.device("cpu"))
     imported = report.model.model_dump(mode="json", include={"file", "sha256", "tensors", "notes"})
     return Provenance(

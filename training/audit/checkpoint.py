@@ -1,4 +1,4 @@
-"""Reads a foreign checkpoint, written by `torch.save` or safetensors, as named tensors, without running its code.
+"""Reads a foreign checkpoint, written by `torch.save` or safetensors, as named tensors. Never runs code from the file.
 
 A file may hold the tensors themselves, or dictionaries of them, as training scripts write: `{"state_dict": ...}`,
 `{"model": ..., "optimizer": ...}`, `{"encoder": ..., "rnn": ..., "decoder": ...}`. The keys of nested dictionaries are
@@ -28,7 +28,8 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of a file. `inside`: the dotted key of the dictionary that holds them, "" for the whole file."""
+    """The tensors of a file, by name. `inside`: the dotted key of the dictionary that holds the tensors, "" for the
+    whole file."""
 
     path: Path
     sha256: str
@@ -37,7 +38,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path, inside: str | None = None) -> Checkpoint:
-    """Reads a file. `inside`: the key of the tensors, for a file that holds several models.
+    """Reads a file. `inside`: the dotted key of the dictionary to read, for a file that holds several models.
 
     Raises ForeignError if the file cannot be read, holds code, or does not hold exactly one recurrent model.
     """
@@ -104,7 +105,7 @@ def _is_model(tensors: Tensors) -> bool:
 
 
 def _model(path: Path, tree: Mapping[object, object], prefix: str = "") -> str:
-    """Returns the dotted key of the smallest dictionary that holds a whole model, "" for the file itself."""
+    """Returns the dotted key of the innermost dictionary that holds a whole model, "" for the file itself."""
     inner = [key for key, value in tree.items() if isinstance(value, Mapping) and _is_model(_flat(value))]
     if len(inner) > 1:
         keys = ", ".join(f"{prefix}{key}" for key in inner)
@@ -115,7 +116,7 @@ def _model(path: Path, tree: Mapping[object, object], prefix: str = "") -> str:
 
 
 def _at(path: Path, tree: Mapping[object, object], inside: str) -> Mapping[object, object]:
-    """Returns the dictionary under a dotted key."""
+    """Returns the dictionary at a dotted key."""
     for key in inside.split(".") if inside else ():
         branch = tree.get(key)
         if not isinstance(branch, Mapping):

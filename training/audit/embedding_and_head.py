@@ -1,4 +1,4 @@
-"""Finds the embedding and the head of a checkpoint: the matrices below and above its recurrent layers."""
+"""Finds the embedding and the head of a checkpoint, the matrices before and after its recurrent layers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LARGEST_ONE_HOT = 4096
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingAndHead:
-    """The names of the tensors. Without an embedding, inputs are one-hot. Without a head, the head is tied to the
-    embedding. Without a bias, the bias is zero."""
+    """The file's names of the tensors. If `embedding` is None, inputs are one-hot. If `head` is None, the head is tied
+    to the embedding. If `bias` is None, the head's bias is zero."""
 
     embedding: str | None
     head: str | None
@@ -25,7 +25,8 @@ class EmbeddingAndHead:
 
 
 def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndHead:
-    """Finds embedding and head by --map, by the usual names, or by their shapes. Raises ForeignError."""
+    """Finds the embedding and the head by the option --map, by their usual names, or by their shapes. Raises
+    ForeignError."""
     inputs, top = layers.inputs, layers.sizes[-1]
     embedding, head, bias = (tensors.mapped(name) for name in ("embedding", "head", "head.bias"))
     embedding = embedding or _find(tensors, "embedding", EMBEDDINGS, lambda width: width == inputs)
@@ -73,8 +74,8 @@ def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[
 
 
 def _without_embedding(tensors: TensorMap, head: str | None, inputs: int, top: int) -> tuple[str | None, str | None]:
-    """Returns embedding and head for a file without an embedding matrix. Either the two are tied and saved as the head,
-    or the inputs are one-hot."""
+    """Returns the embedding's and the head's names for a file without an embedding matrix. Either embedding and head
+    are tied and saved as the head, or the inputs are one-hot."""
     if head is None:
         raise tensors.error(f"no embedding [V, {inputs}] and no head [V, {top}]; name them with --map")
     vocabulary = tensors.matrix(head)[0]

@@ -1,10 +1,10 @@
 """Measures how fast a model forgets: compares windows of the last k tokens with the uninterrupted run.
 
-Two trajectories of the same weights read the same last k tokens. One starts from the state after the whole past, the
-other from the zero state. Three comparisons are made: the 2-norm distance of `hidden`, the output layer's input; the
-total variation and top-1 of the predicted distributions; and the perplexity of the next tokens. Gradient norms measure
-how much the probability of the next token depends on the input i steps earlier. These are float32 measurements at
-sampled positions of one text, not bounds.
+Two runs of the same weights read the same last k tokens. The uninterrupted run starts from the state after all earlier
+tokens, the window from the zero state. Three quantities are compared: the 2-norm distance of `hidden`, the output
+layer's input; the total variation between the predicted distributions, and whether their most probable tokens agree;
+and the perplexity of the next tokens. Gradient norms measure how much the probability of the next token depends on the
+input i steps earlier. All results are float32 measurements at sampled positions of one text, not bounds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ GRADIENT_ROWS = 32
 GRADIENT_POSITIONS = 256
 """The largest number of positions for which gradients are computed."""
 LARGEST_LOSS = 700.0
-"""The largest mean loss, in nats per token. The exponential of any difference of two losses up to this limit is a
-float64 above 0."""
+"""The largest mean loss, in nats per token, for which a perplexity is computed. Up to this limit the exponential of the
+difference of any two losses is a finite float64 above 0."""
 
 
 class Unmeasurable(FloatingPointError):
@@ -38,7 +38,7 @@ class Unmeasurable(FloatingPointError):
 
 
 class Quantiles(Frozen):
-    """The statistics of a quantity over all positions."""
+    """The median and other statistics of a quantity over all positions."""
 
     median: float = Field(ge=0)
     p99: float = Field(ge=0)
@@ -48,8 +48,8 @@ class Quantiles(Frozen):
 class AtWindow(Frozen):
     """The comparison of windows of k tokens with the uninterrupted run, at the same positions.
 
-    `distance`: the 2-norm distance of the output layer's input. `perplexity_ratio`: the window's perplexity divided by
-    the recurrent perplexity.
+    `distance`: the 2-norm distance between the two inputs of the output layer. `perplexity_ratio`: the windows'
+    perplexity divided by the uninterrupted run's.
     """
 
     k: Positive
@@ -69,7 +69,7 @@ class AtLag(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Forgetting:
-    """The measurements of one stream. `losses`: the same figures as in the evaluation of a split."""
+    """The measurements of one stream. `losses` contains the same figures as the evaluation of a split in training."""
 
     windows: tuple[AtWindow, ...]
     lags: tuple[AtLag, ...]
@@ -84,16 +84,16 @@ def window_grid(longest: int) -> list[int]:
 
 
 def token_steps(tokens: int, windows: Sequence[int], count: int) -> int:
-    """Estimates the number of token steps of a measurement, for the total of its progress bar. A backward step counts
-    as two."""
+    """Estimates the number of token steps of a measurement, for the total of its progress bar. A token's backward step
+    counts as two token steps."""
     return tokens - 1 + count * sum(windows) + 3 * min(count, GRADIENT_POSITIONS) * max(windows)
 
 
 def measure(
     network: Network, corpus: Corpus, split: str, windows: Sequence[int], count: int, advance: Advance | None = None
 ) -> Forgetting:
-    """Measures at `count` positions. They are spread evenly over all positions after at least twice the largest window.
-    Raises Unmeasurable."""
+    """Measures at `count` positions. They are spread evenly over the positions that have at least twice the largest
+    window of tokens before them. Raises Unmeasurable."""
     network.eval()
     stream = corpus.streams[split]
     longest = max(windows)
@@ -125,8 +125,8 @@ def measure(
 
 
 def smallest_window(windows: Sequence[AtWindow], tolerance: float, quantile: str) -> int | None:
-    """Returns the smallest evaluated k such that the `p99` or `max` of the total variation is within tolerance for it
-    and all larger evaluated k."""
+    """Returns the smallest evaluated k such that, for this k and all larger evaluated k, a quantile of the total
+    variation is within the tolerance. `quantile`: "p99" or "max"."""
     within = None
     for at in sorted(windows, key=lambda at: at.k, reverse=True):
         if not getattr(at.total_variation, quantile) <= tolerance:
@@ -138,8 +138,8 @@ def smallest_window(windows: Sequence[AtWindow], tolerance: float, quantile: str
 def _recurrent(
     network: Network, stream: NDArray[np.int64], positions: NDArray[np.int64], starts: set[int], advance: Advance | None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Runs over the stream without interruption. Returns hidden at `positions`, all losses, and the states before each
-    of `starts`."""
+    """Runs over the whole stream without resetting the state. Returns the output layer's input at `positions`, the
+    losses of all tokens, and the states before each position in `starts`."""
     hidden, losses, states = [], [], []
     for piece in recurrent_pieces(network, stream, sorted(starts), advance):
         tokens = np.arange(piece.start, piece.start + len(piece.hidden))
@@ -154,7 +154,7 @@ def _recurrent(
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """The measurements of one k at every position: float32 (positions,) except `distance` (float64) and `top1`
+    """The measurements of one k. Each has shape (positions,) and dtype float32, except `distance` (float64) and `top1`
     (bool)."""
 
     distance: Tensor
@@ -207,8 +207,8 @@ def _gradients(
     states: list[Tensor],
     advance: Advance | None,
 ) -> Tensor:
-    """Returns the norms (length, starts) of the last prediction's gradient with respect to each input, starting from
-    `states`."""
+    """Runs over `length` tokens from each position in `starts`, with the initial states `states`. Returns the norms
+    (length, starts) of the last prediction's gradient with respect to each input."""
     embedding = network.embedding.weight.detach()
     norms = []
     for first in range(0, len(starts), GRADIENT_ROWS):
@@ -252,8 +252,8 @@ def _losses(
 
 
 def _check(what: str, ends: NDArray[np.int64], *found: Tensor) -> None:
-    """Raises Unmeasurable unless all values of `found` (ends, ...) are finite. `ends`: the indices of the last tokens
-    read."""
+    """Raises Unmeasurable unless all values of `found` (ends, ...) are finite. `ends`: the index of the last token that
+    each run has read."""
     finite = torch.stack([each.reshape(len(ends), -1).isfinite().all(-1) for each in found]).all(0).cpu().numpy()
     if not finite.all():
         raise Unmeasurable(f"{what} overflows float32 at token {ends[~finite][0] + 1}")

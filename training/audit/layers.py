@@ -1,4 +1,4 @@
-"""Finds the recurrent layers of a checkpoint: their tensors, their order and their cell."""
+"""Finds the recurrent layers of a checkpoint: their tensors, their order and their kind of cell."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from wane.training.audit.tensor_names import PART, PARTS
 TORCH_CELLS: dict[int, Cell] = {
     info.gates: cell for cell, info in reversed(CELLS.items()) if "audit" not in info.missing
 }
-"""The cells that `torch.nn` has too, by the number of row blocks of the recurrent matrix. For RNNs this is the first
-one, tanh."""
+"""The cells that `torch.nn` has too, by the number of row blocks of the recurrent matrix. An RNN has one block, whether
+its nonlinearity is tanh or relu. The key 1 maps to the tanh cell."""
 
 Names = dict[str, str]
-"""One layer's tensors, by part."""
+"""The file's names of one layer's tensors, by part (`weight_ih`, `bias_hh`, ...)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The recurrent layers, bottom to top. `sizes`: the number of units of each. `inputs`: the number of input features
-    of the first."""
+    """The recurrent layers, bottom to top. `sizes`: each layer's number of units. `inputs`: the number of input
+    features of the bottom layer."""
 
     cell: Cell
     names: list[Names]
@@ -33,7 +33,7 @@ class Layers:
 
 
 def find_layers(tensors: TensorMap, nonlinearity: str | None) -> Layers:
-    """Finds the recurrent layers and assigns their tensors. Raises ForeignError."""
+    """Finds the recurrent layers, and marks their tensors as assigned. Raises ForeignError."""
     found: dict[tuple[str, int], Names] = {}
     for name in sorted(tensors.unassigned):
         if (match := PART.match(name)) is None:
@@ -81,7 +81,8 @@ def _mapped(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Nam
 
 
 def _ordered(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Names]:
-    """Orders the layers by the numbers in their module's name (`cells.0`), then by their number in the module."""
+    """Orders the layers by the numbers in their module's name (`cells.0`), then by the layer's number in its module
+    (`_l0`)."""
     prefixes = {prefix for prefix, _ in found}
     if len({re.sub(r"\d+", "", prefix) for prefix in prefixes}) > 1:
         known = ", ".join(sorted(prefix.rstrip("._") for prefix in prefixes))
@@ -97,7 +98,7 @@ def _ordered(tensors: TensorMap, found: dict[tuple[str, int], Names]) -> list[Na
 
 
 def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -> Layers:
-    """Checks that the layers' shapes fit together. Returns the layers."""
+    """Checks that the shapes of successive layers fit together. Returns the layers."""
     cells: list[Cell] = []
     sizes: list[int] = []
     for layer in names:
@@ -141,8 +142,8 @@ def _cell(tensors: TensorMap, cell: Cell, nonlinearity: str | None) -> Cell:
 def layer_weights(tensors: TensorMap, layers: Layers) -> dict[str, Array]:
     """Returns the layers' weights by Wane's names, padded to the width of the widest layer.
 
-    Padding units have only zero weights. They start at 0, stay at 0 in every cell (tanh(0) = 0) and contribute 0 to
-    other units. No output changes.
+    Padding units have only zero weights. Their state starts at 0, stays at 0 in every kind of cell (tanh(0) = 0), and
+    contributes 0 to other units. The padding therefore changes no output.
     """
     hidden, gates = max(layers.sizes), CELLS[layers.cell].gates
     if len(set(layers.sizes)) > 1:

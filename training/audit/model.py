@@ -1,9 +1,9 @@
 """Imports a foreign language model: torch.nn.RNN, GRU or LSTM between an embedding and a head.
 
 The recurrent tensors are recognised by torch's names, and the cell by its row count (H, 3H, 4H). The embedding and the
-head are recognised by their usual names or, if only one matrix fits, by their shapes. `notes` lists every assumption
-and conversion. An unassigned tensor is an error, because the imported model would compute a different function without
-it.
+head are recognised by their usual names. Without such a name, a matrix is recognised by its shape if it is the only one
+that fits. `notes` lists every assumption and conversion. An unassigned tensor is an error, because the imported model
+would compute a different function without it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def import_model(
 ) -> ForeignModel:
     """Imports the model of a checkpoint.
 
-    `mapping`: the result of `tensor_names.parse_mapping`. `ignore`: patterns of tensors that do not belong to the
-    model. `nonlinearity`: "tanh" or "relu", for an RNN. Raises ForeignError, which names the tensor and the expected
-    shape or name.
+    `mapping`: the result of `tensor_names.parse_mapping`. `ignore`: patterns for the names of tensors that do not
+    belong to the model. `nonlinearity`: "tanh" or "relu" for an RNN, None for the default. Raises ForeignError, which
+    names the tensor and the expected shape or name.
     """
     tensors = TensorMap(checkpoint, mapping or {}, ignore)
     layers = find_layers(tensors, nonlinearity)

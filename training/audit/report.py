@@ -30,11 +30,11 @@ class AuditedModel(Frozen):
 
 
 class AuditedText(Frozen):
-    """The sample of text.
+    """The audited text.
 
     `unknown`: the number of `<unk>` tokens. `positions`: the number of positions at which windows were compared with
-    the whole past. Each has at least `behind` tokens before it. `gradient_positions`: the number of positions with
-    gradients. `positions` and `gradient_positions` are 0 if no measurement was possible.
+    the uninterrupted run. Each of these positions has at least `behind` tokens before it. `gradient_positions`: the
+    number of positions at which gradients were computed. Both counts of positions are 0 if no measurement was possible.
     """
 
     split: str
@@ -48,7 +48,7 @@ class AuditedText(Frozen):
 
 
 class Margin(Frozen):
-    """A sufficient condition for a layer to forget. It holds if `factor` < 1.
+    """A sufficient condition for a layer to forget. The condition holds if `factor` < 1.
 
     `margin`: 1 - factor, negative if the condition fails. `factor` and `margin` are null if the rule does not apply.
     `best`: whether the certificate uses this condition for the layer.
@@ -63,11 +63,13 @@ class Margin(Frozen):
 
 
 class Recommended(Frozen):
-    """The recommended windows for a tolerance of total variation. Each is null if no evaluated window is long enough.
+    """The recommended window lengths k for a tolerance of total variation. A field is null if no evaluated window is
+    long enough.
 
-    Each field is the smallest evaluated k that satisfies a condition for it and for all larger evaluated k. `p99`,
-    `max`: 99 % of the positions, or all positions, are within the tolerance (measured). `certified`: every token of
-    every text is within the tolerance (proved). `perplexity`: the perplexity is within 0.5 % of recurrent (measured).
+    Each field is the smallest evaluated k for which a condition holds, and also holds for all larger evaluated k.
+    `p99`: 99 % of the positions are within the tolerance (measured). `max`: all positions are within the tolerance
+    (measured). `certified`: every token of every text is within the tolerance (proved). `perplexity`: the windows'
+    perplexity is within 0.5 % of the recurrent perplexity (measured).
     """
 
     tolerance: float = Field(gt=0)
@@ -80,10 +82,10 @@ class Recommended(Frozen):
 class AuditReport(Frozen):
     """The content of `audit.json`.
 
-    `perplexity`: recurrent, over all of the text. Distances are 2-norms of the output layer's input. The certificate
-    holds for the float32 weights in exact arithmetic. A bundle's certificate adds its rounding term. Measurements are
-    of float32 runs. At large k they differ only by rounding. `unmeasured`: the reason why a model whose runs overflow
-    has no measurements (no perplexity, window or gradient).
+    `perplexity`: the recurrent perplexity over the whole text. Distances are 2-norms of differences between inputs of
+    the output layer. The certificate holds for the float32 weights in exact arithmetic. A bundle's certificate adds its
+    rounding term. Measurements are of float32 runs. At large k the two compared runs differ only by rounding.
+    `unmeasured`: if the model's runs overflow, the reason why the report has no perplexity, windows and gradients.
     """
 
     schema_version: Literal[1] = 1
@@ -99,7 +101,7 @@ class AuditReport(Frozen):
 
 
 def margins(certificate: Certificate) -> tuple[Margin, ...]:
-    """Returns every condition that was tried on every layer, bottom to top."""
+    """Returns all conditions that were tried on all layers, bottom to top."""
     found = []
     for layer in certificate.layers:
         tried = [(one.rule, one.norm, one.factor) for one in layer.conditions]
@@ -210,14 +212,15 @@ def _short(value: float) -> str:
 
 
 def _rounding(report: AuditReport) -> str:
-    """Returns a sentence that says how the proved column treats float32's rounding."""
+    """Returns a sentence that says whether the table's proved column includes float32's rounding."""
     if report.certificate.rounding is None:
         return "in exact arithmetic; the exported bundle adds a term for float32's rounding"
     return "in exact arithmetic, plus the measured float32 rounding"
 
 
 def _gradient(report: AuditReport) -> str:
-    """Returns a sentence that names the i above which the gradient's median stays below a hundredth of its value at i =
+    """Returns a sentence that names the i from which on the gradient's median stays below a hundredth of its value at i
+    =
     0."""
     first = report.gradients[0].gradient.median
     said = "gradient |dp_t+i / dx_t| of the prediction in an input i tokens before it: median"

@@ -56,7 +56,7 @@ class AuditOptions:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model under audit and its text. `split`: the name of the stream in `corpus` to read."""
+    """The audited model and the text that the audit reads. `split`: the name of the text's stream in `corpus`."""
 
     source: Literal["checkpoint", "bundle", "run"]
     architecture: Architecture
@@ -70,7 +70,7 @@ class Subject:
 
 
 def find_subject(options: AuditOptions) -> Subject:
-    """Reads the model and its text. Raises TrainingError."""
+    """Reads the model and the text. Raises TrainingError."""
     if (options.file / "experiment.json").exists():
         run = open_run(options.file, options.data)
         weights = {name: tensor.numpy() for name, tensor in run.network.weights().items()}
@@ -117,7 +117,8 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
 
 
 def truncate_text(subject: Subject, tokens: int) -> NDArray[np.int64]:
-    """Truncates the subject's stream to `tokens` tokens and returns it. Drops the word count, which is then unknown."""
+    """Truncates the subject's stream to `tokens` tokens with a next token, and returns the stream. Removes the word
+    count of a truncated stream."""
     corpus, split = subject.corpus, subject.split
     if len(corpus.streams[split]) > tokens + 1:
         corpus.streams[split] = corpus.streams[split][: tokens + 1]

@@ -16,8 +16,8 @@ Array = NDArray[np.float32]
 
 
 class TensorMap:
-    """Assigns tensors by name. `unassigned`: the names of the tensors that have no role yet. `names`: the file's name
-    of each of Wane's tensors."""
+    """Assigns tensors by name. `unassigned`: the names of the tensors that are not assigned yet. `names`: the file's
+    name of each of Wane's tensors."""
 
     def __init__(self, checkpoint: Checkpoint, mapping: dict[str, str], ignore: Sequence[str]) -> None:
         self._path = checkpoint.path
@@ -42,7 +42,7 @@ class TensorMap:
         return shape[0], shape[1]
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises ForeignError unless the tensor has this shape."""
+        """Raises ForeignError unless the tensor `name` has the shape `shape`."""
         if self.shape(name) != shape:
             raise self.error(f"{name} has shape {list(self.shape(name))}, expected {list(shape)}")
 
@@ -71,21 +71,21 @@ class TensorMap:
         return taken
 
     def note_conversions(self) -> None:
-        """Notes which number formats were converted."""
+        """Adds a note for each number format that was converted to float32."""
         for dtype in sorted(self._dtypes - {torch.float32}, key=str):
             how = "rounded" if dtype == torch.float64 else "converted, exactly,"
             self.notes.append(f"{str(dtype).removeprefix('torch.')} tensors were {how} to float32")
 
     def listing(self) -> str:
-        """Lists the names of the first tensors, for a message."""
+        """Lists the names of the file's first tensors, for an error message."""
         names = sorted(self._tensors)
         return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
     def describe(self, names: Sequence[str]) -> str:
-        """Lists names with their shapes, for a message."""
+        """Lists the names of tensors with their shapes, for an error message."""
         more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
         return "; ".join(f"{name} {list(self.shape(name))}" for name in names[:8]) + more
 
     def error(self, text: str) -> ForeignError:
-        """Returns an error about this file."""
+        """Returns a ForeignError that names this file."""
         return ForeignError(f"{self._path}: {text}")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from wane.training.errors import ForeignError
 
 PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-"""The names of the tensors of a torch.nn.RNN, GRU or LSTM layer, `rnn.weight_ih_l0`, or of one of torch's cells,
-`cell.weight_ih`."""
+"""Matches the tensor names of a torch.nn.RNN, GRU or LSTM layer, such as `rnn.weight_ih_l0`, and of torch's cells, such
+as `cell.weight_ih`."""
 
 PART = re.compile(
     rf"^(?P<prefix>|.*[._])(?P<part>{'|'.join(PARTS)}|weight_hr)(?:_l(?P<layer>\d+))?(?P<reverse>_reverse)?$"
@@ -43,8 +43,8 @@ def parse_mapping(options: Sequence[str]) -> dict[str, str]:
 
 
 def kind(name: str) -> frozenset[str] | None:
-    """Returns the set that contains the name's last known word, or None. `decoder.embedding.weight` is therefore an
-    embedding."""
+    """Returns EMBEDDINGS or HEADS, whichever contains the last known word of the name, or None.
+    `decoder.embedding.weight` is therefore an embedding."""
     for part in reversed(name.lower().split(".")):
         word = part.rstrip("0123456789").rstrip("_")
         for usual in (EMBEDDINGS, HEADS):

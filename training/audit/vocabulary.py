@@ -1,8 +1,8 @@
 """Converts a foreign vocabulary, a Hugging Face tokenizer.json or a list of names, to one that Wane serves.
 
-Wane has three kinds of vocabulary (`models/vocabulary.py`). In each of them `<eos>` begins a sequence and encodes a
-line break. The token with this role in training is found by its usual names, or named with --eos. It is renamed and
-keeps its id.
+Wane has three kinds of vocabulary (`models/vocabulary.py`). In each kind `<eos>` begins a sequence and encodes a line
+break. The foreign token that had this role in training is found by its usual names, or given with --eos. This token is
+renamed to `<eos>` and keeps its id.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINE_BREAK = "\u010a"
 EOS_NAMES = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<EOS>", "[EOS]", "<|eos|>", "<end>", "[SEP]")
 UNKNOWN_NAMES = (UNK, "<UNK>", "[UNK]", "<|unk|>", "<oov>", "<OOV>")
 SPECIAL_NAMES = ("<pad>", "<PAD>", "[PAD]", "<s>", "<bos>", "<BOS>", "<sos>", "<SOS>", "[CLS]", "[MASK]", "[SEP]")
-"""Names that do not occur in text."""
+"""Usual names of special tokens, which do not occur as words in a text."""
 
 DataKind = Literal["text", "events"]
 
@@ -42,7 +42,8 @@ class ForeignVocabulary:
 def read_tokenizer(path: Path, data: DataKind, eos: str | None) -> ForeignVocabulary:
     """Reads a tokenizer.json: byte-level BPE, or one token per word or event (WordLevel).
 
-    `eos`: the token that begins a sequence. Raises ForeignError if the tokenizer has another kind or lacks the token.
+    `eos`: the token that begins a sequence, None to find the token by its usual names. Raises ForeignError if the
+    tokenizer is of another kind or lacks the token.
     """
     record = _json(path, _text(path))
     model = record.get("model") if isinstance(record, dict) else None
@@ -111,7 +112,7 @@ def _characters(table: dict[str, int]) -> str:
 
 
 def _end(path: Path, names: dict[str, int], eos: str | None, usual: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Returns the name of the token that begins a sequence, and a note if it was guessed."""
+    """Returns the name of the token that begins a sequence, and a note if the token was found by its usual names."""
     if eos is not None:
         if eos not in names:
             raise ForeignError(f"{path}: --eos {eos}: there is no such token")
@@ -126,7 +127,7 @@ def _end(path: Path, names: dict[str, int], eos: str | None, usual: tuple[str, .
 
 
 def _renaming(path: Path, names: dict[str, int], end: str, unknown: str | None) -> dict[str, str]:
-    """Returns a mapping from old names to Wane's."""
+    """Returns a mapping from the tokens' foreign names to Wane's names."""
     renamed = {}
     if end != EOS:
         if EOS in names:
@@ -154,7 +155,7 @@ def _made(path: Path, kind: VocabularyKind, tokenizer_json: str, notes: list[str
         vocabulary = Vocabulary(kind, tokenizer_json)
     except KeyError as error:
         raise ForeignError(f"{path}: a token holds {error}, which byte-level BPE never writes") from error
-    except Exception as error:  # tokenizers raises a bare Exception
+    except Exception as error:  # the library `tokenizers` raises a bare Exception
         raise ForeignError(f"{path}: {error}") from error
     if '"BPE"' not in tokenizer_json and all(vocabulary.token(index) != UNK for index in range(vocabulary.size)):
         notes.append(f"there is no token for unknown items ({UNK}): they are refused")
