@@ -1,4 +1,4 @@
-"""Compares two ways to run the gated recurrence `s_t = f_t * s_(t-1) + u_t` in ONNX Runtime, on one CPU thread.
+"""Compares two ways to compute the gated recurrence `s_t = f_t * s_(t-1) + u_t` in ONNX Runtime, on one CPU thread.
 
     python -m benchmarks.recurrence [--repeat N]
 
@@ -36,7 +36,7 @@ def loop(graph: GraphWriter, f: str, u: str, initial: str) -> str:
 
 
 def doubling(graph: GraphWriter, f: str, u: str, initial: str, chunk: int) -> str:
-    """Adds nodes that compute the states (T, B, H) of all positions of a chunk in parallel."""
+    """Adds nodes that compute the states (T, B, H). The states of all positions of a chunk are computed in parallel."""
     time_axis = graph.node("Shape", f, start=0, end=1)
     row = graph.node("Shape", f, start=1)
     missing = graph.node("Mod", graph.node("Neg", time_axis), graph.integers(chunk))

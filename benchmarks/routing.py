@@ -4,11 +4,11 @@
 
 The topology of docker-compose.yml runs as processes of this machine, with one model: three replicas, HAProxy, and
 Redis, which writes every step to the disk before it answers. Each connection steps its own sessions in turn, by one
-token per request, in a closed loop. Every round measures both routings with the same replicas and new sessions. Between
-the two measurements only HAProxy is restarted, with another BALANCE.
+token per request, in a closed loop. Every round measures consistent hashing and round robin with the same replicas and
+new sessions. Between the two measurements only HAProxy is restarted, with another BALANCE.
 
-Server, clients, HAProxy and Redis share the machine. The last three columns show the replicas' additional work: rebuilt
-states, states that caught up, and steps that were run again.
+Server, clients, HAProxy and Redis share the machine. The last three columns show the replicas' additional work: states
+that were rebuilt, states to which tokens of other replicas were applied, and steps that were run again.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def measure(stack: Stack, way: str, number: int, seconds: float) -> Round:
 
 
 def ways_of(rounds: Sequence[Any], *figures: str) -> dict[str, dict[str, Any]]:
-    """Returns the number of steps of each way, and the spreads of its `figures` over the rounds."""
+    """Returns, for each routing, the number of steps and the spreads of its `figures` over the rounds."""
     found: dict[str, dict[str, Any]] = {}
     for way in dict.fromkeys(one.way for one in rounds):
         own = [one for one in rounds if one.way == way]
