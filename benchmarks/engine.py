@@ -6,12 +6,12 @@ answers.
 For every bundle, measures two kinds of requests: steps of sessions whose states are resident, and windows of the
 bundle's length. In every round, each of these methods is measured once:
 
-- bare: the runner computes full batches in a loop on one thread. Each output state is the next input. The other outputs
-  are dropped.
+- bare: the runner computes full batches in a loop on one thread. The states that a run returns are the input of the
+  next run. The other outputs are dropped.
 - batcher: each client awaits its own future. States are read from the state pool and written back to it.
 - engine: the same clients use the whole engine, with sessions, limits, deadlines, predictions, bounds and reports.
-- turns: 64 requests are submitted to the engine in one turn of the event loop. The next 64 follow when all are
-  answered.
+- turns: 64 requests are submitted to the engine in one iteration of the event loop. The next 64 follow when all
+  64 are answered.
 
 `batcher` and `engine` have twice as many clients as the largest batch: while the batch of one half of the clients is
 computed, the requests of the other half are answered. A further run with one client measures the median latency of a

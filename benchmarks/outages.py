@@ -50,9 +50,10 @@ def slices(start_s: float, count: int, each_s: float) -> list[Span]:
 
 
 def p99_ms(clients: Iterable[SessionClient], spans: Sequence[Span], outside: Sequence[Span] = ()) -> float:
-    """Returns the p99 latency of the steps that were due in `spans` and were not in flight during any of `outside`.
+    """Returns the p99 latency of the steps that were due in one of `spans`. Steps that were in flight during one of the
+    spans `outside` are left out.
 
-    Returns NaN if no step matches.
+    Returns NaN if no step is left.
     """
     latencies = [
         timed.latency_s * 1e3

@@ -9,15 +9,15 @@ these methods once:
 - one call: one run of the graph `advance` or `scan` over the whole sequence, on two spinning threads. For an LSTM, this
   is one call of ONNX Runtime's LSTM operator.
 - in pieces: the same graph runs over PIECE tokens at a time. The last state of each run is the initial state of the
-next run. This is the
-  fastest sequential method.
+  next run. This is the fastest sequential method.
 - step: the graph `step` runs token by token over the first STEPPED tokens. Its time is extrapolated to the whole
   sequence.
-- chunks: the graph runs over WIDTH parallel chunks without warm-up tokens, which measures the work alone. `2 threads`
-  is one run on two threads. `2 runs` is two concurrent runs on one thread each, with half of the chunks each.
-- parallel: the method that the server uses. The throughput that is measured at load determines the chunks. Each chunk
-  is warmed up, and the batcher runs it. The error at each joint of two chunks is measured and bounded. Chunks whose
-  error is over 1e-5 are run again.
+- chunks: the graph runs over WIDTH parallel chunks without warm-up tokens, which measures the work alone. With
+  `2 threads`, one run computes all chunks on two threads. With `2 runs`, two concurrent runs compute half of the chunks
+  each, on one thread each.
+- parallel: the method that the server uses. The number of chunks depends on the throughput that the engine
+  measures when it loads the model. Each chunk starts with warm-up tokens, and the batcher runs the chunks. The error of
+  each chunk's initial state is measured and bounded. Chunks whose error is over 1e-5 are run again.
 - parallel, exact: like parallel, but a chunk is run again unless its initial state is bitwise equal to the previous
   chunk's last state.
 

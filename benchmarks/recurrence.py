@@ -3,8 +3,11 @@
     python -m benchmarks.recurrence [--repeat N]
 
 - loop: a Scan over time with a multiplication and an addition in its body. The bundles' graphs use this method.
-- doubling in chunks of 16, 32 or 64: in log2(chunk) rounds, each position is combined with the position 1, 2, 4, ...
-  before it. A Scan over the chunks then joins them. Neither method computes exp(cumsum(log f)), which underflows.
+- doubling in chunks of 16, 32 or 64: the positions of a chunk are computed in parallel, in log2(chunk) rounds. In round
+  r = 0, 1, 2, ..., each position is combined with the position 2^r before it. A Scan over the chunks then carries the
+  state from each chunk to the next.
+
+Neither method computes exp(cumsum(log f)), which underflows.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ NAME = "routing"
 class Round:
     """One round with one routing.
 
-    The last three fields are shares of all steps. rebuilt: answered from a rebuilt state. caught_up: the replica first
-    applied tokens that other replicas had appended. conflicts: the store's revision had changed, and the step was run
-    again.
+    The last three fields are shares of all steps. rebuilt: the share of steps that were answered from a rebuilt state.
+    caught_up: the share for which the replica first applied tokens that other replicas had appended. conflicts: the
+    share that was run again because the session's revision in the store had changed.
     """
 
     way: str

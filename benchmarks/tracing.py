@@ -3,8 +3,8 @@
     python -m benchmarks.tracing [--rounds N] [--json FILE] [--page FILE]
 
 Three servers run with one model. One sends no traces. Two send traces to a real collector, with the sampling ratios 0
-and 1. Each case has one connection, which sends steps of one token one after another. The cases take turns, with a
-hundred steps per turn. All processes share the machine. Needs the extras `otel` and `dev`.
+and 1. Each case has one connection, which sends steps of one token one after another. In each round, every case sends a
+hundred steps. All processes share the machine. Needs the extras `otel` and `dev`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ WAYS: dict[str, tuple[Mapping[str, str] | None, Mapping[str, str]]] = {
     "traced, a share of 0 without a parent": (SHARE_0, {}),
     "traced and sampled, four spans": ({}, {}),
 }
-"""By case: the server's environment variables (None for a server without an endpoint), and the request's headers."""
+"""For each case, the server's environment variables (None for a server without a collector's address), and the headers
+of the case's requests."""
 
 
 class Client:
@@ -64,7 +65,7 @@ class Client:
         return self.connection.getresponse().read()
 
     def steps(self) -> list[float]:
-        """Takes EACH steps. Returns the duration of each step, in seconds."""
+        """Sends EACH steps. Returns the duration of each step, in seconds."""
         took_s: list[float] = []
         for _ in range(EACH):
             started_s = time.perf_counter()

@@ -55,5 +55,5 @@ def comparisons(rounds: Rounds, models: list[str]) -> list[Comparison]:
 
 
 def item_cpus(rounds: list[Measured]) -> list[float]:
-    """Returns the server's CPU time per item in each round, in microseconds. Rounds without this figure are left out."""
+    """Returns the server's CPU time per item in each round, in microseconds. Rounds without it are left out."""
     return [one.item_cpu_us for one in rounds if one.item_cpu_us is not None]

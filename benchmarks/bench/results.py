@@ -208,7 +208,7 @@ class Results(Frozen):
         write_json(path, self.model_dump(mode="json", exclude_none=True))
 
     def having(self, rounds: Rounds, targets: Sequence[Target], comparisons: Sequence[Comparison] = ()) -> Results:
-        """Returns a copy that also contains the summaries of `rounds`, the targets and the comparisons with a baseline."""
+        """Returns a copy with the summaries of `rounds`, the targets, and the comparisons with a baseline."""
         figures = {
             model: {
                 name: {load: Summary.of(found) for load, found in loads.items()} for name, loads in contenders.items()
