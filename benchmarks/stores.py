@@ -167,8 +167,8 @@ async def take_over(one: Replica, other: Replica, pasts: list[tuple[int, ...]]) 
         begun = time.perf_counter()
         await other.step(client, pasts[client][1:2])
         alone.append(time.perf_counter() - begun)
-        await one.step(client, pasts[client][2:3])  # so that the first engine applies the token that the second engine
-        # has appended
+        # In this step, the first engine also applies the token that the second engine has appended.
+        await one.step(client, pasts[client][2:3])
     begun = time.perf_counter()
     await asyncio.gather(*(other.step(client, pasts[client][1:2]) for client in range(ALONE, CLIENTS)))
     together = time.perf_counter() - begun

@@ -10,7 +10,7 @@ tails. Every round measures each of three cases once:
 
 - undisturbed: no parked session returns.
 - fair: the engine's own queue (`service/batching/scheduler.py`).
-- first come: one queue. The next batch is the oldest item and all items of its kind behind it.
+- first come: one queue. The next batch is the oldest item and all later items of the same kind.
 
 The figures are the latencies of the steps that are due between the storm's start and end. Without a storm, the interval
 has the same length.

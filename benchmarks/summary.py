@@ -78,10 +78,10 @@ weights file."""
 
 
 def bundle_hashes(names: Iterable[str] | None = None) -> dict[str, str]:
-    """Returns the first 16 digits of a SHA-256 over the MEASURED_FIELDS of each shipped bundle.
+    """Returns, for each shipped bundle, the first 16 digits of a SHA-256 over the manifest's MEASURED_FIELDS.
 
-    A new version of a bundle with the same function has the same hash. `names` are the names of the hashed bundles;
-    None for all shipped bundles.
+    A new version of a bundle that computes the same function has the same hash. `names` are the names of the hashed
+    bundles; None for all shipped bundles.
     """
     found = sorted(path.parent.name for path in BUNDLES.glob("*/manifest.json")) if names is None else sorted(names)
     return {name: _bundle_hash(read_manifest(BUNDLES / name)) for name in found}

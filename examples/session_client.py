@@ -1,4 +1,4 @@
-"""A client whose session survives retries, server restarts and the loss of servers. It uses httpx.
+"""A client whose session survives retries, server restarts and the loss of servers. The client uses the package httpx.
 
     python examples/session_client.py http://127.0.0.1:8000
 
@@ -23,7 +23,8 @@ class Session:
         self.post("/v1/sessions", {"session": name})
 
     def step(self, token: int) -> dict[str, Any]:
-        body = {"tokens": [token], "expected_position": len(self.tokens)}  # makes a retry of the step safe
+        # The expected position makes a retry of the step safe.
+        body = {"tokens": [token], "expected_position": len(self.tokens)}
         answer = self.post(f"/v1/sessions/{self.name}/tokens", body)
         self.tokens.append(token)
         return answer  # the "position" of an answer is the expected_position of the next step

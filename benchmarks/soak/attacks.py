@@ -96,8 +96,8 @@ async def oversized(target: Target) -> AsyncIterator[Told]:
         piece = b"10000\r\n" + b" " * 65536 + b"\r\n"
         for _ in range(more // 65536 + 1):
             await raw.send(piece)
-        yield Told(await raw.status(), ("413", CLOSED))  # the server may close it before it has received the
-        # everything
+        # The server may close the connection before it has received the whole body.
+        yield Told(await raw.status(), ("413", CLOSED))
 
 
 async def drips(target: Target) -> AsyncIterator[Told]:
@@ -125,8 +125,8 @@ async def garbage(target: Target) -> AsyncIterator[Told]:
     for data, right in (
         (random.randbytes(200) + b"\r\n\r\n", "400"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + random.randbytes(80), "400"),
-        (b"GET /v1/models\r\n\r\n", "200" if target.key is None else "401"),  # HTTP 0.9, which the parser (llhttp)
-        # accepts
+        # A request of HTTP 0.9, which the server's parser (llhttp) accepts.
+        (b"GET /v1/models\r\n\r\n", "200" if target.key is None else "401"),
         (b"GET /v1/models HTTP/1.1\r\nhost localhost\r\n\r\n", "400"),
         (b"POST /v1/score HTTP/1.1\r\nhost: a\r\ncontent-length: -5\r\n\r\n", "400"),
         (
@@ -240,9 +240,8 @@ async def never_reads(target: Target) -> AsyncIterator[Told]:
     """Sends steps to a WebSocket without reading from it."""
     async with connected(target.port) as raw:
         name = f"never-reads-{random.randrange(8)}"
-        await ask(
-            target, request("POST", "/v1/sessions", target.key, {"session": name})
-        )  # it may exist, or the quota may be used up
+        # No answer is checked: the session may exist already, or the quota may be used up.
+        await ask(target, request("POST", "/v1/sessions", target.key, {"session": name}))
         await raw.send(upgrade(f"/v1/sessions/{name}/stream", target.key))
         yield Told(await raw.status(), ("101",))
         step = frame(json.dumps({"tokens": [random.randrange(2, target.vocabulary)], "top_k": 100}))
@@ -260,9 +259,8 @@ async def babbling(target: Target) -> AsyncIterator[Told]:
     """Sends only invalid messages to a WebSocket."""
     async with connected(target.port) as raw:
         name = f"babbling-{random.randrange(8)}"
-        await ask(
-            target, request("POST", "/v1/sessions", target.key, {"session": name})
-        )  # it may exist, or the quota may be used up
+        # No answer is checked: the session may exist already, or the quota may be used up.
+        await ask(target, request("POST", "/v1/sessions", target.key, {"session": name}))
         await raw.send(upgrade(f"/v1/sessions/{name}/stream", target.key))
         yield Told(await raw.status(), ("101",))
         for text in ("{", '{"tokens": "x"}', '{"rewind": -5}', "x" * 3000, '{"tokens": []}'):

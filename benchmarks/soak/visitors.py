@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 from benchmarks.soak.connection import Connection, Reply
 
-LIVELY = 0.2  # share of lively sessions among the created ones; lively sessions receive the share LIVELY_CALLS of the
-# calls
-LIVELY_CALLS = 0.8
-LIVELY_ENDS = 0.6 / 2.8  # share of lively sessions among the deleted ones, so that as many are deleted as created
+LIVELY = 0.2  # share of lively sessions among the created sessions
+LIVELY_CALLS = 0.8  # share of the calls that use a lively session
+LIVELY_ENDS = 0.6 / 2.8  # share of lively sessions among the deleted sessions, so that as many are deleted as created
 
 ACTIONS = {"step": 89.0, "start": 3.0, "end": 2.8, "look": 1.7, "predict": 1.5, "rewind": 1.0, "leave": 1.0}
 STEPS = "/v1/sessions/{session}/tokens"
@@ -103,8 +102,8 @@ class Visitors:
             token = self._token()
             await connection.leave("POST", STEPS.format(session=kept.name), self._step(kept, token))
             ledger.count("leave", None)
-            await self._ask(connection, "step", kept, token)  # the same step again: its token must be appended exactly
-            # once
+            # Sends the same step again: its token must be appended exactly once.
+            await self._ask(connection, "step", kept, token)
         else:
             await self._ask(connection, action, kept, self._token())
 
