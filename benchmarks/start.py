@@ -91,7 +91,7 @@ class Client:
 
 @contextmanager
 def started(subject: Subject, bundles: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, float]]:
-    """Starts a server. Yields the server's process, its port, and the time when it was started, by `time.perf_counter`."""
+    """Starts a server. Yields its process, its port, and the time when it was started, by `time.perf_counter`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])

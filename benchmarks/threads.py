@@ -103,7 +103,7 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def shown(run: dict[str, dict[str, float]]) -> str:
-    """Returns the time of one setting, and the ratio of the time of the server's setting to the time of this setting."""
+    """Returns the time of one setting, and the ratio of the time of the server's setting to this time."""
     ratio = run["served_over_it"]
     return f"{run['us']['median']:,.0f} ({ratio['median']:.2f}x, {ratio['least']:.2f} to {ratio['most']:.2f})"
 

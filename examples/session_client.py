@@ -23,8 +23,7 @@ class Session:
         self.post("/v1/sessions", {"session": name})
 
     def step(self, token: int) -> dict[str, Any]:
-        # The expected position makes a retry of the step safe.
-        body = {"tokens": [token], "expected_position": len(self.tokens)}
+        body = {"tokens": [token], "expected_position": len(self.tokens)}  # makes a retry of the step safe
         answer = self.post(f"/v1/sessions/{self.name}/tokens", body)
         self.tokens.append(token)
         return answer  # the "position" of an answer is the expected_position of the next step

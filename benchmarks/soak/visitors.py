@@ -125,8 +125,8 @@ class Visitors:
         ledger.count(action, reply)
         if action == "step":
             ledger.latencies_s.append(now_s - started_s)
-        idle_s = now_s - kept.touched_s  # An upper bound of the idle time, because the server may have handled the last
-        # request after `touched_s`.
+        # An upper bound of the idle time, because the server may have handled the last request after `touched_s`.
+        idle_s = now_s - kept.touched_s
         if reply.status == EXPECTED[action]:
             self._check(action, kept, token, reply)
             if action != "look":
