@@ -1,4 +1,5 @@
-"""A started server with a model of text and one of events, for the released packages of other protocols."""
+"""Fixtures for tests of client packages of other protocols: a started server with a model of text and a model of
+events."""
 
 from __future__ import annotations
 

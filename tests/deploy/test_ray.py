@@ -41,7 +41,7 @@ async def greet(socket: WebSocket) -> None:
 
 
 async def be_killed(scope: Scope, receive: Receive, send: Send) -> None:
-    """Returns without an answer, as Ray's proxy does after a replica has exited."""
+    """An ASGI application that returns without an answer, as Ray's proxy does after a replica has exited."""
 
 
 def through_the_front(app: ASGIApp) -> TestClient:
