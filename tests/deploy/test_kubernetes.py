@@ -292,7 +292,8 @@ def test_the_hpa_uses_a_metric_that_the_adapter_derives_from_the_servers() -> No
 
 
 def queued_s(harness: EngineHarness) -> float:
-    """Returns the value of the HPA's metric that the Prometheus adapter's rule computes for one replica."""
+    """Returns the value of the counter QUEUED of one replica, summed over its labels. The HPA's metric is the rate of
+    this value."""
     found = [one for metric in harness.metrics.registry.collect() for one in metric.samples if one.name == QUEUED]
     assert {one.labels["model"] for one in found} == {harness.engine.name}, (
         "the metric must exist before any request has waited"

@@ -34,7 +34,8 @@ async def tell(request: Request) -> Response:
 
 
 async def greet(socket: WebSocket) -> None:
-    """An ASGI application that answers once, or returns without an answer."""
+    """A WebSocket route. After the message `end`, it closes the WebSocket. After any other message, it returns without
+    closing the WebSocket."""
     await socket.accept()
     if await socket.receive_text() == "end":
         await socket.close(1000)

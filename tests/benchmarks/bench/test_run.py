@@ -39,7 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def go(run: Run, folder: Path, fails: str = "") -> tuple[list[str], list[str]]:
-    """Executes the run once more. Returns the contenders whose visits failed, and all contenders that were visited."""
+    """Executes the run once more. Returns the names of the failed visits, and a line for each executed visit."""
     told = folder / "told"
     told.write_text("")
     program = AROUND.format(told=told, fails=fails)
