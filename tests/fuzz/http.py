@@ -81,7 +81,7 @@ def served() -> Iterator[LiveServer]:
 
 
 class HttpFuzz:
-    """Sends requests to one server. `statuses` counts the answers by status. `routes` counts them by route and status."""
+    """Sends requests to one server. `statuses` counts the answers by status, and `routes` by route and status."""
 
     def __init__(self, server: LiveServer) -> None:
         self._server = server
@@ -112,7 +112,7 @@ class HttpFuzz:
     # Requests
 
     def _random(self, count: int, first_seed: int, check: Callable[[Case], None]) -> None:
-        """Sends random requests to all operations: half of the requests match the description, and half of them do not."""
+        """Sends random requests to all operations. Half of the requests match the description, the other half do not."""
         kinds = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
         weighted = [one for one in self.operations for _ in range(BODY_WEIGHT if one.method == "post" else 1)]
 

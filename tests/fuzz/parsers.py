@@ -230,7 +230,7 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 def check_message(message: Message) -> None:
-    """Parses a request. Checks that each tensor has the announced shape, or that the error is one of Wane's own errors."""
+    """Parses a request. Checks that each tensor has the announced shape, or that the error is one of Wane's."""
     headers = {}
     if message.header_length is not None:
         headers[b"inference-header-content-length"] = message.header_length.encode(errors="replace")

@@ -186,8 +186,8 @@ def test_the_extreme_of_the_update_gate_attains_a_gru_s_factor(recalled: float) 
 
 
 def test_the_reset_gate_alone_can_attain_a_gru_s_factor() -> None:
-    """Only the reset gate r depends on h. The candidate is tanh(8 r - 4), and its slope near h = 0 is 8 r (1 - r) =
-    2."""
+    """Only the reset gate r depends on h, with the slope r (1 - r) = 1/4 near h = 0. The candidate is tanh(8 r - 4), so
+    its slope near h = 0 is 8 r (1 - r) = 2."""
     layer = one_unit("gru", [0, 0, 0], [1, 0, 0], [0, -6, -4], recalled=[0, 0, 8])
     ratio = largest_ratio(layer, [0.001], [-0.001])
     z = 1 / (1 + np.exp(6))
@@ -331,7 +331,7 @@ def test_an_lstm_without_recurrence_forgets_at_its_forget_gate() -> None:
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), forget=st.floats(0.1, 0.9))
 def test_lstms_that_meet_miller_and_hardt_s_condition_are_contractive(seed: int, forget: float) -> None:
-    """The condition of the theorem in the maximum norm, with f the largest value of the forget gate: |W_i| < 1 - f,
+    """Miller and Hardt's condition in the maximum norm, with f the largest value of the forget gate: |W_i| < 1 - f,
     |W_o| < 1 - f, |W_g| <= (1 - f) / 4 and |W_f| < (1 - f)^2."""
     model = architecture("lstm")
     weights = random_weights(model, seed, driven=0.0)

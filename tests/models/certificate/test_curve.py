@@ -47,10 +47,10 @@ def bad_histories(model: Architecture, weights: Weights, seed: int, past: int = 
 def bad_states(
     model: Architecture, weights: Weights, layers: list[Layer], histories: np.ndarray
 ) -> tuple[State, np.ndarray]:
-    """Returns initial states within reach that an adversary finds with the gradient, and the tokens that follow, (N,
-    LAST).
+    """Returns reachable initial states that an adversary finds with the gradient, and the tokens that follow each
+    state, (N, LAST).
 
-    Returns no states if the set of states within the bounds is not closed under the recurrence.
+    Returns no states for linear and ReLU cells, whose states have no bound.
     """
     last = histories[-STATES:, PAST:]
     reach = reachable(model, layers)
@@ -156,8 +156,9 @@ def test_without_rounding_a_tanh_rnn_in_float64_exceeds_its_curve() -> None:
 
 
 def test_a_repeated_token_attains_the_first_gated_layer_s_curve() -> None:
-    """Uses one gated unit that attains the bound. One token moves the unit's state to the edge of the box. Another
-    token then lets the state decay as slowly as possible."""
+    """Uses one gated unit and one repeated token. Before the window, the token moves the unit's state to the edge of
+    the box. In the window, the difference to a run from the zero state decays as slowly as possible, so it attains the
+    bound."""
     model = architecture("gated", hidden=1, embedding=1, vocabulary_size=2)
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:, 0] = (-1, 1)
@@ -289,7 +290,7 @@ def test_the_distance_of_two_layer_norm_outputs_is_within_its_bound(
     first = size * generator.normal(size=(50, 6))
     moved = generator.normal(size=(50, 6))
     second = first + apart * moved / np.linalg.norm(moved, axis=1, keepdims=True)
-    # The line between the two points passes through the centre of the norm ball.
+    # The line between the two points passes through the origin.
     second[::2] = first[::2] * (1 - apart / np.linalg.norm(first[::2], axis=1, keepdims=True))
     centred = [each - each.mean(axis=1, keepdims=True) for each in (first, second)]
     outputs = [layer_norm(each, np.ones(6), np.zeros(6), epsilon) for each in (first, second)]

@@ -111,7 +111,7 @@ def test_every_past_changes_a_lead_within_its_directional_bound(
 def test_the_bound_is_near_the_adversary_s_result(front: dict[str, int] | None) -> None:
     """Uses one gated layer whose block amplifies little.
 
-    The bound of every lead is below ten times the largest change that the adversary finds, and at most 0.7 times the
+    The bound of every lead is below ten times the largest change that the adversary finds, and below 0.7 times the
     bound from the radius.
     """
     model = architecture("gated", "residual", gate_caps=(0.9,), front=front, feed_forward=5, units=8, norm_epsilon=0.25)
