@@ -1,4 +1,4 @@
-"""Tests the k-step theorem: the tokens before the last k tokens change a prediction by at most the curve's bound for k."""
+"""Tests the k-step theorem: the tokens before the last k tokens change a prediction by at most the bound for k."""
 
 from __future__ import annotations
 

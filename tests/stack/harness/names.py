@@ -51,12 +51,12 @@ class Names(asyncio.DatagramProtocol):
 
 
 def write(name: str) -> bytes:
-    """Returns a name in wire format."""
+    """Returns a domain name in the wire format of DNS."""
     return b"".join(bytes([len(label)]) + label.encode() for label in name.split(".")) + b"\0"
 
 
 def read(wire: bytes) -> str:
-    """Returns the name in a question."""
+    """Returns the domain name in a query's question."""
     labels: list[str] = []
     while wire[0]:
         labels.append(wire[1 : wire[0] + 1].decode().lower())
