@@ -112,7 +112,7 @@ class HttpFuzz:
     # Requests
 
     def _random(self, count: int, first_seed: int, check: Callable[[Case], None]) -> None:
-        """Sends random requests to all operations. Half of the requests match the description, the other half do not."""
+        """Sends random requests to all operations. Half of the requests match the description, and half do not."""
         kinds = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
         weighted = [one for one in self.operations for _ in range(BODY_WEIGHT if one.method == "post" else 1)]
 

@@ -1,4 +1,4 @@
-"""Tests of the resident states in both simulations: as a cache of single sessions, and as a number of states."""
+"""Tests of the resident states in the simulations: as a cache of single sessions, and as a population of sessions."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ with the times at which they were invoked and answered. It finds these kinds of 
     refused       tokens of an append that was rejected, but applied
 
 An append without an answer may have been applied, even after its client stopped waiting. Such an append counts as
-applied if the session's tokens can be explained only in this way. The same rule holds for an append that was
-acknowledged as not durable, because a store may lose such an append, but not reorder it.
+applied if the session's tokens can then be explained. The same rule holds for an append that was acknowledged as not
+durable, because a store may lose such an append, but not reorder it.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ Answers = Mapping[int, Mapping[str, Any]]
 @dataclass(frozen=True, slots=True)
 class Compared:
     """The result of comparing answers with the reference. `broken` has a line for every claim that does not hold.
-    `largest` is the largest distance of an answer after a rebuilt state from the reference. `of_bounds` is the largest
-    ratio of an answer's distance to its bound."""
+    `largest` is the largest distance from the reference among the answers whose state was not resident or whose bound
+    is above 0. `of_bounds` is the largest ratio of an answer's distance to its bound."""
 
     answers: int
     rebuilt: int
