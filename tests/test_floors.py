@@ -1,10 +1,12 @@
-"""Tests of the imports between the packages. In the following list, a package may import only the packages after it
-(`>`, "below").
+"""Tests of the imports between the packages. In each list, `a > b` means that a package may import those after it, and
+not those before it. `a -> b` means that `a` may import `b`.
 
-service:  cli > server > app > api > registry > engine > chunked > batching > sessions > state > runners
-          > auth > net > aio > observability > types > settings > errors
-service  -> the light part of models (no torch), never training training -> models, never service research ->
-benchmarks; nothing but tests imports research
+    service:  cli > server > app > api > registry > engine > chunked > batching > sessions > state > runners
+              > auth > net > aio > observability > types > settings > errors
+
+    service  -> the light part of models (no torch), never training
+    training -> models, never service
+    research -> benchmarks; nothing but tests imports research
 """
 
 from __future__ import annotations

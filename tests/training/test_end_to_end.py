@@ -113,8 +113,8 @@ def test_a_killed_run_is_resumed_exported_and_served(tmp_path: Path, run: Callab
         assert answer["model"] == "licence"
         assert len(answer["predictions"]) == 5
         assert answer["agreement"]["top1_match"] is True
-        assert answer["agreement"]["total_variation"] < 1e-5  # the window covers the whole input, so the window mode
-        # and the recurrent mode agree
+        # The window covers the whole input, so the window mode and the recurrent mode agree.
+        assert answer["agreement"]["total_variation"] < 1e-5
     finally:
         server.send_signal(signal.SIGTERM)
         output, _ = server.communicate(timeout=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Tests of the hash ring: the replica of each session, and the sessions that move when replicas are added or removed."""
+"""Tests of the hash ring: the replica of each session, and the sessions that move if replicas are added or removed."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class RayCommand(Command):
         return found
 
     def logged(self, request_id: str) -> dict[str, Any]:
-        """Returns the log line of a request from the log of the replica that received it, after the replica has exited."""
+        """Returns the line of a request in the log of its replica, after the replica has exited."""
         for file in (self.folder / "ray").glob("session_2*/logs/worker-*.err"):
             for line in file.read_text(encoding="utf-8").splitlines():
                 if line.startswith("{") and request_id in line:

@@ -42,8 +42,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def scaled(module: Plain, recurrent: float) -> Plain:
-    """Scales the module's recurrent matrix to the norm `scale`. If `scale` is small enough, the audit proves that the
-    module forgets."""
+    """Multiplies the module's recurrent matrix by `recurrent`. If `recurrent` is small enough, the audit proves that
+    the module forgets."""
     with torch.no_grad():
         module.get_parameter("rnn.weight_hh_l0").mul_(recurrent)
     return module

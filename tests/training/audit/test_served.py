@@ -113,5 +113,5 @@ def test_a_foreign_torch_lstm_is_audited_exported_and_served(tmp_path: Path, mon
         assert [one["probability"] for one in answer["predictions"]] == pytest.approx(top.values.tolist(), abs=1e-5)
         assert (answer["error_bound"] == 0.0) is not truncated
     begun, own = (outside_predictions(outside, SHORT, truncated=truncated) for truncated in (False, True))
-    assert float((begun - own).abs().max()) > 1e-3  # after a short input, the start token changes the prediction
-    # noticeably
+    # After a short input, the start token changes the prediction noticeably.
+    assert float((begun - own).abs().max()) > 1e-3
