@@ -104,7 +104,7 @@ def begin(port: int, sessions: Sequence[str], random: Random) -> None:
 
 
 def steps(sessions: Sequence[str], random: Random) -> Iterator[bytes]:
-    """Yields steps of one random token for each session in turn, endlessly."""
+    """Yields steps of one random token each, endlessly: one step for each session, then again from the first session."""
     for session in cycle(sessions):
         yield http_request(f"/v1/sessions/{session}/tokens", f'{{"tokens":[{random.randrange(1, VOCABULARY)}]}}')
 
@@ -182,7 +182,7 @@ def rows(ways: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Measures both routings, and writes the figures and the page's table."""
+    """Measures consistent hashing and round robin, and writes the figures and the page's table."""
     parser = argparse.ArgumentParser("python -m benchmarks.routing", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of each round")

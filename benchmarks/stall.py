@@ -1,4 +1,4 @@
-"""Measures how long one request delays the others, with the most expensive bodies within the byte limit.
+"""Measures how long one request delays other requests, with the most expensive bodies within the byte limit.
 
     python -m benchmarks.stall [--repeat N] [--only NAME ...] [--json FILE]
 

@@ -2,11 +2,12 @@
 
     python -m benchmarks.start [--repeats N] [--seconds S] [--baseline FOLDER [--module MODULE]] [--json FILE]
 
-Each repeat starts new servers, first with all shipped models, then with the default model alone. Each repeat starts the
-servers of this checkout and of the baseline alternately. Two times are measured from the start of the process: until
-its first prediction, and until /readyz answers 200. Memory is read from /proc/PID/smaps_rollup. The idle memory is read
-SETTLED_S after the server is ready. The memory under load is the maximum of many samples. The load is CONNECTIONS
-clients. Each has a session of one model and sends steps, predictions from windows, scores and generations.
+Each repeat starts new servers one after another: first with all shipped models, then with the default model alone; each
+time a server of the baseline, if there is one, and then a server of this checkout. Two times are measured from the
+start of the server's process: until its first prediction, and until /readyz answers 200. Memory is read from
+/proc/PID/smaps_rollup. The idle memory is read SETTLED_S after the server is ready. The memory under load is the
+maximum of many samples. The load is CONNECTIONS clients. Each client has a session of one model and sends steps,
+predictions from windows, scores and generations.
 
 `--baseline` is the folder of another checkout of Wane. The server of that checkout is started as `python -m MODULE
 serve`, as in `benchmarks.bench`.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.stores [--models NAME ...] [--seconds S] [--json FILE] [--plot FILE] [--render]
 
-Measures two parts, `served` and `sizes`. Each part uses a redis-server of its own with an append-only file, which is
+Measures two parts, `served` and `sizes`. They use a redis-server that is started for them. Its append-only file is
 fsynced at every write or every second:
 
 - served: engines of real models, without HTTP. 64 sessions with full tails repeatedly step one token each,
@@ -160,7 +160,7 @@ async def rate(step: Callable[[int], Awaitable[object]], seconds: float) -> tupl
 
 
 async def take_over(one: Replica, other: Replica, pasts: list[tuple[int, ...]]) -> Result:
-    """Measures how the second engine takes over the first engine's sessions."""
+    """Measures how the second engine continues the first engine's sessions."""
     await other.open()
     alone = []
     for client in range(ALONE):
@@ -302,7 +302,8 @@ def plot(document: Result, path: Path) -> None:
 
 async def measure(models: list[str], text: str, seconds: float) -> Result:
     """Measures both parts. The sessions contain parts of `text`."""
-    options = (*DURABLE, "--auto-aof-rewrite-percentage", "0")  # so that the file's growth equals the bytes written
+    options = (*DURABLE, "--auto-aof-rewrite-percentage", "0")  # no rewrites, so that the file's growth equals the
+    # bytes written
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder), options) as server:
         served = []
         for model in models:

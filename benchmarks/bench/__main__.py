@@ -12,8 +12,8 @@ share the machine. Linux only.
 
 With `--baseline`, FOLDER is another checkout of Wane, and only Wane's servers are measured unless `--only` is given.
 The same interpreter starts the servers of both checkouts. The two servers run at the same time, and each load is
-applied to one after the other. The table shows the ratio of this checkout's figures to the other checkout's figures in
-each round.
+applied to one server after the other. The table shows the ratio of this checkout's figures to the other checkout's
+figures in each round.
 """
 
 from __future__ import annotations

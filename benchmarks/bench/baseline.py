@@ -32,7 +32,8 @@ class Baseline:
 
 
 def comparisons(rounds: Rounds, models: list[str]) -> list[Comparison]:
-    """Returns comparisons for the loads that both servers answered, in the order of measurement."""
+    """Returns a comparison for each load that was measured on this checkout's server and on the baseline's server, in
+    the order of measurement."""
     found = []
     for model in models:
         for ours, theirs in zip(wanes(), wanes(name=NAME), strict=True):

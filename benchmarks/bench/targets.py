@@ -87,7 +87,7 @@ def _ratio(
 
 
 def _stateful(rounds: Rounds, model: str, name: str, load: str, figure: Getter) -> Target | None:
-    """Returns the ratio of Wane's session steps to those of a peer that keeps sessions."""
+    """Returns the ratio of Wane's rate of session steps to that of a peer with sessions."""
     if figure is rate:
         wanted = 1.5 if (model, name) == (LSTM, "mosec-sessions") else None
         return _ratio(rounds, STEPS, load, figure, name, load, wanted, model=model)

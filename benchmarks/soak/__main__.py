@@ -11,9 +11,9 @@ connection, with server and clients on the same cores. Then it runs at a share o
 With `--hostile`, the server requires keys, and hostile clients attack it at the same time (`attacks.py`). The answers
 to hostile clients are checked separately. No request may end in a status of 500 or more.
 
-Passes (exit code 0) if all of these are true: every answer and every position was as expected; the server's counts of
-requests by route and status equal the clients' counts; the server's integrity checks found no fault; its resident
-memory did not grow.
+Passes (exit code 0) if all of these are true: every answer and every position in it was as expected; the server's
+counts of requests by route and status equal the clients' counts; the server's integrity checks found no fault; its
+resident memory did not grow.
 """
 
 from __future__ import annotations

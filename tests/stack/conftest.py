@@ -18,7 +18,7 @@ from wane.service.settings import Settings
 MODEL = "gated-stable"
 BUNDLE = ROOT / "models" / "bundles" / MODEL
 SESSION_HISTORY_TOKENS = max(Settings().session_history_tokens, Bundle.open(BUNDLE).manifest.max_window)
-"""The number of tokens that a replica keeps of a session."""
+"""The length of a session's history, in tokens, that a replica stores."""
 
 Variables = Mapping[str, str]
 MakeStack = Callable[..., Stack]

@@ -40,7 +40,7 @@ def pods() -> Iterator[ExitStack]:
 
 
 def haproxy_file(folder: Path, dns: Names) -> Path:
-    """Returns the configuration file of HAProxy from the ConfigMap, with the address of the test's DNS server added. In a pod,
+    """Returns HAProxy's configuration file from the ConfigMap, with the address of the test's DNS server. In a pod,
     /etc/resolv.conf has the address of the DNS server."""
     text = get("ConfigMap", "haproxy")["data"]["haproxy.cfg"]
     assert text.count(RESOLVER) == 1

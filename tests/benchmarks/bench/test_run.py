@@ -15,7 +15,7 @@ from benchmarks.bench.baseline import Baseline
 from benchmarks.bench.results import Visit
 from benchmarks.bench.run import Run, visit_path
 
-# Replaces the command of a visit. Writes an empty visit, or fails for the contender `fails`.
+# A program that replaces the command of a visit. It writes a visit without figures, or fails for the contender `fails`.
 AROUND = """
 import sys
 from pathlib import Path
