@@ -302,8 +302,8 @@ def plot(document: Result, path: Path) -> None:
 
 async def measure(models: list[str], text: str, seconds: float) -> Result:
     """Measures both parts. The sessions contain parts of `text`."""
-    options = (*DURABLE, "--auto-aof-rewrite-percentage", "0")  # no rewrites, so that the file's growth equals the
-    # bytes written
+    # Redis does not rewrite the file, so that the file's growth equals the bytes written.
+    options = (*DURABLE, "--auto-aof-rewrite-percentage", "0")
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder), options) as server:
         served = []
         for model in models:
