@@ -5,8 +5,8 @@
 Each cluster has two replicas of one model, and a Redis that writes every step to the disk before it answers. Ray Serve
 runs as `scripts/ray` with `deploy/ray/serve.yaml`. HAProxy runs in the stack of docker-compose.yml, without its third
 replica. Both proxies route all steps of a session to the same replica. Each connection steps its own sessions in turn,
-by one token per request, in a closed loop. In every round, one cluster is started after the other. Servers, clients and
-Redis share the machine.
+by one token per request, in a closed loop. Every round starts and measures one cluster after the other. Servers,
+clients and Redis share the machine.
 """
 
 from __future__ import annotations

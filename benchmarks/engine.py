@@ -3,17 +3,19 @@ answers.
 
     python -m benchmarks.engine [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
 
-For every bundle, measures steps of resident states and windows of the bundle's length. These methods take turns:
+For every bundle, measures two kinds of requests: steps of sessions whose states are resident, and windows of the
+bundle's length. In every round, each of these methods is measured once:
 
-- bare: the runner computes full batches in a loop on one thread. Each output state is the next input. The other outputs
-  are dropped.
+- bare: the runner computes full batches in a loop on one thread. The states that a run returns are the input of the
+  next run. The other outputs are dropped.
 - batcher: each client awaits its own future. States are read from the state pool and written back to it.
 - engine: the same clients use the whole engine, with sessions, limits, deadlines, predictions, bounds and reports.
-- turns: 64 requests are submitted to the engine in one turn of the event loop. The next 64 follow when all are
-  answered.
+- turns: 64 requests are submitted to the engine in one iteration of the event loop. The next 64 follow when all
+  64 are answered.
 
-`batcher` and `engine` have twice as many clients as the largest batch: while one half's batch is computed, the other
-half's requests are answered. A further run with one client measures the median latency of a request.
+`batcher` and `engine` have twice as many clients as the largest batch: while the batch of one half of the clients is
+computed, the requests of the other half are answered. A further run with one client measures the median latency of a
+request.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ class Subject:
         await self.engine.close()
 
     def bare(self, role: str, batch: int, seconds: float) -> list[float]:
-        """Returns the duration of each of the bare loop's runs, in seconds."""
+        """Runs the bare loop for `seconds`. Returns the duration of each run, in seconds."""
         tokens = self.tokens[:batch]
         feeds: dict[str, Array]
         if role == "step":
@@ -152,7 +154,7 @@ class Subject:
         return answered / (time.perf_counter() - begun)
 
     async def turns(self, role: str, seconds: float) -> float:
-        """Returns requests per second if each batch is submitted in one turn of the event loop."""
+        """Returns requests per second if each batch is submitted in one iteration of the event loop."""
         ask, answered, begun = self.ask("engine", role), 0, time.perf_counter()
         while (now := time.perf_counter()) - begun < seconds:
             pending = [ask(client) for client in range(BATCH)]

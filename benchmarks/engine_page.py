@@ -40,7 +40,7 @@ def tables(figures: Path) -> dict[str, list[str]]:
 
 
 def starts(servers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """Returns a table of start times and memory with a column for each server and its served models."""
+    """Returns a table of start times and memory. Each column is a server and the models that it serves."""
     names = [f"{served}: {name}" for served, measured in servers.items() for name in measured]
     columns = [found for measured in servers.values() for found in measured.values()]
     return markdown(
@@ -91,7 +91,8 @@ def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def in_turns(subjects: Sequence[Mapping[str, Any]], first: str, second: str, *, ratio: str) -> list[str]:
-    """Returns a table of the CPU time per item of two variants that took turns. `ratio`: its last column's name."""
+    """Returns a table of the CPU time per item of two variants that were measured alternately. `ratio` is the name of
+    the last column."""
     rows = []
     for subject in subjects:
         for run in subject["runs"]:

@@ -3,8 +3,8 @@
     python -m benchmarks.export [--repeat N]
 
 Both exports contain the graphs `step` and `window` with the same random weights. Their outputs are compared first.
-Timed runs then alternate between the two. torch's window returns the state after the last position, and Wane's the
-state after each row's length. Needs the extras train and bench.
+Timed runs then alternate between the two exports. The window graph of torch's export returns the state after the last
+position. Wane's returns, for each row, the state after the row's last token. Needs the extras train and bench.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def export_ours(folder: Path, architecture: Architecture, network: Network, role
 
 
 def export_torch(folder: Path, architecture: Architecture, network: Network, role: Role) -> Exported:
-    """Exports with torch.onnx.export; uses a fixed window if torch cannot keep the time axis dynamic."""
+    """Exports with torch.onnx.export. If torch cannot keep the time axis dynamic, exports the graph for one fixed
+    window."""
     folder.mkdir()
     path = folder / f"{role}.onnx"
     batch = torch.export.Dim("B", min=1, max=4096)

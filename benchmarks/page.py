@@ -22,7 +22,7 @@ def put(page: Path, name: str, lines: Sequence[str]) -> None:
 
 
 def put_all(page: Path, tables: Mapping[str, Sequence[str]]) -> None:
-    """Replaces the text between each table's markers with the table. Raises PageError."""
+    """Replaces the text between the markers of each table with the table. Raises PageError."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:

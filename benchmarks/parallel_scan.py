@@ -3,23 +3,26 @@
     python -m benchmarks.parallel_scan [BUNDLE ...] [--tokens N] [--rounds N] [--json FILE] [--figure FILE]
 
 Without BUNDLE, the bundles are the model of `benchmarks/lstm256.py` and the shipped gated-stable. Two results are
-measured: `state`, the last state alone, and `score`, the log-probability of every token. These methods take turns:
+measured: `state`, the last state alone, and `score`, the log-probability of every token. Every round measures each of
+these methods once:
 
 - one call: one run of the graph `advance` or `scan` over the whole sequence, on two spinning threads. For an LSTM, this
   is one call of ONNX Runtime's LSTM operator.
-- in pieces: the same graph runs over PIECE tokens at a time and carries the state from piece to piece. This is the
-  fastest sequential method.
+- in pieces: the same graph runs over PIECE tokens at a time. The last state of each run is the initial state of the
+  next run. This is the fastest sequential method.
 - step: the graph `step` runs token by token over the first STEPPED tokens. Its time is extrapolated to the whole
   sequence.
-- chunks: the graph runs over WIDTH parallel chunks without warm-up tokens, which measures the work alone. `2 threads`
-  is one run on two threads. `2 runs` is two concurrent runs on one thread each, with half of the chunks each.
-- parallel: the method that the server uses. The throughput that is measured at load determines the chunks. Each chunk
-  is warmed up, and the batcher runs it. The error at each joint of two chunks is measured and bounded. Chunks whose
-  error is over 1e-5 are run again.
+- chunks: the graph runs over WIDTH parallel chunks without warm-up tokens, which measures the work alone. With
+  `2 threads`, one run computes all chunks on two threads. With `2 runs`, two concurrent runs compute half of the chunks
+  each, on one thread each.
+- parallel: the method that the server uses. The number of chunks depends on the throughput that the engine
+  measures when it loads the model. Each chunk starts with warm-up tokens, and the batcher runs the chunks. The error of
+  each chunk's initial state is measured and bounded. Chunks whose error is over 1e-5 are run again.
 - parallel, exact: like parallel, but a chunk is run again unless its initial state is bitwise equal to the previous
   chunk's last state.
 
-The table also shows how much each method's log-probabilities and last states differ from those of `one call`.
+The table also shows the largest differences of each method's log-probabilities and last states from those of `one
+call`.
 """
 
 from __future__ import annotations
@@ -185,7 +188,7 @@ class Subject:
         self.ends[kind, name] = end
 
     def _feeds(self, role: Role, rows: slice | NDArray[np.int64], state: Feeds) -> Feeds:
-        """Returns the inputs of a graph. rows: positions in the sequence, (T) or (B, T)."""
+        """Returns the inputs of a graph. rows: the positions of the input tokens in the sequence, (T) or (B, T)."""
         tokens = np.atleast_2d(self.tokens[rows])
         feeds: Feeds = {"tokens": tokens, "lengths": np.full(len(tokens), tokens.shape[1]), **state}
         if role == "scan":
@@ -297,7 +300,8 @@ def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[st
 
 
 def against(seconds: dict[str, list[float]], name: str) -> dict[str, Spread]:
-    """Returns the seconds of a method, and the ratios of the two sequential methods' seconds to them in each round."""
+    """Returns the duration of a method in seconds, and, for each of the two sequential methods, the ratio of its
+    duration to that duration in each round."""
     ordered = {f"{other} / it": ratios(seconds[other], seconds[name]) for other in ("one call", "in pieces")}
     return {"seconds": Spread.of(seconds[name]), **ordered}
 

@@ -8,9 +8,9 @@ Each way to store the sessions is measured in its own process. Its resident memo
 - store: `MemoryStore`, which the server uses.
 - server: the same store, in a process that has the default model loaded, verified and warmed up.
 
-Histories are filled in four pieces, interleaved over the sessions, as in a server with concurrent sessions. Then a
-tenth of the sessions is deleted and created again, twice, which shows freed memory that cannot be reused. At the end
-all sessions expire at the same time, and repeated calls delete them.
+Histories are filled in four passes over all sessions, each of which appends a quarter of every history, as in a server
+with concurrent sessions. Then a tenth of the sessions is deleted and created again, twice (the churn). This shows freed
+memory that cannot be reused. At the end all sessions expire at the same time, and repeated calls delete them.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def resident_bytes() -> int:
 
 
 async def fill(kept: Kept, names: list[str], history: int) -> None:
-    """Starts sessions and fills their histories in PIECES rounds over all sessions."""
+    """Starts sessions and fills their histories in PIECES passes over all sessions."""
     for name in names:
         await kept.start(name)
     for _ in range(PIECES):
@@ -176,14 +176,14 @@ async def measure(way: str, count: int, history: int) -> Result:
 
 
 async def timed(call: Awaitable[object]) -> float:
-    """Awaits a call. Returns its duration in microseconds."""
+    """Awaits a call. Returns the call's duration in microseconds."""
     started = time.perf_counter()
     await call
     return 1e6 * (time.perf_counter() - started)
 
 
 def apart(way: str, count: int, history: int) -> Result:
-    """Measures one way in its own process."""
+    """Measures one way to store sessions in its own process."""
     command = [sys.executable, "-m", "benchmarks.parked", f"--way={way}", f"--sessions={count}", f"--history={history}"]
     result: Result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     print(f"{way}: {result['churned_bytes'] / GIB:.3f} GiB", file=sys.stderr, flush=True)
@@ -193,9 +193,9 @@ def apart(way: str, count: int, history: int) -> Result:
 def show(results: list[Result]) -> None:
     """Prints the table.
 
-    Its columns are: the resident memory of the process after filling and after churn, and the share of 1 GiB that the
-    latter takes; the memory per session, and the store's own count of it; the median times of calls; the time of a full
-    garbage collection; the longest call while all sessions expire.
+    Its columns are: the resident memory of the process after filling and after churn, and the memory after churn as a
+    share of 1 GiB; the memory per session, as measured and as counted by the store; the median times of calls; the time
+    of a full garbage collection; the longest call while all sessions expire.
     """
     first = results[0]
     made = f"{first['sessions']:,} parked sessions with histories of {first['session_history_tokens']} tokens"

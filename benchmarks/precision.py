@@ -4,9 +4,9 @@ predictions.
     python -m benchmarks.precision [BUNDLE ...] [--rounds N] [--json FILE]
 
 The temporary twin is exported from the bundle's weights and tokenizer. The float32 model generates texts token by token
-at temperature 1. Both models read these texts, each with its own state. Each pair of predictions is compared as in a
-`both` answer and counted as in the server's report. Times are CPU times of one thread. The two models take turns. Needs
-the extra train.
+at temperature 1. The float32 model and the int8 model read these texts, each with its own state. At each token, their
+two predictions are compared as in an answer in the mode `both`, and counted as in the server's report. Times are CPU
+times of one thread. Every round measures the two models one after the other. Needs the extra train.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RUNS: tuple[tuple[Role, int, int], ...] = (
     ("window", 1, 10),
     ("window", 16, 2),
 )
-"""Role, batch size, and number of runs per round."""
+"""The measured runs: the graph's role, the batch size, and the number of runs per round."""
 
 Runners = dict[str, OnnxRunner]
 Subject = dict[str, Any]
@@ -118,8 +118,8 @@ def times(
 def in_turns(
     bundle: Bundle, runners: Mapping[str, OnnxRunner], rounds: int, *, slower: str, quicker: str
 ) -> list[dict[str, Any]]:
-    """Measures two runners in turns with all RUNS. Returns the CPU time per item of both, in microseconds, and the
-    ratio of the runner `slower` to the runner `quicker` in each round.
+    """Measures two runners alternately with all RUNS. Returns the CPU time per item of each runner, in microseconds,
+    and the ratio of the time of the runner `slower` to that of the runner `quicker` in each round.
     """
     found = []
     for role, batch, repeat in RUNS:

@@ -3,7 +3,7 @@
     python -m benchmarks.processes TEXT [--rounds N] [--seconds S] [--json FILE]
     python -m benchmarks.processes --render
 
-Shipped experiments train on a text with the shipped vocabulary. The settings take turns in every round, in new
+Shipped experiments train on a text with the shipped vocabulary. Every round measures each setting once, in new
 processes. Whole training steps are timed, without evaluations and checkpoints. `--render` writes the figures into the
 page.
 """
@@ -65,7 +65,8 @@ BESIDE, MEASURED = WAYS[1].name, WAYS[2].name
 
 
 def speeds(text: Path, threads: int, seconds: float, group: Group) -> dict[str, float]:
-    """Trains in this process, or in the group that it belongs to. Returns tokens per second by experiment."""
+    """Trains in this process, or, if it was started as one of several, in the group of these processes. Returns tokens
+    per second by experiment."""
     found = {}
     data = DataConfig(kind="text", path=text)
     corpus = group.from_first(lambda: load_corpus(data, VOCABULARY.read_text(encoding="utf-8")))
@@ -88,7 +89,7 @@ def speeds(text: Path, threads: int, seconds: float, group: Group) -> dict[str, 
 
 
 def before(end: float) -> bool:
-    """Whether `time.perf_counter` is before `end`."""
+    """Returns whether the current time, by `time.perf_counter`, is before `end`."""
     return time.perf_counter() < end
 
 
@@ -105,7 +106,7 @@ def measure(way: Way, text: Path, seconds: float) -> dict[str, float]:
 def summary(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Returns each experiment's tokens per second in every setting, and the ratio of two processes to two threads.
 
-    `rounds`: for each setting, every round's tokens per second by experiment.
+    `rounds` has, for each setting, a list with one dict for each round: tokens per second by experiment.
     """
     found = {}
     for name in EXPERIMENTS:

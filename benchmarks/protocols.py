@@ -2,12 +2,13 @@
 
     python -m benchmarks.protocols [--rounds N] [--seconds S] [--only NAME ...] [--json FILE] [--page FILE]
 
-One server with one model. In each round the two routes of a pair take turns, in an order that changes with the round,
-with the same number of connections. Each connection sends its next request after the answer to the last one. Both
-routes answer the same sequence with the same number of tokens. All processes share the machine.
+One server serves one model. Each round measures the two routes of a pair one after the other, with the same number of
+connections. The order of the two routes changes from round to round. Each connection sends its next request after the
+answer to the last one. Both routes answer the same sequence with the same number of tokens. All processes share the
+machine.
 
-`PAIRS` lists the pairs. For another pair, such as completions beside `/v1/generate`, add a line there; `units` counts
-what an answer is worth, such as its tokens.
+`PAIRS` lists the pairs. To measure another pair, such as completions and `/v1/generate`, add an entry to `PAIRS`. The
+function `units` of a pair returns the amount of work in an answer, such as its number of tokens.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ PAGE, FIGURES, NAME = Path("docs/benchmarks.md"), Path("docs/figures/protocols.j
 CONNECTIONS = (1, 32)
 TOKENS = 64
 LISTED = 16
-SEQUENCES = 64  # different sequences, so that no answer is a copy of the one before
+SEQUENCES = 64  # number of different sequences, so that no answer is a copy of the answer before it
 TIMEOUT_S = 30.0
 COLUMNS = ("what", "connections", "native, a second", "protocol, a second", "protocol / native", "target")
 
 
 @dataclass(frozen=True)
 class Route:
-    """A route of a server. `requests`: the bytes of different requests for the same work; `wanted` is in every
-    answer's body."""
+    """A route of a server. `requests` has the bytes of requests with different sequences for the same work. The body of
+    every valid answer contains `wanted`."""
 
     path: str
     requests: Sequence[bytes]
@@ -52,8 +53,9 @@ class Route:
 
 @dataclass(frozen=True)
 class Pair:
-    """A protocol's route beside the native one. `units` returns what the body of an answer counts, which is a number of
-    `unit`; `target` is the least wanted ratio of the two rates."""
+    """A protocol's route and the native route with which it is compared. `units` returns the amount of work in the body
+    of an answer, as a number of `unit`. `target` is the smallest accepted ratio of the protocol's rate to the native
+    rate."""
 
     unit: str
     native: Route
@@ -63,7 +65,7 @@ class Pair:
 
 
 def post(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
-    """Returns a POST over a keep-alive connection."""
+    """Returns the bytes of a POST request for a keep-alive connection."""
     fields = {"host": "localhost", "content-type": "application/json", "content-length": len(body), **(headers or {})}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
     return "\r\n".join((*lines, "", "")).encode() + body
@@ -76,14 +78,15 @@ def sequences() -> list[list[int]]:
 
 
 def predict() -> Route:
-    """The native prediction."""
+    """Returns the native route for predictions, with its requests."""
     path = "/v1/predict"
     bodies = [json.dumps({"tokens": tokens, "top_k": LISTED}, separators=(",", ":")) for tokens in sequences()]
     return Route(path, [post(path, body.encode()) for body in bodies], b'"predictions"')
 
 
 def infer() -> Route:
-    """The Open Inference Protocol's prediction, with binary tensors in and out, as tritonclient sends it."""
+    """Returns the Open Inference Protocol's route for predictions. Its requests and answers have binary tensors, as
+    with tritonclient."""
     path = f"/v2/models/{MODEL}/infer"
     tensor = {
         "name": "tokens",
@@ -103,7 +106,8 @@ PAIRS: Mapping[str, Pair] = {
 
 
 def rate(port: int, route: Route, connections: int, seconds: float, units: Callable[[bytes], float]) -> float:
-    """Returns the units a second of a route. Raises BadAnswer."""
+    """Returns the rate of a route, in units per second. Raises BadAnswer if an answer lacks `route.wanted` or takes too
+    long."""
     opened = [connect(port) for _ in range(connections)]
     total, number = 0.0, 0
     with selectors.DefaultSelector() as selector:
@@ -150,7 +154,7 @@ def measure(names: Sequence[str], rounds: int, seconds: float) -> list[dict[str,
                 sides = [("native", pair.native), ("protocol", pair.protocol)]
                 for side, route in sides if turn % 2 else reversed(sides):
                     measured = rate(port, route, connections, seconds if turn else seconds / 4, pair.units)
-                    if turn:  # the first is for warming up
+                    if turn:  # the first round is a warm-up
                         found[side].append(measured)
     return [
         {
@@ -167,7 +171,7 @@ def measure(names: Sequence[str], rounds: int, seconds: float) -> list[dict[str,
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """Returns the table with a description of the measurement."""
+    """Returns a description of the measurement and the table, as lines of Markdown."""
     rows = []
     for one in document["pairs"]:
         spreads = [Spread.model_validate(found) for found in (one["native"]["rate"], one["protocol"]["rate"])]
@@ -178,12 +182,12 @@ def lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Measures, and writes the requested files."""
+    """Measures all chosen pairs, and writes the requested files."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.protocols", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of each route's turn")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each route's measurement in each round")
     parser.add_argument("--only", nargs="+", choices=[*PAIRS], default=[*PAIRS], metavar="NAME")
     parser.add_argument("--json", type=Path, default=FIGURES)
     parser.add_argument("--page", type=Path, default=PAGE)

@@ -1,10 +1,13 @@
-"""Compares two ways to run the gated recurrence `s_t = f_t * s_(t-1) + u_t` in ONNX Runtime, on one CPU thread.
+"""Compares two ways to compute the gated recurrence `s_t = f_t * s_(t-1) + u_t` in ONNX Runtime, on one CPU thread.
 
     python -m benchmarks.recurrence [--repeat N]
 
 - loop: a Scan over time with a multiplication and an addition in its body. The bundles' graphs use this method.
-- doubling in chunks of 16, 32 or 64: in log2(chunk) rounds, each position is combined with the position 1, 2, 4, ...
-  before it. A Scan over the chunks then joins them. Neither method computes exp(cumsum(log f)), which underflows.
+- doubling in chunks of 16, 32 or 64: the positions of a chunk are computed in parallel, in log2(chunk) rounds. In round
+  r = 0, 1, 2, ..., each position is combined with the position 2^r before it. A Scan over the chunks then carries the
+  state from each chunk to the next.
+
+Neither method computes exp(cumsum(log f)), which underflows.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def loop(graph: GraphWriter, f: str, u: str, initial: str) -> str:
 
 
 def doubling(graph: GraphWriter, f: str, u: str, initial: str, chunk: int) -> str:
-    """Adds nodes that compute the states (T, B, H) of all positions of a chunk in parallel."""
+    """Adds nodes that compute the states (T, B, H). The states of all positions of a chunk are computed in parallel."""
     time_axis = graph.node("Shape", f, start=0, end=1)
     row = graph.node("Shape", f, start=1)
     missing = graph.node("Mod", graph.node("Neg", time_axis), graph.integers(chunk))

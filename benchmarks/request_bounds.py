@@ -2,9 +2,9 @@
 
     python -m benchmarks.request_bounds [--repeat N]
 
-Runs the `window` graph with and without its radius, in turns, on one CPU thread. Two Gated networks with random weights
-are measured: three layers of 256 units, and one layer of 512 units over two convolution blocks. Also measures the numpy
-reference implementation of the bound for one window.
+Runs the `window` graph with and without the output `radius`, from which the bound is computed, alternately on one CPU
+thread. Two Gated networks with random weights are measured: three layers of 256 units, and one layer of 512 units over
+two convolution blocks. Also measures the numpy reference implementation of the bound for one window.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, object]] = {
 
 
 def random_weights(architecture: Architecture) -> dict[str, NDArray[np.float32]]:
-    """Returns Gaussian weights with the scale of a training run's initial weights."""
+    """Returns Gaussian weights whose scale is that of the initial weights in training."""
     generator = np.random.default_rng(0)
     return {
         name: (generator.normal(size=shape) / np.sqrt(shape[-1])).astype(np.float32)
@@ -50,7 +50,7 @@ def random_weights(architecture: Architecture) -> dict[str, NDArray[np.float32]]
 def session(
     directory: Path, architecture: Architecture, weights: Weights, bounded: bool
 ) -> onnxruntime.InferenceSession:
-    """Opens the window graph, with or without its radius."""
+    """Opens the window graph, with or without the output `radius`."""
     data = encode_weights(weights)
     (directory / "weights.safetensors").write_bytes(data)
     request = RequestBound(architecture, weights) if bounded else None

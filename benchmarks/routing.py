@@ -4,11 +4,11 @@
 
 The topology of docker-compose.yml runs as processes of this machine, with one model: three replicas, HAProxy, and
 Redis, which writes every step to the disk before it answers. Each connection steps its own sessions in turn, by one
-token per request, in a closed loop. Every round measures both routings with the same replicas and new sessions. Between
-the two measurements only HAProxy is restarted, with another BALANCE.
+token per request, in a closed loop. Every round measures consistent hashing and round robin with the same replicas and
+new sessions. Between the two measurements only HAProxy is restarted, with another BALANCE.
 
-Server, clients, HAProxy and Redis share the machine. The last three columns show the replicas' additional work: rebuilt
-states, states that caught up, and steps that were run again.
+Server, clients, HAProxy and Redis share the machine. The last three columns show the replicas' additional work: states
+that were rebuilt, states to which tokens of other replicas were applied, and steps that were run again.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ NAME = "routing"
 class Round:
     """One round with one routing.
 
-    The last three fields are shares of all steps. rebuilt: answered from a rebuilt state. caught_up: the replica first
-    applied tokens that other replicas had appended. conflicts: the store's revision had changed, and the step was run
-    again.
+    The last three fields are shares of all steps. rebuilt: the share of steps that were answered from a rebuilt state.
+    caught_up: the share for which the replica first applied tokens that other replicas had appended. conflicts: the
+    share that was run again because the session's revision in the store had changed.
     """
 
     way: str
@@ -104,7 +104,7 @@ def begin(port: int, sessions: Sequence[str], random: Random) -> None:
 
 
 def steps(sessions: Sequence[str], random: Random) -> Iterator[bytes]:
-    """Yields steps of one random token for each session in turn, endlessly."""
+    """Yields steps of one random token each, endlessly: one step for each session, then again from the first session."""
     for session in cycle(sessions):
         yield http_request(f"/v1/sessions/{session}/tokens", f'{{"tokens":[{random.randrange(1, VOCABULARY)}]}}')
 
@@ -161,7 +161,7 @@ def measure(stack: Stack, way: str, number: int, seconds: float) -> Round:
 
 
 def ways_of(rounds: Sequence[Any], *figures: str) -> dict[str, dict[str, Any]]:
-    """Returns the number of steps of each way, and the spreads of its `figures` over the rounds."""
+    """Returns, for each routing, the number of steps and the spreads of its `figures` over the rounds."""
     found: dict[str, dict[str, Any]] = {}
     for way in dict.fromkeys(one.way for one in rounds):
         own = [one for one in rounds if one.way == way]
@@ -182,7 +182,7 @@ def rows(ways: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Measures both routings, and writes the figures and the page's table."""
+    """Measures consistent hashing and round robin, and writes the figures and the page's table."""
     parser = argparse.ArgumentParser("python -m benchmarks.routing", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of each round")

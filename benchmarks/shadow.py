@@ -1,12 +1,14 @@
-"""Measures the cost of shadows: live latency with and without them, and their CPU time, for each rate and k.
+"""Measures the cost of shadows, for each rate and k: the latency of live answers with and without shadows, and the CPU
+time of shadows. A shadow is a window prediction from the last k tokens of a session, which the server compares with the
+live answer for a sampled share of the answers (the rate).
 
     python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    adds these k to the file
     python -m benchmarks.shadow table docs/figures/shadow.json
     python -m benchmarks.shadow plot docs/figures/shadow.json docs/figures/shadow.png
 
-One server runs for each shadow rate. All servers have the same bundle, with the measured k as its default. Sessions
-much longer than k are stepped in an open loop at a share of the server's capacity. The servers take turns in every
-round, and each round begins with another server. While one server is under load, the others are idle.
+One server runs for each shadow rate. All servers have the same bundle, whose default window is the measured k. Sessions
+much longer than k are stepped in an open loop at a share of the server's capacity. Every round measures one server
+after the other, and each round begins with another server. While one server is under load, the others are idle.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ RATES = (0.0, 0.01, 0.1, 1.0)
 WINDOWS = (16, 64, 256)
 SESSIONS = 512
 BEYOND = 32
-"""The number of tokens that every session has in addition to k before the first measurement."""
+"""Before the first measurement, every session has k + BEYOND tokens."""
 SATURATING = 20_000.0
 """Events per second. The rate is beyond any server's capacity, so that the rate of answers equals the capacity."""
 SATURATED = 3000
@@ -56,8 +58,8 @@ SATURATED = 3000
 class Round:
     """The figures of one server under load.
 
-    compared: sampled answers whose shadow was computed in time. dropped: the other sampled answers. cpu_s: the server's
-    CPU time. shadow_cpu_s: the CPU time of the thread that computes shadows.
+    compared: the number of sampled answers whose shadow was computed in time. dropped: the number of the other sampled
+    answers. cpu_s: the server's CPU time. shadow_cpu_s: the CPU time of the thread that computes shadows.
     """
 
     requests: int
@@ -73,7 +75,7 @@ class Round:
 class OfRate(Frozen):
     """The figures of one shadow rate over all rounds. Counts are sums.
 
-    *_over_none_ms: the latency minus that of the same round without shadows; None for the rate 0.
+    *_over_none_ms: the latency minus the latency in the same round at the rate 0; None for the rate 0 itself.
     shadow_cpu_s_per_1000: CPU seconds of shadows per thousand live answers.
     """
 
@@ -197,7 +199,7 @@ def serving(k: int) -> Iterator[list[Subject]]:
 
 
 def measure(subjects: list[Subject], k: int, rounds: int, seconds: float, share: float) -> OfWindow:
-    """Measures the servers in turns, under a load that is the given share of the capacity."""
+    """Measures the servers alternately, under a load that is the given share of the capacity."""
     capacity = statistics.median(subjects[0].capacity() for _ in range(3))
     found: dict[str, list[Round]] = {str(subject.rate): [] for subject in subjects}
     for index in range(rounds + 1):

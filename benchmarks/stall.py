@@ -1,10 +1,11 @@
-"""Measures how long one request delays the others, with the most expensive bodies within the byte limit.
+"""Measures how long one request delays other requests, with the most expensive bodies within the byte limit.
 
     python -m benchmarks.stall [--repeat N] [--only NAME ...] [--json FILE]
 
 One server runs with default settings and one model. A separate process measures the latencies of two requests in turn:
 a one-token step of a session, and /healthz, which needs only the event loop. Meanwhile each body is sent several times,
-one after another. Before each kind of body, no body is sent for a while. The latencies of that time are the baseline.
+one after another. Before each kind of body, no body is sent for QUIET_S seconds. The latencies during this time are the
+baseline.
 """
 
 from __future__ import annotations
@@ -172,8 +173,8 @@ def handshake(path: str) -> bytes:
 
 
 def probe(port: int, results: Connection) -> None:
-    """Alternates steps and /healthz until `results` has a message. Then sends each pair's start and latencies, in
-    seconds."""
+    """Alternates steps and /healthz until `results` has a message. Then sends, for each step and the /healthz request
+    after it, the start time and the two latencies, in seconds."""
     connection = Connected(port)
     step = post("/v1/sessions/probed/tokens", b'{"tokens":[5]}')
     health = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
@@ -190,7 +191,8 @@ def probe(port: int, results: Connection) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """The figures of one kind of body: its answers, and the latencies of other requests meanwhile, in milliseconds."""
+    """The figures of one kind of body: the answers to the body, and the latencies of other requests while it was sent,
+    in milliseconds."""
 
     body: str
     answered: str

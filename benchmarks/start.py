@@ -2,13 +2,15 @@
 
     python -m benchmarks.start [--repeats N] [--seconds S] [--baseline FOLDER [--module MODULE]] [--json FILE]
 
-Each repeat starts new servers, first with all shipped models, then with the default model alone. The servers of this
-checkout and of the baseline take turns. Two times are measured from the start of the process: until its first
-prediction, and until /readyz answers 200. Memory is read from /proc/PID/smaps_rollup. The idle memory is read SETTLED_S
-after the server is ready. The memory under load is the maximum of many samples. The load is CONNECTIONS clients. Each
-has a session of one model and sends steps, predictions from windows, scores and generations.
+Each repeat starts new servers one after another: first with all shipped models, then with the default model alone; each
+time a server of the baseline, if there is one, and then a server of this checkout. Two times are measured from the
+start of the server's process: until its first prediction, and until /readyz answers 200. Memory is read from
+/proc/PID/smaps_rollup. The idle memory is read SETTLED_S after the server is ready. The memory under load is the
+maximum of many samples. The load is CONNECTIONS clients. Each client has a session of one model and sends steps,
+predictions from windows, scores and generations.
 
-`--baseline` is another checkout of Wane. Its server is started as `python -m MODULE serve`, as in `benchmarks.bench`.
+`--baseline` is the folder of another checkout of Wane. The server of that checkout is started as `python -m MODULE
+serve`, as in `benchmarks.bench`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 BUNDLES = ROOT / "models" / "bundles"
 SERVED = {"all models": BUNDLES, "gated-stable": BUNDLES / "gated-stable"}
 CONNECTIONS = 32
-SETTLED_S = 5.0  # so that measurements that the server makes after it is ready can end
+SETTLED_S = 5.0  # long enough for the measurements that the server makes after it is ready
 SAMPLE_S = 0.1
 READY_WITHIN_S = 120.0
 MIB = 2**20
@@ -90,7 +92,7 @@ class Client:
 
 @contextmanager
 def started(subject: Subject, bundles: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, float]]:
-    """Starts a server. Yields its process, its port, and the value of `time.perf_counter` at its start."""
+    """Starts a server. Yields its process, its port, and the time when it was started, by `time.perf_counter`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -108,7 +110,8 @@ def started(subject: Subject, bundles: Path) -> Iterator[tuple[subprocess.Popen[
 def wait(
     client: Client, process: subprocess.Popen[bytes], method: str, path: str, body: object, since_s: float
 ) -> float:
-    """Repeats a request until it succeeds. Returns the seconds since `since_s`."""
+    """Repeats a request until it succeeds. Returns the seconds from `since_s`, a time by `time.perf_counter`, to the
+    success."""
     while client.ask(method, path, body)[0] != 200:
         if process.poll() is not None or time.perf_counter() - since_s > READY_WITHIN_S:
             raise SystemExit(f"the server does not answer {method} {path}")

@@ -2,7 +2,8 @@
 
     python -m benchmarks.stores [--models NAME ...] [--seconds S] [--json FILE] [--plot FILE] [--render]
 
-Both parts use a separate redis-server with an append-only file, which is fsynced at every write or every second:
+Measures two parts, `served` and `sizes`. They use a redis-server that is started for them. Its append-only file is
+fsynced at every write or every second:
 
 - served: engines of real models, without HTTP. 64 sessions with full tails repeatedly step one token each,
   concurrently. Then a second engine, which has none of their states, takes the sessions over. Reports the steps per
@@ -50,17 +51,17 @@ from wane.service.types import Mode, PredictRequest, StepRequest
 BUNDLES = Path("models/bundles")
 TEXT = Path("service/cli/sample.txt")
 CLIENTS = 64
-PAST = 600  # tokens of a session before the measurement, more than its tail holds
+PAST = 600  # number of tokens of a session before the measurement; a tail is shorter
 ALONE = 24  # sessions that are taken over one after another; the others are taken over concurrently
 POLICIES = ("memory", "tail", "state:64", "state:32", "state:8", "state:1")
 FSYNCS = ("always", "everysec")
-SIZES = tuple(2**power for power in range(10, 21, 2))  # bytes of a state
+SIZES = tuple(2**power for power in range(10, 21, 2))  # sizes of a state in bytes
 SLICES = 3
 Result = dict[str, Any]
 
 
 class Replica:
-    """An engine with its own client of the store, like a replica."""
+    """An engine with its own client of the store, like that of a replica."""
 
     def __init__(self, bundle: Bundle, policy: str, url: str) -> None:
         kind, _, every = policy.partition(":")
@@ -159,14 +160,15 @@ async def rate(step: Callable[[int], Awaitable[object]], seconds: float) -> tupl
 
 
 async def take_over(one: Replica, other: Replica, pasts: list[tuple[int, ...]]) -> Result:
-    """Measures how the second engine takes over the first engine's sessions."""
+    """Measures how the second engine continues the first engine's sessions."""
     await other.open()
     alone = []
     for client in range(ALONE):
         begun = time.perf_counter()
         await other.step(client, pasts[client][1:2])
         alone.append(time.perf_counter() - begun)
-        await one.step(client, pasts[client][2:3])  # the first engine applies the second engine's token
+        # In this step, the first engine also applies the token that the second engine has appended.
+        await one.step(client, pasts[client][2:3])
     begun = time.perf_counter()
     await asyncio.gather(*(other.step(client, pasts[client][1:2]) for client in range(ALONE, CLIENTS)))
     together = time.perf_counter() - begun
@@ -196,7 +198,7 @@ async def take_over(one: Replica, other: Replica, pasts: list[tuple[int, ...]]) 
 
 
 async def sizes(server: RedisServer, seconds: float) -> list[Result]:
-    """Measures the store alone, with a state of each size at every step. Size 0 stores only tails."""
+    """Measures the store alone. Each step stores a state of one of the SIZES. Size 0 stores only tails."""
     redis = Redis.from_url(server.url)
     results = []
     for fsync in FSYNCS:
@@ -300,7 +302,8 @@ def plot(document: Result, path: Path) -> None:
 
 async def measure(models: list[str], text: str, seconds: float) -> Result:
     """Measures both parts. The sessions contain parts of `text`."""
-    options = (*DURABLE, "--auto-aof-rewrite-percentage", "0")  # so that the file's growth equals the bytes written
+    # Redis does not rewrite the file, so that the file's growth equals the bytes written.
+    options = (*DURABLE, "--auto-aof-rewrite-percentage", "0")
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder), options) as server:
         served = []
         for model in models:

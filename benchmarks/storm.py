@@ -4,13 +4,13 @@ replica.
     python -m benchmarks.storm [--bundle BUNDLE] [--rounds N] [--within S] [--json FILE] [--plot FILE]
 
 One engine runs without HTTP. The clients of resident sessions step at a steady rate, in an open loop. A step's latency
-is measured from its due time. After half a second, every parked session takes one step, too. These steps are spread
-evenly over 0.4 seconds. Parked sessions have no states: the engine rebuilds the states from the sessions' tails. Three
-cases take turns:
+is measured from its due time. After half a second, the storm begins: every parked session takes one step, and these
+steps are spread evenly over 0.4 seconds. Parked sessions have no states, so the engine rebuilds their states from their
+tails. Every round measures each of three cases once:
 
 - undisturbed: no parked session returns.
 - fair: the engine's own queue (`service/batching/scheduler.py`).
-- first come: one queue. The next batch is the oldest item and all items of its kind behind it.
+- first come: one queue. The next batch is the oldest item and all later items of the same kind.
 
 The figures are the latencies of the steps that are due between the storm's start and end. Without a storm, the interval
 has the same length.
@@ -70,8 +70,8 @@ WAYS = ("undisturbed", "fair", "first come")
 
 
 class FirstCome(Scheduler[WorkItem]):
-    """One queue. A batch is the oldest item and the items of its role behind it that fit. All steps in columns are one
-    item, which forms its own batch."""
+    """A scheduler with one queue. A batch is the oldest item and the later items of the same role that fit into the
+    batch. All steps of a request in the columns format are one item, which forms a batch alone."""
 
     def __init__(self, max_batch_size: int) -> None:
         self._max_batch = max_batch_size
@@ -130,7 +130,7 @@ class Round:
     """One round of one case.
 
     due_s: each step's due time, in seconds after the storm's start. taken_ms: each step's latency. storm_s: the time
-    until the last parked session was answered; None if no parked session returned.
+    from the storm's start until the last parked session was answered; None if no parked session returned.
     """
 
     due_s: list[float]
@@ -219,7 +219,7 @@ class Subject:
 
 
 async def measure(path: Path, rounds: int, within_s: float) -> dict[str, Any]:
-    """Measures all cases in turns, after one warm-up round of each."""
+    """Measures all cases in every round, after one warm-up round."""
     subject = Subject(path)
     found: dict[str, list[Round]] = {way: [] for way in WAYS}
     for index in range(rounds + 1):
@@ -266,8 +266,8 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
 
 def timeline(one: Round) -> dict[str, Any]:
     """Returns one round in slices of SLICE_S: the middle of each slice, and the median and the longest latency of the
-    steps that were due in it. Slices without steps are left out. storm_s: the time at which all parked sessions were
-    answered.
+    steps that were due in it. Slices without steps are left out. storm_s: the time from the storm's start until all
+    parked sessions were answered.
     """
     taken_ms = np.array(one.taken_ms)
     slices = np.floor(np.array(one.due_s) / SLICE_S)

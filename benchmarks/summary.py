@@ -24,7 +24,7 @@ WIDTH = 120
 
 class Spread(Frozen):
     """The median, the smallest and the largest of several measurements. A format such as `f"{spread:.1f}"` applies to
-    each of the three."""
+    each of these three values."""
 
     median: float
     least: float
@@ -41,8 +41,8 @@ class Spread(Frozen):
 
 
 def digits(value: float) -> float:
-    """Rounds to nine significant digits. That is more precise than any measurement, so that rounding for tables gives
-    the same figures."""
+    """Rounds to nine significant digits. Nine digits are more precise than any measurement, so tables show the same
+    figures as without this rounding."""
     return float(f"{value:.9g}")
 
 
@@ -73,13 +73,15 @@ BUNDLES = Path(__file__).parents[1] / "models" / "bundles"
 
 
 MEASURED_FIELDS = ("architecture", "window", "max_window", "precision", "cache", "weights")
-"""The fields of a manifest that decide what a bundle computes. `weights` stands for the hash of the weights file."""
+"""The fields of a manifest that determine what a bundle computes. The field `weights` is replaced with the hash of the
+weights file."""
 
 
 def bundle_hashes(names: Iterable[str] | None = None) -> dict[str, str]:
-    """Returns the first 16 digits of a SHA-256 over the MEASURED_FIELDS of each shipped bundle.
+    """Returns, for each shipped bundle, the first 16 digits of a SHA-256 over the manifest's MEASURED_FIELDS.
 
-    A new version of a bundle with the same function has the same hash. `names`: None for all shipped bundles.
+    A new version of a bundle that computes the same function has the same hash. `names` are the names of the hashed
+    bundles; None for all shipped bundles.
     """
     found = sorted(path.parent.name for path in BUNDLES.glob("*/manifest.json")) if names is None else sorted(names)
     return {name: _bundle_hash(read_manifest(BUNDLES / name)) for name in found}

@@ -4,8 +4,8 @@ batches.
     python -m benchmarks.threads [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
     python -m benchmarks.threads --render
 
-Every setting has its own ONNX Runtime sessions. In each round, the settings take turns on the same inputs. The server
-uses one thread without spinning, with the arena. `--render` writes the figures into the page.
+Every setting has its own ONNX Runtime sessions. Each round measures every setting once, with the same inputs. The
+server uses one thread without spinning, with the arena. `--render` writes the figures into the page.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def shown(run: dict[str, dict[str, float]]) -> str:
-    """Returns one setting's time, and the ratio of the served setting's time to it."""
+    """Returns the time of one setting, and the ratio of the time of the server's setting to this time."""
     ratio = run["served_over_it"]
     return f"{run['us']['median']:,.0f} ({ratio['median']:.2f}x, {ratio['least']:.2f} to {ratio['most']:.2f})"
 

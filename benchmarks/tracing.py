@@ -3,8 +3,8 @@
     python -m benchmarks.tracing [--rounds N] [--json FILE] [--page FILE]
 
 Three servers run with one model. One sends no traces. Two send traces to a real collector, with the sampling ratios 0
-and 1. Each case has one connection, which sends steps of one token one after another. The cases take turns, with a
-hundred steps per turn. All processes share the machine. Needs the extras `otel` and `dev`.
+and 1. Each case has one connection, which sends steps of one token one after another. In each round, every case sends a
+hundred steps. All processes share the machine. Needs the extras `otel` and `dev`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAGE = "docs/observability.md"
 FIGURES = "docs/figures/tracing.json"
 NAME = "tracing"
 EACH = 100
-WARM_UP = 5  # rounds
+WARM_UP = 5  # number of rounds that are not measured
 NOT_SAMPLED = {"traceparent": f"00-{1:032x}-{1:016x}-00"}
 SHARE_0 = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
 COLUMNS = ("a step", "median, µs", "p90, µs")
@@ -43,7 +43,8 @@ WAYS: dict[str, tuple[Mapping[str, str] | None, Mapping[str, str]]] = {
     "traced, a share of 0 without a parent": (SHARE_0, {}),
     "traced and sampled, four spans": ({}, {}),
 }
-"""By case: the server's environment variables (None for a server without an endpoint), and the request's headers."""
+"""For each case, the server's environment variables (None for a server without a collector's address), and the headers
+of the case's requests."""
 
 
 class Client:
@@ -64,7 +65,7 @@ class Client:
         return self.connection.getresponse().read()
 
     def steps(self) -> list[float]:
-        """Takes EACH steps. Returns the duration of each step, in seconds."""
+        """Sends EACH steps. Returns the duration of each step, in seconds."""
         took_s: list[float] = []
         for _ in range(EACH):
             started_s = time.perf_counter()

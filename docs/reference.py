@@ -55,7 +55,11 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
         "stops improving, and then lowers it linearly to 0.",
         TrainingConfig,
     ),
-    ("[training.proof]", "A penalty on predictions that the bound of a window cannot prove.", ProofConfig),
+    (
+        "[training.proof]",
+        "A loss term for predictions whose top-1 token the error bound of a window cannot prove.",
+        ProofConfig,
+    ),
     ("[export]", "Texts and values for the bundle's manifest.", ExportConfig),
 )
 
@@ -81,8 +85,8 @@ def settings_page() -> str:
 
 
 def _default(name: str, value: object) -> object:
-    """Returns a default for the page. A text replaces the path of the shipped bundles, which depends on the
-    installation."""
+    """Returns a default for the page. The path of the shipped bundles depends on the installation, so the page has a
+    description instead of it."""
     return "the shipped models" if name == "bundles" else value
 
 
@@ -138,7 +142,7 @@ def _cell(text: str) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    """Returns a text with the type and the range of a TOML value."""
+    """Returns a description of a TOML value's type and range."""
     kinds = " or ".join(dict.fromkeys(_kinds(field.annotation)))
     limits = ", ".join(_limits([*field.metadata, *_metadata(field.annotation)]))
     return f"{kinds} {limits}".strip()
@@ -163,7 +167,7 @@ def _kinds(annotation: Any) -> Iterator[str]:
 
 
 def _metadata(annotation: Any) -> list[Any]:
-    """Returns the limits of the first type argument that has limits."""
+    """Returns the limits of the first of the type's arguments that has limits."""
     found = getattr(annotation, "__metadata__", None)
     if found is not None:
         return [limit for one in found for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]

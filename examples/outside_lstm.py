@@ -3,7 +3,7 @@
     python examples/outside_lstm.py LICENSE outside/
     wane audit outside/model.pt --data LICENSE --tokenizer outside/tokenizer.json --export bundles/
 
-It writes `model.pt`, a dictionary that contains the state_dict, and `tokenizer.json`.
+The script writes `model.pt`, a dictionary that contains the state_dict, and `tokenizer.json`.
 """
 
 from __future__ import annotations

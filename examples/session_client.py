@@ -1,4 +1,4 @@
-"""A client whose session survives retries, server restarts and the loss of servers. It uses httpx.
+"""A client whose session survives retries, server restarts and the loss of servers. The client uses the package httpx.
 
     python examples/session_client.py http://127.0.0.1:8000
 

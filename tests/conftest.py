@@ -2,8 +2,8 @@
 files.
 
 BLAS uses one thread in the tests and in every process that they start, unless OMP_NUM_THREADS is set. The matrices are
-small. With several threads, the threads of numpy's BLAS library busy-wait for one another. That takes several times as
-long, and uses most of the machine's CPU time.
+small. With several threads, the threads of numpy's BLAS library busy-wait for one another. The tests would then take
+several times as long, and use most of the machine's CPU time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ collect_ignore = [str(file) for file in TRAIN_FILES] if MISSING else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that need the extra `train`. Runs files with slow tests first, so that no slow file begins last."""
+    """Marks the tests that need the extra `train`. Moves files with slow tests to the front, so that no slow file
+    begins last."""
     for item in items:
         if item.path in TRAIN_FILES:
             item.add_marker(pytest.mark.train)

@@ -1,4 +1,5 @@
-"""Tests of the command `wane`: its help, its imports, and its messages for a subcommand that cannot run."""
+"""Tests of the command `wane`: its help, the modules that it imports, and its messages for a subcommand that cannot
+run."""
 
 from __future__ import annotations
 

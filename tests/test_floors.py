@@ -1,9 +1,12 @@
-"""Tests of the imports between the packages. A package may import only the packages below it.
+"""Tests of the imports between the packages. In each list, `a > b` means that a package may import those after it, and
+not those before it. `a -> b` means that `a` may import `b`.
 
-service:  cli > server > app > api > registry > engine > chunked > batching > sessions > state > runners
-          > auth > net > aio > observability > types > settings > errors
-service  -> the light part of models (no torch), never training training -> models, never service research ->
-benchmarks; nothing but tests imports research
+    service:  cli > server > app > api > registry > engine > chunked > batching > sessions > state > runners
+              > auth > net > aio > observability > types > settings > errors
+
+    service  -> the light part of models (no torch), never training
+    training -> models, never service
+    research -> benchmarks; nothing but tests imports research
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ ROOMS = (
     "settings",
     "errors",
 )
-"""The folders and modules of `service/`, from top to bottom. Each may import only itself and those below it."""
+"""The folders and modules of `service/`, from top to bottom. Each may import only its own modules and the folders and
+modules below it."""
 
 LIGHT_MODELS = (
     "wane.models.cache_mixture",
@@ -86,7 +90,7 @@ ONLY_IN = {
     "wane.service.server": ("service/cli/serve",),
     "wane.service.app": ("service/server",),
 }
-"""The path prefixes at which a package or module may be imported."""
+"""For each package or module, the path prefixes of the files that may import it."""
 
 
 def sources() -> list[Path]:
@@ -106,7 +110,8 @@ def module_of(path: Path) -> str:
 
 @cache
 def imports(path: Path) -> list[str]:
-    """Returns every module that a file imports, at its top, inside a function, or only for the type checker."""
+    """Returns every module that a file imports: at the top of the file, inside a function, or only for the type
+    checker."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -131,7 +136,7 @@ def test_a_restricted_package_is_imported_only_by_the_allowed_files(package: str
 
 
 def room(module: str) -> str | None:
-    """Returns the folder or module of `service/` that contains a dotted name or a path."""
+    """Returns the folder or module of `service/` that contains the module with this dotted name or path."""
     parts = module.replace("/", ".").removeprefix("wane.").split(".")
     return parts[1] if parts[0] == "service" and len(parts) > 1 else None
 
@@ -170,7 +175,7 @@ def test_no_folder_has_too_many_files() -> None:
 
 def mirrors(folder: Path) -> bool:
     """Returns whether a folder contains the tests of one folder of the package. Such a folder may have several test
-    files for each file."""
+    files for each file of the package."""
     top, *rest = folder.relative_to(ROOT).parts
     return top == "tests" and bool(rest) and ROOT.joinpath(*rest).is_dir()
 
@@ -225,8 +230,8 @@ def test_the_module_of_the_command_imports_only_the_standard_library_at_its_top(
 
 
 def modules_loaded_by(*names: str) -> set[str]:
-    """Imports these modules in a new process. Returns the top-level packages that are then loaded, and Wane's packages
-    as `wane.service`."""
+    """Imports these modules in a new process. Returns the top-level packages that are then loaded. For Wane's own
+    modules, returns the first two parts of the name, such as `wane.service`."""
     program = f"""
 import importlib, sys
 for name in {names!r}:

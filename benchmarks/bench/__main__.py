@@ -3,15 +3,17 @@
     scripts/bench [--only NAME ...] [--models NAME ...] [--rounds N] [--seconds S] [--quick] [--around COMMAND]
                   [--baseline FOLDER [--module MODULE]]
 
-In every round, and for each model, each contender is started, its answers are compared with the model's, its loads run,
-and it is stopped. The order of the contenders changes from round to round. An interrupted run resumes if the code, the
-models and the settings are unchanged. A complete run of at least five rounds writes docs/figures/bench.json,
+A contender is a server or a loop that is measured. A load is one kind of request. In every round and for each model,
+the benchmark starts each contender, compares its answers with the model's, measures it under each of its loads, and
+stops it. The order of the contenders changes from round to round. An interrupted run resumes if the code, the models
+and the settings are unchanged. A complete run of at least five rounds writes docs/figures/bench.json,
 docs/figures/bench.png and the tables of docs/benchmarks.md; any other run writes to build/bench/. Clients and servers
 share the machine. Linux only.
 
 With `--baseline`, FOLDER is another checkout of Wane, and only Wane's servers are measured unless `--only` is given.
-The same interpreter starts the servers of both checkouts, which run at the same time and take turns under each load.
-The table shows the ratio of this checkout's figures to the baseline's in each round.
+The same interpreter starts the servers of both checkouts. The two servers run at the same time, and each load is
+applied to one server after the other. The table shows the ratio of this checkout's figures to the other checkout's
+figures in each round.
 """
 
 from __future__ import annotations
@@ -111,7 +113,8 @@ def positive(text: str) -> int:
 
 
 def visited(together: list[Contender], model: str, round_: int, seconds: float, folder: Path) -> None:
-    """Makes one visit in its own process, which releases its resources at exit, and writes the results."""
+    """Measures one contender, or a server and its baseline, in this process and writes the results. A separate process
+    for each measurement releases all resources at its exit."""
     try:
         for found in visit(together, MODELS[model], round_, seconds, WORK / "logs"):
             found.write(visit_path(folder, round_, model, found.contender))
@@ -136,7 +139,7 @@ def prepare(names: list[str], models: list[str], console: Console) -> None:
 
 
 def report(results: Results, folder: Path, page: Path | None) -> None:
-    """Prints the tables, writes the JSON and the figure, and updates the page."""
+    """Prints the tables, writes the JSON and the plot to `folder`, and updates the page if `page` is set."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     tables.show(results, console)
     results.write(folder / "bench.json")

@@ -1,5 +1,5 @@
-"""The upper bound of the model alone: a loop that runs onnxruntime on one thread with full batches and ignores the
-outputs."""
+"""The upper bound of the model alone: a loop that runs onnxruntime on one thread with full batches and does not turn
+the outputs into answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Feeds = dict[str, NDArray[np.generic]]
 
 
 def prepare_step(bundle: Path, vocabulary: int, batch: int, seed: int) -> Callable[[float], Timed]:
-    """Prepares runs that step `batch` sessions by one token. Each run's output states are the next run's inputs."""
+    """Returns a function that repeats the `step` graph with one token for each of `batch` sessions. The output states
+    of a run are the input states of the next run."""
     session = open_graph(bundle / "step.onnx")
     tokens = np.random.default_rng(seed).integers(vocabulary, size=(256, batch))
     states: Feeds = {
@@ -37,7 +38,7 @@ def prepare_step(bundle: Path, vocabulary: int, batch: int, seed: int) -> Callab
 
 
 def prepare_window(bundle: Path, vocabulary: int, window: int, batch: int, seed: int) -> Callable[[float], Timed]:
-    """Prepares runs that each compute `batch` windows."""
+    """Returns a function that repeats the `window` graph with `batch` windows."""
     session = open_graph(bundle / "window.onnx")
     tokens = np.random.default_rng(seed).integers(vocabulary, size=(16, batch, window))
     lengths = np.full(batch, window)
@@ -49,7 +50,7 @@ def prepare_window(bundle: Path, vocabulary: int, window: int, batch: int, seed:
 
 
 def loop(run: Callable[[int], None], seconds: float) -> Timed:
-    """Repeats `run` for at least `seconds`."""
+    """Calls `run` repeatedly for at least `seconds`. Returns the calls' durations as a summary."""
     taken: list[float] = []
     begun = last = time.perf_counter()
     while last - begun < seconds:

@@ -1,8 +1,8 @@
-"""Compares this checkout with another checkout of Wane. Both servers run at the same time and take turns under each
-load.
+"""Compares this checkout with another checkout of Wane, the baseline. Both servers run at the same time, and each load
+is applied to one server after the other.
 
 The host's speed changes from minute to minute. The two servers are therefore measured within seconds of each other, and
-their figures are compared within each round.
+each ratio is that of two figures of the same round.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class Baseline:
     module: str
 
     def of(self, contender: Contender) -> Contender:
-        """Returns the baseline's server with the settings of `contender`."""
+        """Returns the other checkout's server with the settings of this checkout's server `contender`."""
         ours = [wane.name for wane in wanes()]
         return wanes(self.folder, self.module, NAME, title=NAME)[ours.index(contender.name)]
 
 
 def comparisons(rounds: Rounds, models: list[str]) -> list[Comparison]:
-    """Returns comparisons for the loads that both servers answered, in the order of measurement."""
+    """Returns a comparison for each load that was measured on this checkout's server and on the baseline's server, in
+    the order of measurement."""
     found = []
     for model in models:
         for ours, theirs in zip(wanes(), wanes(name=NAME), strict=True):
@@ -55,5 +56,5 @@ def comparisons(rounds: Rounds, models: list[str]) -> list[Comparison]:
 
 
 def item_cpus(rounds: list[Measured]) -> list[float]:
-    """Returns the server's CPU time per item, in microseconds, of each round that measured it."""
+    """Returns the server's CPU time per item in each round, in microseconds. Rounds without it are left out."""
     return [one.item_cpu_us for one in rounds if one.item_cpu_us is not None]

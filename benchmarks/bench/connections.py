@@ -1,4 +1,5 @@
-"""Minimal HTTP/1.1 and WebSocket clients on plain sockets. They support only what loads need and use little CPU."""
+"""Minimal HTTP/1.1 and WebSocket clients on plain sockets. They support only the features that the loads need, and use
+little CPU time."""
 
 from __future__ import annotations
 

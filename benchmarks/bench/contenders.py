@@ -62,7 +62,8 @@ class Contender:
 
     @property
     def requirements(self) -> Path | None:
-        """The requirements file of the contender's virtual environment. None if it runs in the project's."""
+        """The requirements file of the contender's virtual environment. None if the contender runs in the project's own
+        virtual environment."""
         return PEERS / self.peer / "requirements.txt" if self.peer else None
 
     @property
@@ -72,7 +73,7 @@ class Contender:
 
     @property
     def services(self) -> list[Service]:
-        """The services whose addresses the environment variables contain."""
+        """The services (Redis, the collector) whose addresses the contender's environment variables contain."""
         return [name for name in SERVICES if any(f"{{{name}}}" in value for value in self.environment.values())]
 
     def arguments(self, bundle: Path, ports: list[int]) -> list[str]:
@@ -80,7 +81,8 @@ class Contender:
         return [part.format(bin=self.programs, bundle=bundle, ports=ports) for part in self.command]
 
     def variables(self, bundle: Path, ports: list[int], addresses: Mapping[str, str]) -> dict[str, str]:
-        """Returns the environment variables of the command: this process's, without `WANE_*`, and the contender's own.
+        """Returns the environment variables of the command: the variables of this process except `WANE_*`, and the
+        contender's own variables.
 
         addresses: the address of each service by its name.
         """

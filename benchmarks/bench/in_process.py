@@ -1,5 +1,5 @@
-"""Runs Wane's engine without HTTP, with the clients of `benchmarks.engine`. This measures the cost of batching,
-sessions and answers."""
+"""Runs Wane's engine without HTTP, with the clients of `benchmarks.engine`. The difference from the bare loop is the
+cost of batching, sessions and answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from benchmarks.engine import CLIENTS, Subject
 
 
 def prepare_engine(bundle: Path, way: str, stack: ExitStack) -> Callable[[float], Timed]:
-    """Prepares steps of concurrent clients. way: `batcher` or `engine`. The exit of `stack` stops the threads."""
+    """Returns a function that runs concurrent clients, each of which sends session steps. way: the measured component,
+    `batcher` or `engine`. The exit of `stack` stops the threads."""
     runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
     subject = Subject(bundle)
     runner.run(subject.start())

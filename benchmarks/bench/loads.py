@@ -43,8 +43,8 @@ class NotUnderstood(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """The context of a load: a bundle, its server, if any, and the stack that releases resources at the end of the
-    visit."""
+    """The context of a load: the bundle, the server, if there is one, and the stack that releases resources when the
+    contender has been measured."""
 
     contender: Contender
     bundle: Path
@@ -65,7 +65,8 @@ class Stage:
 
     @cached_property
     def words(self) -> list[tuple[int, str]]:
-        """Tokens and their texts, without tokens whose text the tokenizer encodes to anything else."""
+        """The tokens and their texts. A token is left out if the tokenizer does not encode its text to this token
+        alone."""
         vocabulary = Vocabulary.read(self.manifest.vocabulary.kind, self.bundle / "tokenizer.json")
         texts = [(token, vocabulary.token(token)) for token in range(self.vocabulary)]
         return [(token, text) for token, text in texts if vocabulary.encode(text) == [token]]
@@ -84,8 +85,8 @@ class Stage:
         return httpx.Client(base_url=self.running.url, timeout=30, trust_env=False)
 
     def sessions(self, prefix: str, count: int) -> list[str]:
-        """Creates sessions and returns their ids. A peer creates a session at its first step, so nothing is sent to it
-        here."""
+        """Creates sessions and returns their ids. A peer creates a session at the session's first step, so this method
+        sends nothing to a peer."""
         names = [f"{prefix}-{index}" for index in range(count)]
         if self.contender.kind == "sessions":
             return names
@@ -121,7 +122,7 @@ def compact(document: object) -> str:
 
 
 def step_request(path: str, session: str, sequence: dict[str, Any]) -> tuple[str, str]:
-    """Returns the path and the body of one step. The body contains the session's id if the path has no place for it."""
+    """Returns the path and the body of one step. The body contains the session's id if the path does not contain it."""
     if "{session}" in path:
         return path.format(session=session), compact(sequence)
     return path, compact({"session": session, **sequence})
@@ -166,7 +167,7 @@ def window_load(connections: int) -> Load:
 
 
 def handler_load(connections: int) -> Load:
-    """Builds a load of one token per request for the trivial handler, which ignores the token."""
+    """Builds a load of one token per request for the trivial FastAPI handler, which ignores the token."""
 
     def prepare(stage: Stage) -> Drive:
         requests = [(stage.contender.path, step_body(token)) for (token,) in stage.tokens(REQUESTS, 1)]
@@ -188,7 +189,7 @@ def websocket_load() -> Load:
 
 
 def batched_load() -> Load:
-    """Builds a load of requests that each step INPUTS sessions by one token."""
+    """Builds a load of batched requests. Each request steps INPUTS sessions by one token each."""
     title = f"session step, {INPUTS} a call, {plural(BATCHED_CONNECTIONS)}"
     return Load(f"batched-{INPUTS}", title, "tokens/s", INPUTS, lambda stage: prepare_bulk(stage, "batched", {}))
 
@@ -204,7 +205,8 @@ def columns_load() -> Load:
 
 
 def prepare_bulk(stage: Stage, prefix: str, options: dict[str, str]) -> Drive:
-    """Prepares requests that each step INPUTS sessions. There are eight times as many sessions as steps in flight.
+    """Prepares batched requests, each of which steps INPUTS sessions. The number of sessions is eight times the number
+    of steps in flight.
 
     Raises NotUnderstood if the server answers the first call with 422.
     """
@@ -266,8 +268,8 @@ def engine_load(way: str) -> Load:
 
 
 def scan_loads(model: str) -> list[Load]:
-    """Builds loads that compute the last state and the score of a long sequence. An LSTM also runs as ONNX's LSTM
-    operator."""
+    """Builds loads that compute the last state and the score of a long sequence. For an LSTM, one more load of each
+    kind uses ONNX's LSTM operator."""
 
     def prepare(kind: str, way: str) -> Callable[[Stage], Drive]:
         if way == scan.NATIVE:
@@ -315,7 +317,8 @@ def loads_of(contender: Contender, model: str) -> list[Load]:
 
 
 def check(stage: Stage, expected: Callable[[list[list[int]]], list[Ranked]]) -> None:
-    """Compares the server's answers to windows and to every kind of step with the expected ones. Raises WrongAnswer."""
+    """Compares the server's answers to windows and to every kind of step with the model's predictions. Raises
+    WrongAnswer."""
     contender = stage.contender
     if contender.kind not in ("wane", "windows", "sessions"):
         return

@@ -17,7 +17,8 @@ ONNX_ORDER = (0, 3, 1, 2)
 
 
 class NativeLstm:
-    """A graph of an embedding, one LSTM layer and an output layer. It runs on `threads` spinning threads."""
+    """An LSTM's graph (an embedding, one LSTM layer and an output layer) in ONNX Runtime, with `threads` spinning
+    threads."""
 
     def __init__(self, bundle: Path, threads: int) -> None:
         options = onnxruntime.SessionOptions()
@@ -35,14 +36,15 @@ class NativeLstm:
         return [value[0] for value in self._sessions[False].run(["h", "c"], {"tokens": tokens})]
 
     def score(self, tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Returns the log-probability of each of `targets` (T), given `tokens` up to its position."""
+        """Returns the log-probability of each of `targets` (T), given the tokens up to the target's position."""
         (logprobs,) = self._sessions[True].run(["logprobs"], {"tokens": tokens, "targets": targets})
         found: NDArray[np.float32] = logprobs[:, 0]
         return found
 
 
 def graph(weights: dict[str, NDArray[np.float32]], scored: bool) -> bytes:
-    """Builds the graph. It maps tokens[T] to h and c, or tokens[T] and targets[T] to logprobs[T,1]."""
+    """Builds the graph. Without `scored`, it maps tokens[T] to the states h and c. With `scored`, it maps tokens[T] and
+    targets[T] to logprobs[T,1]."""
     hidden = weights["head.weight"].shape[1]
 
     def gates(name: str) -> NDArray[np.float32]:

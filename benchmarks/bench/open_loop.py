@@ -30,7 +30,7 @@ def poisson(rate: float, seconds: float, seed: int) -> NDArray[np.float64]:
 
 
 def drive(port: int, requests: Iterator[bytes], due: NDArray[np.float64], connections: int = CONNECTIONS) -> Timed:
-    """Sends the next of `requests` at each time of `due` on a free connection.
+    """At each time in `due`, sends the next of `requests` on a free connection.
 
     If no connection is free, the request waits, and its latency includes the wait. Raises BadAnswer if an answer is not
     a 2xx or takes more than ten seconds.
@@ -71,7 +71,7 @@ def _drive(opened: list[socket.socket], requests: Iterator[bytes], due: list[flo
 
 
 def summary(latencies: list[float], seconds: float, lags: list[float] | None = None) -> Timed:
-    """Summarises latencies and lags in seconds."""
+    """Summarises the requests' latencies and their delays in the load generator (lags), both in seconds."""
     p50, p90, p99, longest = (float(value) for value in np.percentile(np.array(latencies) * 1e3, (50, 90, 99, 100)))
     lag = float(np.percentile(lags, 99) * 1e3) if lags else None
     return Timed(

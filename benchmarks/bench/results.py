@@ -17,8 +17,8 @@ Figure = Literal["rate", "p50_ms", "p99_ms"]
 class Timed(Frozen):
     """The number of answered requests of one load, and their latencies.
 
-    A latency is measured from the time when the request is sent, in an open loop from the time when it is due.
-    `lag_p99_ms`: the delay between a request's due time and its sending; null in a closed loop.
+    In a closed loop, a latency is measured from the time when the request is sent; in an open loop, from the time when
+    it is due. `lag_p99_ms`: the delay between a request's due time and its sending; null in a closed loop.
     """
 
     requests: int
@@ -57,7 +57,7 @@ class Measured(Timed):
 
 
 class Visit(Frozen):
-    """The figures of one contender's loads in one round.
+    """The figures of one contender's loads in one round of one model (a visit).
 
     loads: the figures by the load's name. refused: the server's answers to the loads that it does not support, by the
     load's name.
@@ -80,7 +80,8 @@ class Visit(Frozen):
 
 
 class Rounds:
-    """The figures of all rounds by model, contender and load, in the order of the rounds, and the contenders' versions.
+    """The figures of all rounds, and the contenders' versions. Figures are stored by model, contender and load, and
+    then in the order of the rounds.
 
     refused: servers' answers to loads that they do not support, by model, contender and load."""
 
@@ -142,8 +143,8 @@ class Summary(Frozen):
 class Target(Frozen):
     """The ratio of `what` to `against`, and its target.
 
-    wanted: the smallest ratio that meets the target, or the largest if `most`; null: no target. spread: the ratios of
-    the single rounds.
+    wanted: the smallest ratio that meets the target, or, if `most` is set, the largest; null if there is no target.
+    spread: the median and the range of the ratios of the single rounds.
     """
 
     what: str
@@ -156,17 +157,18 @@ class Target(Frozen):
 
     @property
     def met(self) -> bool | None:
-        """Whether the median meets the target; None without a target."""
+        """Whether `value` meets the target; None without a target."""
         if self.wanted is None:
             return None
         return self.value <= self.wanted if self.most else self.value >= self.wanted
 
 
 class Comparison(Frozen):
-    """One load's figures on a server, relative to its baseline. The two took turns.
+    """The ratios of one load's figures on this checkout's server to those on the baseline's server. The load was
+    applied to one server after the other.
 
-    figure: the compared figure. ratio: the server's figure divided by the baseline's, in each round. item_cpu: the same
-    ratio of the CPU time per item.
+    figure: the name of the compared figure. ratio: this server's figure divided by the baseline's, computed in each
+    round. item_cpu: the same ratio of the CPU time per item.
     """
 
     model: str
@@ -181,7 +183,8 @@ class Comparison(Frozen):
 class Results(Frozen):
     """A run's machine, models and figures. Figures are stored by model, contender and load.
 
-    versions: by contender. refused: servers' answers to loads that they do not support, by model, contender and load.
+    versions: the version of each contender. refused: servers' answers to loads that they do not support, by model,
+    contender and load.
     """
 
     created: str
@@ -205,7 +208,7 @@ class Results(Frozen):
         write_json(path, self.model_dump(mode="json", exclude_none=True))
 
     def having(self, rounds: Rounds, targets: Sequence[Target], comparisons: Sequence[Comparison] = ()) -> Results:
-        """Returns a copy with the summaries of `rounds`, the targets and the comparisons with a baseline."""
+        """Returns a copy with the summaries of `rounds`, the targets, and the comparisons with a baseline."""
         figures = {
             model: {
                 name: {load: Summary.of(found) for load, found in loads.items()} for name, loads in contenders.items()

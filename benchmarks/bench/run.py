@@ -1,4 +1,5 @@
-"""Runs the visits, each in its own process. Skips visits whose results an earlier, interrupted run has written."""
+"""Runs all visits of a benchmark, each in its own process. In a visit, one contender serves one model in one round, and
+all its loads are measured. A visit is skipped if an earlier, interrupted run has written its results."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ CODE = (".py", ".lua", ".toml", ".txt", ".json")
 
 @dataclass(frozen=True)
 class Run:
-    """A run's contenders, models, rounds and seconds.
+    """A run's contenders, models, number of rounds, and duration of each load in seconds.
 
-    workers: the number of model processes of each peer; None: the peer's own number. baseline: a checkout whose servers
-    take turns with Wane's.
+    workers: the number of model processes of each peer; None: the peer's own number. baseline: another checkout. Each
+    load is applied to its server and to this checkout's server, one after the other.
     """
 
     names: list[str]
@@ -37,7 +38,8 @@ class Run:
     baseline: Baseline | None = None
 
     def plan(self) -> list[tuple[int, str, str]]:
-        """Returns round, model and contender of every visit. The first contender changes from round to round."""
+        """Returns the round, the model and the contender of every visit, in order. The first contender changes from
+        round to round."""
         count = len(self.names)
         return [
             (round_, model, self.names[(index + round_) % count])
@@ -61,7 +63,8 @@ class Run:
         return [contender, self.baseline.of(contender)] if self.baseline and contender.kind == "wane" else [contender]
 
     def go(self, around: Sequence[str], console: Console) -> list[str]:
-        """Makes the missing visits and returns the names of failed ones. around: a prefix of each visit's command."""
+        """Runs the visits that have no results yet. Returns the names of the visits that failed. around: a prefix of
+        each visit's command."""
         folder, plan, failed = self.folder(), self.plan(), []
         own = [*around, sys.executable, "-m", "benchmarks.bench", "--seconds", str(self.seconds)]
         own += ["--workers", str(self.workers)] if self.workers else []
@@ -87,7 +90,7 @@ class Run:
 
 
 def code(root: Path) -> str:
-    """Returns a hash of a checkout's measured code and of its benchmark code."""
+    """Returns a hash of a checkout's code: the files of the SOURCES, which are the server and these benchmarks."""
     found = (path for folder in SOURCES for path in (root / folder).rglob("*"))
     return hashed(sorted(path for path in found if path.suffix in CODE and "bundles" not in path.parts), root)
 
@@ -97,7 +100,8 @@ def visit_path(folder: Path, round_: int, model: str, name: str) -> Path:
 
 
 def status(command: list[str]) -> int:
-    """Runs a visit and returns its exit status. If interrupted, waits until the visit has stopped its server."""
+    """Runs a visit and returns its exit status. If this process is interrupted, terminates the visit and waits until
+    the visit has stopped its server."""
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         return process.wait()

@@ -12,7 +12,8 @@ from benchmarks.bench.results import Timed
 
 
 def drive(port: int, paths: Sequence[str], frames: Iterator[bytes], wanted: bytes, seconds: float) -> Timed:
-    """Opens a WebSocket at each of `paths` and sends the `frames` over all of them.
+    """Opens a WebSocket at each of `paths`. Each WebSocket sends the next of `frames` whenever it has received an
+    answer.
 
     Raises BadAnswer if an answer does not contain `wanted` or takes more than ten seconds.
     """

@@ -25,7 +25,7 @@ FIGURES = (
 TARGETS = ("what", "against", "target", "reached (by round)", "met")
 COMPARISONS = ("server", "load", "figure", "baseline", "this", "ratio", "CPU, us an item: baseline", "this", "ratio")
 NAMES = {"rate": "", "p50_ms": "p50, ms", "p99_ms": "p99, ms"}
-"""Column names of a comparison's figures. A rate has the unit of its load as its name."""
+"""Column names of a comparison's figures. A rate has no name of its own: its column shows the load's unit."""
 
 
 def figure_rows(results: Results, model: str) -> Iterator[list[str]]:
@@ -64,7 +64,7 @@ def target_rows(results: Results) -> Iterator[list[str]]:
 
 
 def comparison_rows(results: Results, model: str) -> Iterator[list[str]]:
-    """Yields a row for each load of Wane's servers that was measured or refused on both sides."""
+    """Yields a row for each load that was measured or refused on this checkout's server and on the baseline's server."""
     found = {(one.contender, one.load): one for one in results.comparisons if one.model == model}
     for ours, theirs in zip(wanes(), wanes(name=NAME), strict=True):
         for load in loads_of(ours, model):
@@ -87,7 +87,8 @@ def comparison_rows(results: Results, model: str) -> Iterator[list[str]]:
 
 
 def _side(results: Results, model: str, contender: Contender, load: Load) -> tuple[str, str]:
-    """Returns one side's figure and CPU time per item, or the server's answer if it does not support the load."""
+    """Returns the contender's figure and CPU time per item as texts. If the server does not support the load, returns
+    its answer and an empty text."""
     summary = results.summary(model, contender.name, load.name)
     if summary is None:
         return results.refusal(model, contender.name, load.name), ""
@@ -122,7 +123,7 @@ def _rich(title: str, names: tuple[str, ...], rows: Iterator[list[str]]) -> Tabl
 
 
 def page_tables(results: Results) -> dict[str, list[str]]:
-    """Returns the page's tables by the names of their markers."""
+    """Returns the tables of the Markdown page by the names of the markers between which they stand."""
     return {"bench": _figures(results), "targets": markdown(TARGETS, target_rows(results))}
 
 

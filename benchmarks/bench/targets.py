@@ -77,7 +77,8 @@ def _ratio(
     model: str = LSTM,
     name: str = WANE,
 ) -> Target | None:
-    """Returns the ratio of the load `ours` on Wane's server `name` to the load `theirs` on the contender `other`."""
+    """Returns the ratio of two figures: the load `ours` on Wane's server `name`, and the load `theirs` on the contender
+    `other`."""
     above = rounds.of(model, name, ours)
     below = rounds.of(model, other, theirs) if other else []
     against = OWN if other == WANE else contenders()[other].title if other else ""
@@ -86,7 +87,7 @@ def _ratio(
 
 
 def _stateful(rounds: Rounds, model: str, name: str, load: str, figure: Getter) -> Target | None:
-    """Returns the ratio of Wane's session steps to those of a peer that keeps sessions."""
+    """Returns the ratio of Wane's rate of session steps to that of a peer with sessions."""
     if figure is rate:
         wanted = 1.5 if (model, name) == (LSTM, "mosec-sessions") else None
         return _ratio(rounds, STEPS, load, figure, name, load, wanted, model=model)
@@ -119,7 +120,7 @@ def _target(
     if not above or not below:
         return None
     value = Spread.of(above).median / Spread.of(below).median
-    both = min(len(above), len(below))  # one of the two may have fewer rounds, because a round failed
+    both = min(len(above), len(below))  # one of the two lists may be shorter, because a round failed
     return _told(what, against, wanted, most, "x", value, ratios(above[:both], below[:both]))
 
 
@@ -128,7 +129,7 @@ def _told(what: str, against: str, wanted: float | None, most: bool, unit: str, 
 
 
 def best_peer(rounds: Rounds, model: str, load: str, figure: Getter, largest: bool) -> str | None:
-    """Returns the peer with the best median figure; None if none was measured."""
+    """Returns the peer with the best median figure; None if no peer was measured."""
     medians = {
         name: statistics.median(map(figure, found)) for name in peer_names() if (found := rounds.of(model, name, load))
     }

@@ -1,5 +1,5 @@
-"""One visit: starts one contender, or two that are compared, on a bundle; checks the answers; runs the loads; stops the
-servers.
+"""Measures one contender, or a server and its baseline, with one model in one round (a visit): starts the servers on
+the model's bundle, checks their answers, applies the loads, and stops the servers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARM_S = 1.0
 
 
 def visit(contenders: Sequence[Contender], bundle: Path, round_: int, seconds: float, logs: Path) -> list[Visit]:
-    """Runs the loads of the first contender on all contenders, for `seconds` each, after a warm-up of one second.
+    """Applies each load of the first contender to all contenders, for `seconds` each, after a warm-up of one second.
 
     The contenders' order changes from load to load and from round to round. Servers write their logs into the folder
     `logs`. Raises ServerFailed, WrongAnswer, LoadFailed, BadAnswer, httpx.HTTPError.
@@ -83,7 +83,8 @@ def _measure(load: Load, stage: Stage, seconds: float) -> Measured:
 
 
 def version(contender: Contender) -> str:
-    """Returns the versions of the contender and its onnxruntime; for another checkout also its commit."""
+    """Returns the version of the contender and that of its onnxruntime. For a baseline, also returns the commit of its
+    checkout."""
     names = [name for name in (contender.package, "onnxruntime") if name]
     program = f"from importlib.metadata import version\nprint(*(f'{{n}} {{version(n)}}' for n in {names!r}), sep=', ')"
     python = [str(contender.programs / "python"), "-c", program]

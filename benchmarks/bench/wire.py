@@ -1,4 +1,5 @@
-"""Requests and answers in the servers' four formats. All formats carry the same windows and five predictions."""
+"""Requests and answers in the servers' four formats. In every format, the request has the same window, and the answer
+has five predictions."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ Ranked = list[tuple[int, float]]
 
 
 class WrongAnswer(Exception):
-    """A server's answer differs from the model's. The message contains both."""
+    """A server's answer differs from the model's. The message contains the two answers."""
 
 
 def window_body(wire: Wire, tokens: Sequence[int]) -> str:
@@ -21,9 +22,9 @@ def window_body(wire: Wire, tokens: Sequence[int]) -> str:
     match wire:
         case "tokens":
             document: dict[str, Any] = {"tokens": listed}
-        case "windows":  # the request and the answer of a batched endpoint are lists
+        case "windows":  # The request and the answer are lists, because the peer's endpoint is batched.
             document = {"windows": [listed]}
-        case "oip":  # the Open Inference Protocol's tensors
+        case "oip":  # The request contains tensors of the Open Inference Protocol.
             tensor = {"name": "tokens", "shape": [1, len(listed)], "datatype": "INT64", "data": listed}
             document = {"inputs": [tensor]}
         case "wane":  # one token more than the window, because Wane prepends <eos> to a shorter sequence

@@ -27,8 +27,8 @@ def require_wrk() -> None:
 
 
 def drive(url: str, requests: Requests, connections: int, seconds: float) -> Timed:
-    """Sends `requests` (pairs of path and body) in order, and again from the first. Raises LoadFailed if an answer is
-    not a 2xx."""
+    """Sends `requests` (pairs of path and body) in order. After the last request, starts again with the first. Raises
+    LoadFailed if an answer is not a 2xx."""
     with tempfile.NamedTemporaryFile("w", suffix=".requests") as file:
         file.writelines(f"{path}\t{body}\n" for path, body in requests)
         file.flush()
@@ -39,7 +39,7 @@ def drive(url: str, requests: Requests, connections: int, seconds: float) -> Tim
 
 
 def parse(output: str, errors: str = "") -> Timed:
-    """Parses the output of `replay.lua`. Raises LoadFailed."""
+    """Parses the output that the script `replay.lua` writes in wrk. Raises LoadFailed if it is incomplete."""
     last = output.strip().rpartition("\n")[2]
     if not last.startswith("{"):
         raise LoadFailed(f"wrk ended without a count: {output[-300:]}{errors[-300:]}")

@@ -1,7 +1,8 @@
-"""The model of the peers with sessions: a bundle's `step` graph, and the sessions' states in memory.
+"""The model that the peer servers serve in the benchmarks with sessions: a bundle's `step` graph, and the sessions'
+states in memory.
 
-It has no replay of repeated requests, no error bounds and no limit on sessions. It needs only numpy and onnxruntime, so
-that it runs in each peer's own virtual environment.
+Unlike Wane, this module does not recognise repeated requests, bounds no errors and does not limit the number of
+sessions. It needs only numpy and onnxruntime, so that it runs in each peer's own virtual environment.
 """
 
 from __future__ import annotations

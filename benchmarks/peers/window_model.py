@@ -1,6 +1,6 @@
-"""The model of the peers without sessions: a bundle's `window` graph on onnxruntime.
+"""The model that the peer servers serve in the benchmarks without sessions: a bundle's `window` graph on onnxruntime.
 
-It needs only numpy and onnxruntime, so that it runs in each peer's own virtual environment.
+This module needs only numpy and onnxruntime, so that it runs in each peer's own virtual environment.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Runs a soak test: minutes of session churn at 80 % of the server's capacity. Server and clients both count all
-requests.
+"""Runs a soak test: minutes of session churn at 80 % of the server's capacity. The server and the clients each count
+all requests.
 
     python -m benchmarks.soak [--minutes M] [--load SHARE] [--hostile] [--json FILE] [--figure FILE]
 
@@ -8,12 +8,12 @@ after sending a step and send it again. There are several times more sessions th
 states are constantly evicted and rebuilt. First, the soak measures the rate of actions in a closed loop on every
 connection, with server and clients on the same cores. Then it runs at a share of that rate in an open loop.
 
-With `--hostile`, the server requires keys, and hostile clients attack it at the same time (`attacks.py`). Their answers
-are checked separately. No request may end in a status of 500 or more.
+With `--hostile`, the server requires keys, and hostile clients attack it at the same time (`attacks.py`). The answers
+to hostile clients are checked separately. No request may end in a status of 500 or more.
 
-Passes (exit code 0) if all of these are true: every answer and every position was as expected; the server's counts of
-requests by route and status equal the clients' counts; the server's integrity checks found no fault; its resident
-memory did not grow.
+Passes (exit code 0) if all of these are true: every answer and every position in it was as expected; the server's
+counts of requests by route and status equal the clients' counts; the server's integrity checks found no fault; its
+resident memory did not grow.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ SEED = 0
 IDLE_S = 5.0  # idle time after the load, in which the server runs its integrity checks
 COMPARED = 40
 PROBABILITY = 1e-3  # tolerated difference between the probabilities of two exact answers
-NEARLY = 0.05  # tolerated difference of an answer from a rebuilt state, unless its error bound is smaller
+NEARLY = 0.05  # largest additional difference of an answer from a rebuilt state; its error bound may be smaller
 
 
 @dataclass
 class Samples:
-    """Samples of the server over time. rebuilt, requests: counts since the server's start."""
+    """Samples of the server over time. rebuilt, requests: the numbers of rebuilt states and of requests since the
+    server's start."""
 
     seconds: list[float] = field(default_factory=list)
     resident_mib: list[float] = field(default_factory=list)
@@ -70,7 +71,8 @@ class Samples:
     requests: list[float] = field(default_factory=list)
 
     def over_time(self) -> dict[str, list[float]]:
-        """Returns the figures in slices of SLICE_S: the middle of each slice, the memory, and the rates per second."""
+        """Returns the figures in slices of SLICE_S: the time in the middle of each slice, the memory, and the rates per
+        second."""
         edges = np.append(np.arange(0, self.seconds[-1], SLICE_S), self.seconds[-1])
         at_s = (edges[1:] + edges[:-1]) / 2
         found = {"at_s": at_s, "resident_mib": np.interp(at_s, self.seconds, self.resident_mib)}
@@ -98,7 +100,7 @@ async def sample(server: Server, samples: Samples) -> None:
 
 
 def sum_of(counts: dict[str, float], name: str) -> float:
-    """Returns the metric's sum over all labels. Raises KeyError for an unknown metric."""
+    """Returns the sum of a metric over all its labels. Raises KeyError for an unknown metric."""
     found = [value for key, value in counts.items() if key.split(":")[0] == name]
     if not found:
         raise KeyError(name)
@@ -114,7 +116,8 @@ async def soak(
     hostiles: Hostiles | None = None,
     measured_s: float = MEASURED_S,
 ) -> dict[str, Any]:
-    """Runs the whole soak. key: the visitors' API key. hostiles: the hostile clients, if any."""
+    """Runs the whole soak. key: the API key of the visitors, which are the clients that behave well. hostiles: the
+    hostile clients, if any."""
     visitors = Visitors(ledger)
     connections = [Connection(server.port, key) for _ in range(CONNECTIONS)]
     await visitors.populate(connections[0], LIVELY, OTHERS)
@@ -147,11 +150,11 @@ async def soak(
 
 
 async def compare(connection: Connection, ledger: Ledger) -> int:
-    """Compares the predictions of some sessions with predictions from all of the sessions' tokens. Returns the number
-    of sessions.
+    """For some sessions, compares the prediction from the session with the prediction from all of the session's tokens.
+    Returns the number of these sessions.
 
-    Both must be equal. If a session's state was rebuilt from its last tokens, the difference must be within the error
-    bound.
+    The two predictions must agree within PROBABILITY. If the session's state was rebuilt from its last tokens, the
+    difference may be larger by the error bound, up to NEARLY.
     """
     now_s = time.monotonic()
     there = [kept for kept in ledger.lively if kept.tokens and now_s - kept.touched_s < ledger.ttl_s / 2]
@@ -176,8 +179,8 @@ async def compare(connection: Connection, ledger: Ledger) -> int:
 def differences(ledger: Ledger, before: dict[str, float], after: dict[str, float], others: bool = False) -> list[str]:
     """Returns the differences between the server's counts and the clients' counts.
 
-    A request whose client hung up may have any status. If there are `others` (hostile clients), the server's counts may
-    be higher.
+    The server may count any status for a request whose client hung up. If `others` is set, hostile clients also send
+    requests, and the server's counts may be higher.
     """
     found = []
     for method, route in sorted(set(ROUTES.values())):

@@ -1,7 +1,7 @@
 """The attacks of hostile clients, and the accepted answers to each.
 
-An attack yields the actual and the accepted answers in the order of its requests. An answer is a status, `closed`, or
-`no answer`. Any other answer is an error.
+For each of its requests, in order, an attack yields the actual answer and the accepted answers. An answer is a status,
+`closed`, or `no answer`. Any other answer is an error.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ async def strangers(target: Target) -> AsyncIterator[Told]:
 
 
 async def above_its_station(target: Target) -> AsyncIterator[Told]:
-    """Tries operations that need an admin key: loading, unloading, metrics."""
+    """Tries the operations that need an admin key: loading models, unloading models, and reading metrics."""
     for path in ("gated-stable/unload", "..%2f..%2fetc/load", "gated-stable/load"):
         yield await ask(target, request("POST", f"/v2/repository/models/{path}", target.key, {}), "403")
     yield await ask(target, request("GET", "/metrics", target.key), "403")
@@ -96,8 +96,8 @@ async def oversized(target: Target) -> AsyncIterator[Told]:
         piece = b"10000\r\n" + b" " * 65536 + b"\r\n"
         for _ in range(more // 65536 + 1):
             await raw.send(piece)
-        yield Told(await raw.status(), ("413", CLOSED))  # the server may close the connection before it has received
-        # everything
+        # The server may close the connection before it has received the whole body.
+        yield Told(await raw.status(), ("413", CLOSED))
 
 
 async def drips(target: Target) -> AsyncIterator[Told]:
@@ -121,12 +121,12 @@ async def half_open(target: Target) -> AsyncIterator[Told]:
 
 
 async def garbage(target: Target) -> AsyncIterator[Told]:
-    """Sends bytes that are not HTTP, or unsupported HTTP."""
+    """Sends bytes that are not HTTP, and HTTP that the server does not support."""
     for data, right in (
         (random.randbytes(200) + b"\r\n\r\n", "400"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + random.randbytes(80), "400"),
-        (b"GET /v1/models\r\n\r\n", "200" if target.key is None else "401"),  # HTTP 0.9, which the parser (llhttp)
-        # accepts
+        # A request of HTTP 0.9, which the server's parser (llhttp) accepts.
+        (b"GET /v1/models\r\n\r\n", "200" if target.key is None else "401"),
         (b"GET /v1/models HTTP/1.1\r\nhost localhost\r\n\r\n", "400"),
         (b"POST /v1/score HTTP/1.1\r\nhost: a\r\ncontent-length: -5\r\n\r\n", "400"),
         (
@@ -187,7 +187,7 @@ async def malformed(target: Target) -> AsyncIterator[Told]:
 
 
 class Bomb(NamedTuple):
-    """A request that must be refused. right: the status. of: a text that the answer must contain."""
+    """A request that must be refused. right: the status. of: a word that the answer must contain."""
 
     path: str
     body: dict[str, object]
@@ -240,9 +240,8 @@ async def never_reads(target: Target) -> AsyncIterator[Told]:
     """Sends steps to a WebSocket without reading from it."""
     async with connected(target.port) as raw:
         name = f"never-reads-{random.randrange(8)}"
-        await ask(
-            target, request("POST", "/v1/sessions", target.key, {"session": name})
-        )  # it may exist, or the quota may be used up
+        # No answer is checked: the session may exist already, or the quota may be used up.
+        await ask(target, request("POST", "/v1/sessions", target.key, {"session": name}))
         await raw.send(upgrade(f"/v1/sessions/{name}/stream", target.key))
         yield Told(await raw.status(), ("101",))
         step = frame(json.dumps({"tokens": [random.randrange(2, target.vocabulary)], "top_k": 100}))
@@ -260,9 +259,8 @@ async def babbling(target: Target) -> AsyncIterator[Told]:
     """Sends only invalid messages to a WebSocket."""
     async with connected(target.port) as raw:
         name = f"babbling-{random.randrange(8)}"
-        await ask(
-            target, request("POST", "/v1/sessions", target.key, {"session": name})
-        )  # it may exist, or the quota may be used up
+        # No answer is checked: the session may exist already, or the quota may be used up.
+        await ask(target, request("POST", "/v1/sessions", target.key, {"session": name}))
         await raw.send(upgrade(f"/v1/sessions/{name}/stream", target.key))
         yield Told(await raw.status(), ("101",))
         for text in ("{", '{"tokens": "x"}', '{"rewind": -5}', "x" * 3000, '{"tokens": []}'):

@@ -1,4 +1,5 @@
-"""Hostile clients. AT_ONCE of them run concurrently; each runs one attack after another until stopped."""
+"""Hostile clients. AT_ONCE hostile clients run concurrently. Each of them runs one attack after another until it is
+stopped."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ CUT_OFF_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The API keys. `visitor` is an admin key. `hostile` has a quota of QUOTA sessions. `file` is the key file of the
-    server."""
+    """The API keys. `visitor` is an admin key, for the clients that behave well. `hostile` is a key with a quota of
+    QUOTA sessions. `file` is the key file of the server."""
 
     visitor: str
     hostile: str
@@ -43,7 +44,8 @@ def keys() -> Iterator[Keys]:
 
 @dataclass
 class Hostiles:
-    """The hostile clients. told: counts of answers by attack. wrong: messages about wrong answers."""
+    """The hostile clients. told: for each attack, the number of times that each answer was received. wrong: messages
+    about answers that were not accepted."""
 
     target: Target
     told: dict[str, Counter[str]] = field(default_factory=dict)

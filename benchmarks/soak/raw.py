@@ -79,14 +79,14 @@ def head(method: str, path: str, headers: Mapping[str, str]) -> bytes:
 
 
 def request(method: str, path: str, key: str | None, body: object = None) -> bytes:
-    """Returns a complete request. A body of type bytes is sent as it is, any other is encoded as JSON."""
+    """Returns a complete request. A body of type bytes is sent as it is. Any other body is encoded as JSON."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json", "content-length": str(len(data))}
     return head(method, path, headers | authorization(key)) + data
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """Returns the authorization header for a key; no header if it is None."""
+    """Returns the authorization header for a key; no header if the key is None."""
     return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
@@ -98,7 +98,8 @@ def upgrade(path: str, key: str | None) -> bytes:
 
 
 def frame(text: str, announced: int | None = None) -> bytes:
-    """Returns a WebSocket text frame. announced: the length in its header, if not the true one. The mask is zeros."""
+    """Returns a WebSocket text frame. announced: a false length for the frame's header; None for the true length. The
+    mask is zeros."""
     data = text.encode()
     length = len(data) if announced is None else announced
     if length < 126:

@@ -1,6 +1,6 @@
 """The clients of the soak: they create, step, read, rewind, delete and abandon sessions, and check every answer.
 
-A ledger records the acknowledged tokens of every session. The position in every answer is compared with the ledger. A
+The ledger records the acknowledged tokens of every session. The position in every answer is compared with the ledger. A
 wrong position means that a step was lost or appended twice.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from benchmarks.soak.connection import Connection, Reply
 
-LIVELY = 0.2  # share of the created sessions that are lively: these receive LIVELY_CALLS of the calls
-LIVELY_CALLS = 0.8
-LIVELY_ENDS = 0.6 / 2.8  # share of lively sessions among the deleted ones, so that as many are deleted as created
+LIVELY = 0.2  # share of lively sessions among the created sessions
+LIVELY_CALLS = 0.8  # share of the calls that use a lively session
+LIVELY_ENDS = 0.6 / 2.8  # share of lively sessions among the deleted sessions, so that as many are deleted as created
 
 ACTIONS = {"step": 89.0, "start": 3.0, "end": 2.8, "look": 1.7, "predict": 1.5, "rewind": 1.0, "leave": 1.0}
 STEPS = "/v1/sessions/{session}/tokens"
@@ -44,7 +44,8 @@ class Kept:
 
 @dataclass
 class Ledger:
-    """The sessions that have no request in flight, and the counts of requests and answers."""
+    """The sessions that have no request in flight, with their acknowledged tokens, and the counts of requests and
+    answers."""
 
     vocabulary: int
     ttl_s: float
@@ -58,8 +59,8 @@ class Ledger:
     latencies_s: list[float] = field(default_factory=list)
 
     def take(self, share: float) -> Kept | None:
-        """Removes a random session for exclusive use and returns it; None if there is none. It is lively with
-        probability `share`."""
+        """Removes a random session from the ledger for exclusive use and returns it. The session is a lively one with
+        probability `share`. Returns None if the ledger has no such session."""
         pool = self.lively if random.random() < share else self.others
         if not pool:
             return None
@@ -68,7 +69,7 @@ class Ledger:
         return pool.pop()
 
     def give(self, kept: Kept) -> None:
-        """Puts a session back after its exclusive use."""
+        """Puts a session back into the ledger after its exclusive use."""
         (self.lively if kept.lively else self.others).append(kept)
 
     def count(self, action: str, reply: Reply | None) -> None:
@@ -89,7 +90,7 @@ class Visitors:
         self._started = 0
 
     async def act(self, connection: Connection, action: str) -> None:
-        """Runs one action on a session that it takes from the ledger."""
+        """Takes a session from the ledger and runs one action on it."""
         ledger = self.ledger
         kept = None if action == "start" else ledger.take(LIVELY_ENDS if action == "end" else LIVELY_CALLS)
         if kept is None:
@@ -101,8 +102,8 @@ class Visitors:
             token = self._token()
             await connection.leave("POST", STEPS.format(session=kept.name), self._step(kept, token))
             ledger.count("leave", None)
-            await self._ask(connection, "step", kept, token)  # the same step again: its token must be appended exactly
-            # once
+            # Sends the same step again: its token must be appended exactly once.
+            await self._ask(connection, "step", kept, token)
         else:
             await self._ask(connection, action, kept, self._token())
 
@@ -124,7 +125,8 @@ class Visitors:
         ledger.count(action, reply)
         if action == "step":
             ledger.latencies_s.append(now_s - started_s)
-        idle_s = now_s - kept.touched_s  # an upper bound, because the server may have handled the last request later
+        # An upper bound of the idle time, because the server may have handled the last request after `touched_s`.
+        idle_s = now_s - kept.touched_s
         if reply.status == EXPECTED[action]:
             self._check(action, kept, token, reply)
             if action != "look":

@@ -37,13 +37,14 @@ class Signals:
         self.stopped = False
 
     def listen(self) -> None:
-        """Installs the signal handlers. Must be called again after a library has installed its own handlers."""
+        """Installs the signal handlers. This method must be called again after a library has installed its own
+        handlers."""
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, self._stop)
         signal.signal(signal.SIGHUP, self._hang_up)
 
     def _stop(self, _: int, __: FrameType | None) -> None:
-        """Raises Stopped at the first signal. The interrupted code may catch the exception, so the main loop also
+        """Raises Stopped at the first signal. The interrupted code may catch this exception, so the main loop also
         checks `stopped`."""
         if not self.stopped:
             self.stopped = True

@@ -1,8 +1,8 @@
-"""Wane as a Ray Serve deployment. Each replica of Ray is a complete Wane application.
+"""Wane as a Ray Serve deployment. Each replica of the deployment is a complete Wane application.
 
 Ray's proxies and routers replace HAProxy, and Ray's controller starts and stops replicas. A replica is healthy once its
-models are loaded. Before a replica stops, Ray sends it no more requests. A replica shuts down with the lifespan of its
-application, like a server.
+models are loaded. Before a replica stops, Ray sends it no more requests. A replica shuts down when the lifespan of its
+application ends, like a server.
 """
 
 from __future__ import annotations

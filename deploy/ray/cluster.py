@@ -29,7 +29,8 @@ servers trust any client on the same machine."""
 # About Ray's minimum, which suffices because requests and answers are not in the object store.
 OBJECT_STORE_BYTES = 80 * 2**20
 NAMESPACE = "serve"
-FAILED = "DEPLOY_FAILED"  # the final states; Ray restarts unhealthy replicas
+# Ray does not leave this state of an application by itself. It does leave UNHEALTHY, because it restarts replicas.
+FAILED = "DEPLOY_FAILED"
 
 
 class DeployFailed(Exception):
@@ -37,8 +38,9 @@ class DeployFailed(Exception):
 
 
 class Cluster:
-    """Runs the cluster during the block. By default, `port` is the port in the configuration, `cpus` the number of the
-    machine's cores, and `folder` Ray's own folder."""
+    """Runs the cluster during the block. `port` is the port for clients, by default the port in the configuration.
+    `cpus` is the number of cores that Ray may use, by default all cores of the machine. `folder` is for Ray's logs and
+    sockets, by default Ray's own folder."""
 
     def __init__(self, configuration: Path, port: int | None, cpus: int | None, folder: Path | None) -> None:
         self.configuration = configuration

@@ -2,8 +2,8 @@
 
 The process differs from the container in six ways. In variables, commands and mounted files, the address of a service
 becomes a port of 127.0.0.1. The trusted proxy is 127.0.0.1. The path of the secrets becomes a local folder. A mounted
-file is read from the checkout, or from a changed copy if it contains such an address or path. A volume is a local
-folder, which is also the working directory of the process. Memory is not limited.
+file is read from the checkout. If the file contains an address of a service or a path of secrets, a changed copy is
+read instead. A volume is a local folder, which is also the working directory of the process. Memory is not limited.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Place:
 
 
 def command(service: Service, place: Place) -> Command:
-    """Returns the command of a service. Writes changed copies of the mounted files that need changes."""
+    """Returns the command of a service. Writes changed copies of the mounted files that contain addresses of services
+    or paths of secrets."""
     environment = {name: _located(value, service, place) for name, value in service.environment.items()}
     port = place.addresses[service.name, service.ports[0]]
     if service.image == SERVER:
@@ -75,8 +76,8 @@ def probe(service: Service) -> str | None:
 
 
 def _mounted(argument: str, service: Service, place: Place) -> str:
-    """Returns an argument with the local path of a mounted file instead of its path in the container. The path is the
-    whole argument or the part after a `=`."""
+    """Returns a command's argument, with the path of a mounted file in the container replaced with the file's local
+    path. The path is the whole argument or the part after a `=`."""
     option, equals, path = argument.rpartition("=")
     for mount in service.mounts:
         if not mount.is_volume and (path == mount.target or path.startswith(f"{mount.target}/")):
@@ -102,7 +103,7 @@ def _source(mount: Mount, service: Service, place: Place) -> Path:
 
 
 def _located(text: str, service: Service, place: Place) -> str:
-    """Returns a text with local addresses and paths of secrets instead of those in a container."""
+    """Returns the text with each service address and each path of secrets replaced with the local one."""
     for (name, container), port in place.addresses.items():
         text = text.replace(f"{name}:{container}", f"127.0.0.1:{port}")
         if name == service.name:

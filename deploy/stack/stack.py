@@ -33,7 +33,7 @@ class Stack:
     """Runs every service during the block. A service starts after the services that it depends on, and stops before
     them. `folder` is for logs, volumes and secrets. Missing secrets are created. `published` maps ports that the
     compose file publishes to local ports. By default, every local port is a free port. `variables` has additional
-    environment variables for each service. Unless `whole` is set, the servers require no API keys, and Prometheus does
+    environment variables for each service. If `whole` is false, the servers require no API keys, and Prometheus does
     not run.
     """
 
@@ -65,12 +65,12 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """The address for clients, which is HAProxy's."""
+        """The address of HAProxy, to which clients send requests."""
         return self.processes[ENTRANCE].url
 
     @property
     def port(self) -> int:
-        """The port of `url`."""
+        """HAProxy's port for clients."""
         return self.processes[ENTRANCE].port
 
     @property
@@ -154,7 +154,7 @@ class Stack:
 
 
 def _addresses(services: list[Service], published: Mapping[int, int]) -> dict[tuple[str, int], int]:
-    """Returns a local port for every port of a service."""
+    """Returns a local port for every container port of every service."""
     wanted = [(service, port) for service in services for port in service.ports]
     with contextlib.ExitStack() as stack:
         found: dict[tuple[str, int], int] = {}

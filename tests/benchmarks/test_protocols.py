@@ -1,4 +1,4 @@
-"""The pairs of routes that are compared do the same work."""
+"""Tests that the two routes of each pair in `benchmarks.protocols` do the same work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the summaries of a soak's samples."""
+"""Tests the summaries of the samples that a soak test records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the benchmark of a start with the smallest shipped model."""
+"""Tests `benchmarks.start` with the smallest shipped model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the storm's queue and the summary of a round."""
+"""Tests the first-come queue of `benchmarks.storm` and the summary of a round."""
 
 from __future__ import annotations
 

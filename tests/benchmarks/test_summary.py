@@ -1,4 +1,4 @@
-"""Tests the stored form of a measurement."""
+"""Tests the JSON in which a measurement is stored."""
 
 from __future__ import annotations
 

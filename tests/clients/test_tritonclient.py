@@ -1,5 +1,5 @@
-"""The released package tritonclient, over http and http.aio, against a started server. Its numbers are the native
-API's."""
+"""Tests a started server with the released package tritonclient, with its modules http and http.aio. The package must
+receive the same numbers as a client of the native API."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def infer(client: Client, tokens: Sequence[Sequence[int]], *names: str, **option
 
 
 def floats(values: Any) -> NDArray[np.float32]:
-    """Returns numbers of the native API as the protocol sends them; null is NaN."""
+    """Returns numbers of the native API as the Open Inference Protocol sends them: in float32, with NaN instead of
+    null."""
     return np.array(values, np.float32)
 
 
@@ -69,7 +70,7 @@ def predicted(native_of_both: httpx.Client, **body: Any) -> dict[str, Any]:
 
 
 def assert_equals_native(result: triton.InferResult, answers: Sequence[Mapping[str, Any]]) -> None:
-    """Compares the outputs of a prediction with native answers, one for each row."""
+    """Compares each row of a prediction's outputs with the native answer for this row."""
     for name, field in (("top_ids", "token_id"), ("top_logprobs", "logprob")):
         expected = [[one[field] for one in answer["predictions"]] for answer in answers]
         np.testing.assert_array_equal(result.as_numpy(name), floats(expected) if field == "logprob" else expected)
@@ -134,7 +135,7 @@ def test_the_metadata_has_the_signature(client: Client, version: str) -> None:
 def test_the_configuration_has_the_signature(client: Client, version: str) -> None:
     config, metadata = client.get_model_config(TEXT_MODEL, version), client.get_model_metadata(TEXT_MODEL)
     assert config["name"] == TEXT_MODEL
-    assert config["max_batch_size"] == 0  # so `dims` are whole shapes
+    assert config["max_batch_size"] == 0  # so `dims` includes the batch dimension
     for field, described in (("input", "inputs"), ("output", "outputs")):
         assert [(one["name"], one["dims"]) for one in config[field]] == [
             (one["name"], one["shape"]) for one in metadata[described]
@@ -296,7 +297,7 @@ def test_an_unknown_error_bound_is_nan(client: Client, native_of_both: httpx.Cli
     )
     np.testing.assert_array_equal(result.as_numpy("error_bound"), floats([answer["error_bound"]]))
     score = native_of_both.post("/v1/score", json={"tokens": tokens, "truncated": True}).json()
-    assert score["logprobs"][0] is None  # nothing predicts the first token of the rest of a sequence
+    assert score["logprobs"][0] is None  # no prediction precedes the first token of a truncated sequence
     np.testing.assert_array_equal(result.as_numpy("token_logprobs"), floats([score["logprobs"]]))
     if not binary:
         assert result.get_response()["outputs"][1]["data"][0] is None

@@ -1,6 +1,6 @@
 """Tests that the container files agree with the settings and the source tree. They cover what
-tests/stack/test_docker.py cannot: how the limits are composed, and the services that it cannot run (Grafana and the
-server on a GPU)."""
+tests/stack/test_docker.py cannot cover: how the limits are composed, and the services that it cannot run (Grafana and
+the server on a GPU)."""
 
 from __future__ import annotations
 

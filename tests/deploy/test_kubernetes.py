@@ -32,7 +32,8 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 COMPOSE: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
 DOCKERFILE = (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8")
 OLDEST, LATEST = "1.30", "1.37"
-"""The versions of the schemas. From the first version on, `lifecycle.preStop.sleep` is enabled by default."""
+"""The versions of Kubernetes whose schemas are used. From the first of them on, `lifecycle.preStop.sleep` is enabled by
+default."""
 
 QUEUED = "wane_queue_wait_seconds_total"
 """The HPA's metric is the rate of this counter."""
@@ -45,7 +46,7 @@ def load(file: Path) -> list[Any]:
 
 
 def built(folder: Path) -> list[Resource]:
-    """Returns the resources of a kustomization, including those of the folders that it names."""
+    """Returns the resources of a kustomization, including the resources of the folders that the kustomization names."""
     (kustomization,) = load(folder / "kustomization.yaml")
     found: list[Resource] = []
     for name in kustomization.get("resources", ()):
@@ -291,7 +292,8 @@ def test_the_hpa_uses_a_metric_that_the_adapter_derives_from_the_servers() -> No
 
 
 def queued_s(harness: EngineHarness) -> float:
-    """Returns the value that the adapter's rule computes for one replica."""
+    """Returns the value of the counter QUEUED of one replica, summed over its labels. The HPA's metric is the rate of
+    this value."""
     found = [one for metric in harness.metrics.registry.collect() for one in metric.samples if one.name == QUEUED]
     assert {one.labels["model"] for one in found} == {harness.engine.name}, (
         "the metric must exist before any request has waited"

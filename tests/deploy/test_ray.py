@@ -34,14 +34,15 @@ async def tell(request: Request) -> Response:
 
 
 async def greet(socket: WebSocket) -> None:
-    """An ASGI application that answers once, or returns without an answer."""
+    """A WebSocket route. After the message `end`, it closes the WebSocket. After any other message, it returns without
+    closing the WebSocket."""
     await socket.accept()
     if await socket.receive_text() == "end":
         await socket.close(1000)
 
 
 async def be_killed(scope: Scope, receive: Receive, send: Send) -> None:
-    """Returns without an answer, as Ray's proxy does after a replica has exited."""
+    """An ASGI application that returns without an answer, as Ray's proxy does after a replica has exited."""
 
 
 def through_the_front(app: ASGIApp) -> TestClient:

@@ -34,7 +34,7 @@ def stack(tmp_path: Path) -> Stack:
 
 
 def in_the_container(stack: Stack, name: str, text: str) -> str:
-    """Returns the text with the container's addresses and secret paths in place of this machine's."""
+    """Returns the text with the local addresses and paths of secrets replaced with the container's."""
     for (service, port), here in stack.addresses.items():
         text = text.replace(f"127.0.0.1:{here}", f"{service}:{port}")
     return re.sub(rf"{re.escape(str(stack.secrets))}/\w+", SECRETS, text)

@@ -28,8 +28,8 @@ def size_mb(manifest: Manifest) -> float:
 
 
 def results_table() -> list[str]:
-    """Returns the table of the models' perplexities in both modes, per BPE token and per word, and of the speed at
-    which they forget."""
+    """Returns the table of the models: their perplexities in the recurrent and in the window mode, per BPE token and
+    per word, and the speed at which the models forget."""
     lines = [
         "| model | MB | test perplexity, recurrent: per token (per word) | as a window of 64 "
         "| window within 0.5 % from k | contraction by layer |",
@@ -50,7 +50,7 @@ def results_table() -> list[str]:
 
 
 def window_table() -> list[str]:
-    """Returns the table of the validation perplexity per token for each window, and of the recurrent mode at the same
+    """Returns the table of the validation perplexity per token: for each window, and for the recurrent mode at the same
     positions."""
     windows = sorted(quality(manifests()[0]).window["valid"].by_k)
     lines = [

@@ -1,5 +1,5 @@
-"""Tests that the figures in the documentation were measured on the shipped bundles. The stored form of a measurement
-contains the hashes of its bundles."""
+"""Tests that the figures in the documentation were measured on the shipped bundles. The JSON of a measurement contains
+the hashes of the measured bundles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The page on the Open Inference Protocol: its program runs, and it names every field of the signature."""
+"""Tests that the program on the page about the Open Inference Protocol runs, and that the page names every field of the
+signature."""
 
 from __future__ import annotations
 

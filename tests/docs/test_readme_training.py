@@ -1,4 +1,4 @@
-"""Runs the commands of the README's `bash` blocks in order. The README shows no output for them."""
+"""Runs the commands of the README's `bash` blocks in order. The README shows no output for these commands."""
 
 from __future__ import annotations
 

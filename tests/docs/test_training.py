@@ -1,5 +1,5 @@
-"""Tests that the commands on the page about training print the output on the page, and that its table has the stored
-figures."""
+"""Tests that the commands on the page about training print the output on the page, and that the page's table has the
+stored figures."""
 
 from __future__ import annotations
 

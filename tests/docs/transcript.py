@@ -47,7 +47,7 @@ class TranscriptError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of a document: its line number, the command, and the output in the document."""
+    """A command of a document: its line number in the document, its text, and its output according to the document."""
 
     line: int
     text: str
@@ -109,7 +109,7 @@ def _compare_decimals(command: Command, found: re.Match[str]) -> None:
 
 
 def _tidy(text: str) -> str:
-    """Returns the text without spaces at the ends of lines, and with a line break after the last line."""
+    """Returns the text without spaces at the ends of its lines, and with a line break after its last line."""
     return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
 
 
@@ -164,7 +164,8 @@ def run(
 
 @contextmanager
 def _background(command: Command, directory: Path, environment: Mapping[str, str]) -> Iterator[None]:
-    """Starts a command, waits until it has printed the expected output, and stops it at the end of the block."""
+    """Starts a command on a terminal, waits until it has printed the expected output, and stops it at the end of the
+    `with` block."""
     terminal, output = os.openpty()
     process = subprocess.Popen(
         ["bash", "-c", f"exec {command.text}"],

@@ -2,7 +2,8 @@
 
     scripts/fuzz [--parsers N] [--requests N] [--seed N] [--only NAME ...]
 
-Ends with the first finding: the error, the case, made small, and the seed. A finding becomes a test when it is mended.
+Stops at the first finding, and prints the error, the case, which hypothesis has reduced, and the seed. When the error
+is fixed, its case becomes a test.
 """
 
 from __future__ import annotations

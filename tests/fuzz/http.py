@@ -1,9 +1,9 @@
-"""Random requests to every route of a started server, from its OpenAPI description: with a key, without one, and along
-the description's links.
+"""Random requests to every route of a started server, generated from its OpenAPI description: with a key, without a
+key, and along the description's links.
 
-A finding is a status of 500 or more, except 503 and 504; an answer that is not as described; a request without a key
-that is let in; a request without an answer; and, at the end, a session that cannot be deleted, a state or a queued item
-without a request, or memory that grows.
+A finding is a status of 500 or more, except 503 and 504; an answer that does not match the description; a request
+without a key that is accepted; or a request without an answer. Findings at the end are a session that cannot be
+deleted, a state or a queued item that is left over without a request, and memory that has grown.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ KEY = "fuzz-key"
 MODELS = ("words", "clicks")
 SESSIONS = ("a", "b", "words:1", "clicks:1")
 TIMEOUT_S = 20.0
-"""Time for an answer, several times the server's deadline of a request."""
+"""The timeout of an answer, which is several times the server's deadline of a request."""
 DEADLINE_MS = 3000
 ALLOWED = (503, 504)
 LINKED_STEPS = 5
 MOST_RUNS = 20
-"""Most attempts to send the requests along links."""
-SEEDS = MOST_RUNS  # of one half
+"""The largest number of attempts to send the requests along links."""
+SEEDS = MOST_RUNS  # number of seeds for each half of the requests
 GROWN_MIB = 64.0
-"""The most that the server may grow in the second half of the requests."""
+"""The largest accepted growth of the server's resident memory in the second half of the requests."""
 SETTLED_S = 10.0
 BODY_WEIGHT = 3
-"""How much more often an operation with a body is tried than another."""
+"""The number of requests to an operation with a body for each request to an operation without a body, on average."""
 
 INFERENCES = InferBody.examples
 CHECKS = [response_schema_conformance, content_type_conformance]
@@ -64,7 +64,7 @@ AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 
 @contextmanager
 def served() -> Iterator[LiveServer]:
-    """Starts a server with keys, a model of text, and one of events."""
+    """Starts a server with keys, a model of text, and a model of events."""
     with tempfile.TemporaryDirectory() as folder:
         bundles = Path(folder) / "bundles"
         bundles.mkdir()
@@ -81,7 +81,7 @@ def served() -> Iterator[LiveServer]:
 
 
 class HttpFuzz:
-    """Requests to one server. `statuses` counts the answers by status, `routes` by route and status."""
+    """Sends requests to one server. `statuses` counts the answers by status, and `routes` by route and status."""
 
     def __init__(self, server: LiveServer) -> None:
         self._server = server
@@ -112,7 +112,7 @@ class HttpFuzz:
     # Requests
 
     def _random(self, count: int, first_seed: int, check: Callable[[Case], None]) -> None:
-        """Sends random requests to all operations alike: half of them as described, half of them not."""
+        """Sends random requests to all operations. Half of the requests match the description, and half do not."""
         kinds = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
         weighted = [one for one in self.operations for _ in range(BODY_WEIGHT if one.method == "post" else 1)]
 
@@ -126,7 +126,8 @@ class HttpFuzz:
                         case.path_parameters[name] = draw(st.sampled_from(known))
             if isinstance(case.body, dict) and "model" in case.body and draw(st.booleans()):
                 case.body["model"] = draw(st.sampled_from(MODELS))
-            if operation.path.endswith("/infer") and draw(st.booleans()):  # no schema has the rules between tensors
+            # Random tensors are mostly invalid, because the schema cannot describe the rules between tensors.
+            if operation.path.endswith("/infer") and draw(st.booleans()):
                 case.body, case.media_type = draw(altered(draw(st.sampled_from(INFERENCES)))), "application/json"
             return case
 
@@ -135,7 +136,7 @@ class HttpFuzz:
             seed(first_seed)(settings(max_examples=count, **OPTIONS)(given(cases())(check)))()
 
     def _make_sessions(self) -> None:
-        """Makes the sessions that random requests name."""
+        """Creates the sessions whose ids the random requests use."""
         for index, session in enumerate(SESSIONS):
             self._client.post("/v1/sessions", json={"session": session, "model": MODELS[index % 2]})
 
@@ -145,7 +146,7 @@ class HttpFuzz:
         self.judge(case, response)
         if case.operation.method == "delete" and response.status_code == 204:
             self._make_sessions()
-        if case.operation.path.endswith("/unload") and response.status_code == 200:  # requests need the model
+        if case.operation.path.endswith("/unload") and response.status_code == 200:  # later requests need the model
             self._client.post(f"/v2/repository/models/{case.path_parameters['name']}/load").raise_for_status()
 
     def _check_without_key(self, case: Case) -> None:
@@ -178,7 +179,7 @@ class HttpFuzz:
             seed(first_seed)(settings(max_examples=max(1, count // 2), **OPTIONS)(given(messages())(check)))()
 
     def judge(self, case: Case, response: schemathesis.Response) -> None:
-        """Checks one answer. Adds a finding to `findings`, and raises it."""
+        """Checks one answer. If the check fails, adds a finding to `findings`, and raises the error."""
         try:
             self._judge(case, response)
         except BaseException as error:
@@ -192,14 +193,15 @@ class HttpFuzz:
         assert status < 500 or status in ALLOWED, response.text[:500]
         kind = (response.headers.get("content-type") or [""])[0]
         if status < 500:
-            # Events are described as one text, which is not how the package reads them; test_openapi.py checks them.
+            # The description has server-sent events as one text, which the package cannot check. test_openapi.py checks
+            # them.
             checks = CHECKS[1:] if kind.startswith("text/event-stream") else CHECKS
             case.validate_response(response, checks=checks)
         if status < 300 and "json" in kind:
             self._note(response.json())
 
     def _linked(self, count: int, first_seed: int) -> None:
-        """Follows links from answer to request."""
+        """Sends requests along links: each request uses values of an earlier answer."""
         fuzz = self
 
         class Linked(self.schema.as_state_machine()):  # type: ignore[misc]
@@ -218,12 +220,12 @@ class HttpFuzz:
                 return
             examples = max(1, left // LINKED_STEPS)
             options = settings(max_examples=examples, stateful_step_count=LINKED_STEPS, **OPTIONS)
-            # Answers depend on the server's state, which hypothesis takes for a flaky test.
+            # Answers depend on the server's state, so hypothesis may report that the test is flaky.
             with suppress(Flaky):
                 seed(first_seed + again)(machine).run(settings=options)
             assert not self.findings, self.findings[0]
 
-    # Sessions that requests may have made
+    # Sessions that requests may have created
 
     def _note_sessions(self, case: Case) -> None:
         """Notes the sessions that a request may create."""
@@ -242,15 +244,16 @@ class HttpFuzz:
             for step in document["steps"]:
                 self._note(step)
 
-    # The end
+    # The checks at the end
 
     def memory_mib(self) -> float:
-        """Returns the server's resident memory."""
+        """Returns the server's resident memory, in MiB."""
         lines = Path(f"/proc/{self._server.process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
     def check_left_behind(self) -> None:
-        """Checks that every model answers, every session can be deleted, and nothing is left then."""
+        """Checks that every model answers, that every session can be deleted, and that no session or queued item is
+        left afterwards."""
         client = self._client
         for model in MODELS:
             assert client.post(f"/v2/repository/models/{model}/load").status_code == 200
@@ -265,7 +268,8 @@ class HttpFuzz:
         assert not left, left
 
     def _left(self) -> list[str]:
-        """Returns what is left although no request is in flight."""
+        """Returns a line for each model with sessions or faults, and for each queue with items. All requests have been
+        answered, so the result should be empty."""
         found = []
         for model in self._client.get("/v1/report").json()["models"]:
             if model["sessions"]["resident"] or model["sessions"]["parked"]:

@@ -1,8 +1,8 @@
 """Random input for the parsers of the service: binary tensors, tokenizer files, bundles.
 
-Each parser reads any bytes, or refuses them with its own error. Any other exception is a finding. A parser's test is a
-function of one random case; `PARSERS` lists them. To fuzz another parser, such as that of another protocol's body, add
-a line there.
+Each parser must accept an input or reject it with its own error. Any other exception is a finding. A parser's test is a
+function of one random case. `PARSERS` lists these tests. To fuzz another parser, such as that of another protocol's
+body, add an entry to `PARSERS`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from wane.service.settings import Settings
 MOST_BODY_BYTES = 1 << 16
 LONGEST_MESSAGE = 500
 AT_ONCE = 5000
-"""Cases of one run of hypothesis, which keeps something of every case until its end."""
+"""The largest number of cases in one run of hypothesis, because hypothesis uses memory for every case until the run
+ends."""
 
 JUNK: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from([None, True, False, 0, -1, 1, 2, 1.5, 2**31, 2**63, -(2**63), 10**40, "", "1", [], [[]], {}]),
@@ -56,8 +57,8 @@ JUNK: st.SearchStrategy[Any] = st.one_of(
 
 
 def run(test: Callable[[Any], None], cases: st.SearchStrategy[Any], count: int, first_seed: int = 0) -> int:
-    """Runs a test on random cases, and returns their number. Raises the error of a failed one, made small, with the
-    case in its notes."""
+    """Runs a test on random cases, and returns the number of cases. If a case fails, reduces the case and raises its
+    error, whose notes have the reduced case."""
     done = 0
 
     def counted(case: Any) -> None:
@@ -89,7 +90,7 @@ class Message:
 
 @st.composite
 def tensors(draw: st.DrawFn, names: Sequence[str], rows: int) -> tuple[dict[str, Any], bytes]:
-    """Returns an input of one of the names, and its binary part."""
+    """Returns an input tensor with one of the names, and its binary data."""
     name = draw(st.sampled_from(names))
     shape = [rows, draw(st.integers(1, 4))][: len(INPUTS[name].shape)]
     count = int(np.prod(shape))
@@ -153,7 +154,7 @@ def changed(document: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 @st.composite
 def altered(draw: st.DrawFn, document: Any, most: int = 3) -> Any:
-    """Returns a document with up to `most` of its values replaced, or removed, or with values added."""
+    """Returns a document with up to `most` changes. A change replaces, removes or adds a value."""
     for _ in range(max(draw(st.integers(-2, most)), 0)):
         path = draw(st.sampled_from([*paths(document)]))
         kind = draw(st.sampled_from(["replace", "remove", "add"]))
@@ -173,7 +174,7 @@ def altered(draw: st.DrawFn, document: Any, most: int = 3) -> Any:
 
 @st.composite
 def messages(draw: st.DrawFn) -> Message:
-    """Returns a request: valid, changed in some places, or random bytes."""
+    """Returns a request: a valid one, one with changed fields, or random bytes."""
     if draw(st.integers(0, 29)) == 29:
         raw = draw(st.binary(max_size=200))
         return Message(raw, draw(st.none() | st.text(max_size=4)), draw(st.sampled_from([None, "gzip", "deflate"])))
@@ -218,7 +219,7 @@ def messages(draw: st.DrawFn) -> Message:
 
 @cache
 def application() -> Application:
-    """The application over a fake engine."""
+    """Returns the application with a fake engine."""
     options = Settings(max_body_bytes=MOST_BODY_BYTES)
     return create_app(options, cast(ModelRegistry, FakeRegistry()), Metrics(), on_load_failure=never)
 
@@ -229,7 +230,7 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 def check_message(message: Message) -> None:
-    """Reads a request, and checks that what was read has its shape, or that the error is one of ours."""
+    """Parses a request. Checks that each tensor has the announced shape, or that the error is one of Wane's."""
     headers = {}
     if message.header_length is not None:
         headers[b"inference-header-content-length"] = message.header_length.encode(errors="replace")
@@ -272,7 +273,7 @@ def check_message(message: Message) -> None:
 
 
 def tokenizers() -> st.SearchStrategy[bytes]:
-    """Returns tokenizer files: changed in some places, cut, or random."""
+    """Returns tokenizer files: files with changed fields, truncated files, and random bytes."""
     whole: Any = json.loads(words_tokenizer())
     edited = altered(whole).map(lambda document: json.dumps(document).encode())
     cut = st.integers(0, 400).map(lambda place: words_tokenizer().encode()[:place])
@@ -280,7 +281,7 @@ def tokenizers() -> st.SearchStrategy[bytes]:
 
 
 def check_tokenizer(content: bytes) -> None:
-    """Reads a tokenizer file and encodes with it."""
+    """Reads a tokenizer file and encodes a text with it."""
     with tempfile.NamedTemporaryFile() as file:
         path = Path(file.name)
         path.write_bytes(content)
@@ -314,7 +315,7 @@ class BundleFiles:
 
 @st.composite
 def bundles(draw: st.DrawFn) -> BundleFiles:
-    """Returns a bundle with a changed manifest, or with a damaged file whose hash is right."""
+    """Returns a bundle with a changed manifest, or with a damaged file whose hash in the manifest is correct."""
     manifest, files = small_bundle()
     files = dict(files)
     kind = draw(st.sampled_from(["manifest", "weights", "tokenizer", "raw", "missing"]))
@@ -352,7 +353,7 @@ def check_bundle(bundle: BundleFiles) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parser:
-    """A parser's test, its cases, and its share of all cases, by their cost."""
+    """A parser's test, its random cases, and its share of all cases, which depends on the cost of a case."""
 
     cases: Callable[[], st.SearchStrategy[Any]]
     check: Callable[[Any], None]
@@ -367,14 +368,14 @@ PARSERS = {
 
 
 def fuzz(name: str, count: int, first_seed: int = 0) -> int:
-    """Tries a parser's share of `count` cases. Returns the number of cases."""
+    """Tests one parser with its share of `count` cases. Returns the number of these cases."""
     parser = PARSERS[name]
     return run(parser.check, parser.cases(), max(1, round(count * parser.share)), first_seed)
 
 
 @contextmanager
 def closing() -> Iterator[None]:
-    """Closes the event loop at the end."""
+    """Closes the event loop at the end of the block."""
     try:
         yield
     finally:

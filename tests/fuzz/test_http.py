@@ -1,4 +1,4 @@
-"""A short fuzz over HTTP; `scripts/fuzz` sends more requests."""
+"""Tests that a short run of the fuzzer over HTTP has no finding. `scripts/fuzz` sends more requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fuzz() -> Iterator[HttpFuzz]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the packages that make the requests
+@pytest.mark.filterwarnings("ignore")  # warnings of the packages that generate the requests
 def test_random_requests_are_answered_as_described(fuzz: HttpFuzz) -> None:
     fuzz.run(REQUESTS)
     assert fuzz.statuses.total() >= 0.8 * REQUESTS

@@ -1,4 +1,5 @@
-"""A short fuzz of the parsers; `scripts/fuzz` tries more. Findings of the fuzz are tests where they were mended."""
+"""Tests that a short run of the fuzzer on the parsers has no finding. `scripts/fuzz` tries more cases. Earlier findings
+have tests beside those of the fixed code."""
 
 from __future__ import annotations
 

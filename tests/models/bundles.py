@@ -1,4 +1,4 @@
-"""Bundles with dummy graphs. They pass all checks of `Bundle.read`, and making them needs no onnx."""
+"""Bundles with dummy graphs. They pass all checks of `Bundle.read`, and can be created without the package onnx."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROVENANCE = Provenance(
 
 
 def small_architecture(cell: Cell = "lstm", **fields: object) -> Architecture:
-    """Returns an architecture over the eleven words."""
+    """Returns an architecture with the vocabulary of eleven words."""
     sizes = {"vocabulary_size": len(WORDS), "embedding": 6, "hidden": 6, "layers": 2}
     return Architecture.model_validate(sizes | {"cell": cell} | fields)
 
@@ -55,7 +55,7 @@ def write_small_bundle(
     quality: Quality | None = None,
     replace: bool = False,
 ) -> Manifest:
-    """Writes a bundle at `path` that `Bundle.read` accepts, with dummy graphs."""
+    """Writes a bundle with dummy graphs to `path`. `Bundle.read` accepts the bundle."""
     architecture = architecture or small_architecture()
     tokenizer = words_tokenizer()
     vocabulary = Vocabulary("words", tokenizer)
@@ -89,7 +89,7 @@ def write_small_bundle(
 
 
 def edit_manifest(path: Path, *keys: str | int, value: Any) -> None:
-    """Sets one field of a bundle's manifest.json. `keys`: the path to the field."""
+    """Sets one field of a bundle's manifest.json. `keys` is the path to the field."""
     file = path / "manifest.json"
     manifest = json.loads(file.read_text())
     target = manifest

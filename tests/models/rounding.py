@@ -1,4 +1,4 @@
-"""Builds the rounding of a certificate from given numbers."""
+"""Builds the rounding errors of a certificate from given numbers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from wane.models.manifest import Rounding, StateError
 
 
 def rounding(between_runs: float, *, states: Sequence[str] = (), state: float = 0.0) -> Rounding:
-    """Returns a rounding. The distance of two runs at `hidden` is `between_runs`, and the error of each of `states` is
-    `state`.
+    """Returns rounding errors. The distance of two runs at `hidden` is `between_runs`, and the error of each of the
+    state tensors `states` is `state`.
 
-    The rounding claims that it was measured on probed sequences, so `certify` keeps these numbers for a residual
-    network.
+    The result states that it was measured on probed sequences, so `certify` uses these numbers for a residual network
+    unchanged.
     """
     errors = {name: StateError(box=state, ball=state) for name in states}
     return Rounding(

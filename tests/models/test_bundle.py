@@ -48,7 +48,7 @@ def refused(path: Path, *parts: str) -> None:
 
 
 def rewrite(path: Path, name: str, data: bytes) -> None:
-    """Replaces a file and its hash, so the hash does not reveal the edit."""
+    """Replaces a file of a bundle and its hash in the manifest, so the hash does not reveal the change."""
     (path / name).write_bytes(data)
     edit_manifest(path, "files", name, value=hashlib.sha256(data).hexdigest())
 
@@ -269,7 +269,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def evaluated(split: str, perplexity: float) -> Quality:
-    """Returns a quality with only the recurrent perplexity of one split."""
+    """Returns a manifest's quality fields with only the recurrent perplexity of one split."""
     recurrent = {split: Perplexity(per_token=perplexity)}
     return Quality(tokens={}, words={}, recurrent=recurrent, window={}, window_within_half_percent=None)
 

@@ -1,4 +1,4 @@
-"""Tests that every cell has all of its parts or a stated reason for a missing part. Tests that the parts of each cell
+"""Tests that every cell has all of its parts, or states the reason for a missing part, and that the parts of each cell
 work together."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEFINED: dict[Part, tuple[str, ...]] = {
     "constraint": ("constrain",),
     "export": ("build",),
 }
-"""The names of the functions that a cell's file must define, for each part."""
+"""For each part of a cell, the names of the functions that the cell's file must define."""
 
 CONTRACTION = 0.75
 
@@ -94,9 +94,9 @@ def test_a_small_model_passes_through_all_parts(tmp_path: Path, cell: Cell) -> N
         quality=None,
         provenance=PROVENANCE,
         sample_tokens=np.random.default_rng(0).integers(11, size=30).tolist(),
-        torch_network=network,  # export fails unless torch, the oracle and the graphs agree
+        torch_network=network,  # The export fails unless torch, the oracle and the graphs agree.
     )
-    bundle = Bundle.read(tmp_path / "model")  # reading fails unless the certificate matches the weights
+    bundle = Bundle.read(tmp_path / "model")  # Reading the bundle fails unless the certificate matches the weights.
     assert bundle.manifest == written
     assert all(layer.factor <= CONTRACTION for layer in written.certificate.layers)
     assert written.certificate.certified

@@ -43,8 +43,8 @@ def largest_factor(built: Network) -> float:
 
 
 def sizes(cell: Cell, tensor: Tensor) -> Tensor:
-    """Returns the sizes that a projection may not increase. They are the norm of the matrix, or the absolute value of
-    each entry if the cell has gates."""
+    """Returns the sizes that a projection may not increase: the absolute value of each entry if the cell has gates, and
+    otherwise the norm of the matrix."""
     return tensor.norm() if CELLS[cell].gates == 1 else tensor.abs()
 
 
@@ -149,8 +149,8 @@ def test_shrinking_few_rows_changes_less_than_one_common_factor(
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_an_open_memory_gate_stays_open_if_the_bound_holds(cell: Cell) -> None:
-    """Uses a memory gate of 0.95 and almost no recurrence. The gate is above the cap that the projection uses for a
-    factor of 0.98."""
+    """Uses a memory gate of 0.95 and almost no recurrence. The gate is above the cap with which the projection reaches
+    a factor of 0.98."""
     built = network(cell, "plain", scale=0.001, layers=1)
     with torch.no_grad():
         built.get_parameter("layers.0.cell.bias_ih_l0")[12:24] = 2.95

@@ -121,7 +121,8 @@ def test_padding_has_no_effect(export: Export, tmp_path: Path, cell: Cell, block
 
 
 def test_a_scan_in_pieces_matches_the_oracle(export: Export, tmp_path: Path) -> None:
-    """Tests lengths around one, two and three pieces of 256 rows of log-probabilities."""
+    """Tests lengths around the multiples 256, 512 and 768, because the graph computes log-probabilities for 256 rows at
+    a time."""
     model = architecture("rnn_tanh")
     weights = random_weights(model, seed=0)
     export(model, weights)
@@ -300,8 +301,8 @@ def test_a_rounding_without_its_states_is_refused(export: Export, tmp_path: Path
 def test_a_recurrence_that_resonates_with_a_cycle_of_four_stays_within_its_rounding(
     export: Export, tmp_path: Path
 ) -> None:
-    """Uses a recurrence that rotates the state by 90 degrees at every token. A cycle of four tokens in the same rhythm
-    makes the state a hundred times larger."""
+    """Uses a recurrence that rotates the state by 90 degrees at every token. A cycle of four tokens resonates with this
+    rotation and makes the state a hundred times larger."""
     model = architecture("linear", hidden=2, embedding=2, tied=False)
     weights = {name: np.zeros_like(tensor) for name, tensor in random_weights(model, seed=0).items()}
     weights["embedding.weight"][:8] = np.concatenate([1.9 * TURNS, TURNS])
@@ -332,8 +333,8 @@ def test_a_model_that_is_not_contractive_has_no_rounding(export: Export, tmp_pat
 def test_a_long_repeated_token_keeps_two_runs_within_their_rounding(
     export: Export, tmp_path: Path, cap: float, hold: int
 ) -> None:
-    """Repeats one token. A float32 recurrence stops before its fixed point, so two runs that approach it from different
-    sides stay apart."""
+    """Repeats one token. A float32 recurrence stops before its fixed point, so two runs that approach the fixed point
+    from different sides stay apart."""
     model, random = architecture("gated", hidden=64, embedding=64, gate_caps=(cap,)), np.random.default_rng(3)
     weights = random_weights(model, seed=3)
     weights["layers.0.cell.weight"] = (random.normal(size=(128, 64)) / 4).astype(np.float32)
@@ -359,8 +360,8 @@ def test_a_long_repeated_token_keeps_two_runs_within_their_rounding(
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_run_stays_within_its_rounding(export: Export, tmp_path: Path, cell: Cell, block: str) -> None:
-    """Uses tokens on which the export has not measured the rounding: repeated tokens after different pasts, cycles of
-    four tokens, and random tokens."""
+    """Uses token sequences on which the export has not measured the rounding: repeated tokens after different random
+    tokens, cycles of four tokens, and random tokens."""
     fields: dict[str, Any] = {"norm_epsilon": 0.25, "feed_forward": 5} if block == "residual" else {}
     model = architecture(cell, block, hidden=12, embedding=12, **fields)
     weights = random_weights(model, seed=1, recurrent=0.05, driven=0.2)

@@ -21,7 +21,7 @@ SHIPPED = Path(__file__).parents[2] / "models" / "bundles"
 
 @pytest.fixture
 def old(tmp_path: Path) -> Bundle:
-    """A shipped bundle as schema 3 has it."""
+    """A shipped bundle in the format of schema version 3."""
     path = tmp_path / "old" / "rnn-stable"
     shutil.copytree(SHIPPED / "rnn-stable", path)
     edit_manifest(path, "schema_version", value=3)

@@ -20,7 +20,7 @@ TOKENS = np.random.default_rng(0).integers(11, size=(3, 7))
 
 
 def graphs_of(reference: Reference) -> Run:
-    """Returns graphs that compute with the oracle and return float32."""
+    """Returns a stand-in for a bundle's graphs that computes with the oracle and returns float32."""
 
     def run(role: Role, feeds: Tensors) -> Tensors:
         return {name: value.astype(np.float32) for name, value in answer(role, feeds).items()}
@@ -113,7 +113,8 @@ def test_the_error_names_a_faulty_graph(fault: Fault, message: str) -> None:
 
 
 def with_top(outputs: Tensors) -> Tensors:
-    """Adds the top outputs for the three largest logits, if the graph outputs logits."""
+    """If a graph has the output logits, adds the outputs top_ids, top_logits and log_sum_exp for the three largest
+    logits."""
     if "logits" not in outputs:
         return outputs
     logits = outputs["logits"]
@@ -213,7 +214,8 @@ def test_a_wrong_gate_order_is_detected(order: tuple[int, ...]) -> None:
 
 
 def whole_numbers(factor: int) -> Run:
-    """Returns graphs with one state tensor. They compute with integers, so no bit depends on the batch."""
+    """Returns a stand-in for graphs with one state tensor. It computes with integers, so its results do not depend on
+    the batch."""
 
     def run(role: Role, feeds: Tensors) -> Tensors:
         state = feeds.get("layers.0.h", np.zeros((len(next(iter(feeds.values()))), 6), np.float32))

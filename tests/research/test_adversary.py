@@ -1,5 +1,5 @@
-"""Tests that the adversary never reduces the distance of two runs, that the distance stays within the bounds, and that
-it attains them where possible."""
+"""Tests that the adversary never reduces the distance of two runs, that this distance stays within the bounds, and that
+the distance attains the bounds in cases where this is possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wane.models.reference import Reference
 
 PAST, LAST, COUNT = 12, 6, 8
 FRONT = {"blocks": 1, "kernel_size": 3, "feed_forward": 5}
-FLOAT32 = 1e-5  # the relative error of the adversary's gates and convolutions
+FLOAT32 = 1e-5  # the relative error of the adversary's gates and convolutions, which it computes in float32
 
 
 @pytest.mark.parametrize("cell", CELLS)

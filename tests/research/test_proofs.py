@@ -1,4 +1,4 @@
-"""Tests of the figures that compare certificates with observations: their measurement, their storage and their page."""
+"""Tests of the figures that compare certificates with observations: the measurement, the stored JSON and the page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of scripts/environment. It makes .venv once, installs once, and reports what is missing. The tests use a fake
-pip, so they need no network."""
+"""Tests of scripts/environment. The script creates .venv once, installs the packages once, and reports missing
+programs. The tests use a fake pip, so they need no network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
-# A fake python3. It makes a .venv whose python records the calls of pip.
+# A fake python3. It creates a .venv whose python records the calls of pip.
 PYTHON = f"""#!/usr/bin/env bash
 echo "$*" >>made
 if [ "$1 $2" = "-m venv" ]; then
@@ -59,7 +59,7 @@ def put(path: Path, program: str) -> None:
 
 
 def environment(checkout: Path, *extras: str, python: str = "python3") -> subprocess.CompletedProcess[str]:
-    """Runs the first part of scripts/serve with these extras."""
+    """Runs the part of scripts/serve that creates the environment, with these extras."""
     program = f"set -euo pipefail; source scripts/environment; environment {' '.join(extras)}; echo done"
     path = os.pathsep.join([str(checkout / "bin"), os.environ["PATH"]])
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""Tests of scripts/test: its calls of pytest. The tests use a fake python, so no other test runs."""
+"""Tests the calls of pytest in scripts/test. The tests use a fake python, so no other test runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.scripts.test_environment import SCRIPTS, put
 PYPROJECT = "[project]\n"
 ALL = ["-m", "pytest", "--numprocesses", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 
-# Records the arguments of pytest, one per line, and exits with the configured status.
+# A fake python. It records the arguments of pytest, one per line, and exits with the configured status.
 PYTHON = f"""#!/usr/bin/env bash
 if [ "$2" = pytest ]; then
     printf '%s\\n' "$@" >called

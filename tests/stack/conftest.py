@@ -1,4 +1,5 @@
-"""Fixtures for the whole topology: it uses the files that docker-compose.yml mounts, and serves one certified model."""
+"""Fixtures for the whole topology (replicas, HAProxy and Redis). The topology uses the files that docker-compose.yml
+mounts, and serves one certified model."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from wane.service.settings import Settings
 MODEL = "gated-stable"
 BUNDLE = ROOT / "models" / "bundles" / MODEL
 SESSION_HISTORY_TOKENS = max(Settings().session_history_tokens, Bundle.open(BUNDLE).manifest.max_window)
-"""The number of tokens that a replica keeps of a session."""
+"""The length of a session's history, in tokens, that a replica stores."""
 
 Variables = Mapping[str, str]
 MakeStack = Callable[..., Stack]
@@ -27,9 +28,9 @@ FIGURES = pytest.StashKey[list[str]]()
 
 @pytest.fixture
 def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
-    """Makes a stack on free ports, without starting it. The fixture removes the stack at the end of the test.
-    `settings`: the variables of every replica. `own`: additional variables of single replicas. `balance`: HAProxy's
-    balancing algorithm. `whole`: adds keys and Prometheus."""
+    """Returns a function that creates a stack on free ports, without starting it. The fixture kills the stack at the
+    end of the test. `settings` are the variables of every replica, and `own` additional variables of single replicas.
+    `balance` is HAProxy's balancing algorithm. `whole` adds keys and Prometheus."""
     program("redis-server")
     program("haproxy")
     with ExitStack() as made:

@@ -1,5 +1,5 @@
-"""Runs `benchmarks.soak` for half a minute. Sessions are created, used and deleted, and expire, while hostile clients
-attack.
+"""Runs `benchmarks.soak` for half a minute. During this time, clients create, use and delete sessions, sessions expire,
+and hostile clients attack the server.
 
 `python -m benchmarks.soak --minutes 10 --hostile` runs for ten minutes. Only the long run can show whether memory stays
 constant.

@@ -1,5 +1,5 @@
-"""Tests of scripts/stack. One command starts all services, and one signal stops them. The command restarts services
-that exit."""
+"""Tests that the command scripts/stack starts all services, restarts services that exit, and stops all services at a
+signal."""
 
 from __future__ import annotations
 

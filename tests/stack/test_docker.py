@@ -80,7 +80,7 @@ class Deployment:
         return run("docker-compose", *project, *arguments)
 
     def up(self) -> None:
-        """Starts the services that do not run. Waits until all services are healthy. Waits for HAProxy until it finds a
+        """Starts the services that are not running. Waits until every service is healthy and HAProxy has found a
         replica."""
         self.compose("up", "--detach", "--no-build", *NAMES)
         until_ready(URL)
@@ -103,7 +103,7 @@ class Deployment:
         return found
 
     def execute(self, service: str, *command: str) -> str:
-        """Runs a command in the service's container. Returns its output, including standard error."""
+        """Runs a command in the service's container. Returns the command's output, including standard error."""
         joined = f"{' '.join(command)} 2>&1 || true"
         return docker("exec", self.inspect(service)["Id"], "sh", "-c", joined)
 
@@ -114,7 +114,8 @@ class Deployment:
 
     @property
     def store(self) -> str:
-        """Connects to Redis at the address of its container, because Redis publishes no port."""
+        """Returns a client of Redis. It connects to the address of Redis's container, because the container publishes
+        no port."""
         (network,) = self.inspect(STORE)["NetworkSettings"]["Networks"].values()
         password = (self.secrets / secrets.REDIS_PASSWORD).read_text().strip()
         return f"redis://:{password}@{network['IPAddress']}:6379/0"
@@ -131,7 +132,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def image(base: str) -> Iterator[str]:
-    """Builds the server's image. Removes the layers of the previous build that the new image does not share."""
+    """Builds the server's image. Removes those layers of the previous build that the new image does not use."""
     build = ("build", "--file=service/Dockerfile", f"--label={LABEL}=")
     # Docker keeps the layers of a named image, so the next build can use them.
     docker(*build, "--target=build", f"--tag={PROJECT}-build", ".")
@@ -143,7 +144,7 @@ def image(base: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def made(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The services, before they are started. The fixture removes them after the tests."""
+    """The services of the compose file, which are not started. The fixture removes their containers after the tests."""
     with ExitStack() as names:
         for service in SERVICES:
             if service.image != SERVER:

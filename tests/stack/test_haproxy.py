@@ -25,7 +25,7 @@ SESSIONS = [f"session-{number}" for number in range(60)]
 
 
 class Balanced:
-    """HAProxy and its fake replicas."""
+    """A running HAProxy and the fake replicas to which it routes."""
 
     def __init__(self, replicas: list[Replica], port: int, operations: int) -> None:
         self.replicas = replicas

@@ -11,12 +11,12 @@ ACKNOWLEDGED, NOT_DURABLE, UNKNOWN, REFUSED = Outcome
 
 
 def steps(*tokens: int, outcome: Outcome = ACKNOWLEDGED) -> list[Append]:
-    """Returns successive appends of one token. Each begins at the end of the previous append."""
+    """Returns successive appends of one token each. The position of each append is the end of the previous append."""
     return [append(token, place, outcome, 2 * place) for place, token in enumerate(tokens)]
 
 
 def append(token: int, start: int | None, outcome: Outcome = ACKNOWLEDGED, invoked_s: float = 0) -> Append:
-    """Returns an append of one token. It is answered a second later, unless its outcome is unknown."""
+    """Returns an append of one token. The append is answered after a second, unless its outcome is unknown."""
     return Append((token,), outcome, start, invoked_s, math.inf if outcome is UNKNOWN else invoked_s + 1)
 
 

@@ -1,4 +1,5 @@
-"""Tests of hostile clients of the whole topology: their answers, the memory that they use, and logs without keys."""
+"""Tests of hostile clients of the whole topology: the answers to their requests, the memory that their requests use,
+and that no log contains a key."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def many(port: int, ask: Callable[[Connection, int], Awaitable[object]], count: int) -> Statuses:
-    """Sends `count` requests over a few connections. Returns the answers."""
+    """Sends `count` requests over a few connections. Returns the number of answers by status."""
     numbers = iter(range(count))
     statuses: Statuses = Counter()
 
@@ -92,7 +93,8 @@ async def many(port: int, ask: Callable[[Connection, int], Awaitable[object]], c
 
 
 async def said(port: int, chunks: Sequence[bytes], every_s: float = 0.0) -> int:
-    """Sends these chunks, and reads until the server closes the connection. Returns the status of the answer."""
+    """Sends these chunks over a new connection, and reads until the server closes the connection. Returns the status of
+    the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
     async def say() -> None:
@@ -112,7 +114,7 @@ async def said(port: int, chunks: Sequence[bytes], every_s: float = 0.0) -> int:
 
 
 def reset_peak(pid: int) -> None:
-    """Resets the peak memory to the current memory, because loading a model takes more memory than serving it."""
+    """Resets the process's peak memory to its current memory, because loading a model uses more memory than serving it."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
@@ -306,7 +308,7 @@ async def test_keys_are_rotated_under_load_without_a_failed_request(make_stack: 
             keys.write()
             await until_all(answers(new, 200))
             await until_all(answers(old, 200))
-            current = new  # all keys of alice share her sessions
+            current = new  # the keys of alice have the same sessions
             del keys.kept[old]
             keys.write()
             await until_all(answers(old, 401))

@@ -26,8 +26,8 @@ async def test_two_hundred_sessions_continue_while_replicas_are_killed_one_after
 ) -> None:
     stack = make_stack()
     await asyncio.to_thread(stack.start)
-    # A tenth of the sessions have more tokens than the store keeps. Their states can be rebuilt only within an error
-    # bound.
+    # A tenth of the sessions have more tokens than the store keeps. The states of these sessions can be rebuilt only
+    # within an error bound.
     first = [SESSION_HISTORY_TOKENS + 88 if number < LONG else 40 for number in range(SESSIONS)]
     async with open_clients(stack.port, first) as clients:
         async with stepping(clients, RATE):

@@ -1,5 +1,5 @@
-"""Tests of killing Redis and restarting it with its append-only file. In both failure modes, tokens that were
-acknowledged as durable survive."""
+"""Tests of killing Redis and restarting it with its append-only file. In each of the store's failure modes (reject,
+degrade), tokens that were acknowledged as durable survive."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ async def test_in_mode_degrade_sessions_continue_and_the_sessions_in_redis_repla
             await stepped(clients)
             await asyncio.to_thread(redis.kill)
             await until_each(clients, has_undurable)
-            # If this replica stops, the tokens that only it has are lost. Then the histories differ.
+            # Killing this replica loses the tokens that are not in Redis and that only this replica has. So the
+            # sessions in Redis differ from those of the other replicas.
             await asyncio.to_thread(victim.kill)
             victim.start()
             before = {client.session: (len(client.history), client.repeated) for client in clients}
@@ -108,7 +109,8 @@ def has_undurable(client: SessionClient) -> bool:
 
 
 def has_progressed(client: SessionClient, before: tuple[int, int]) -> bool:
-    """Returns whether a step has ended or was retried since the counts of both were `before`."""
+    """Returns whether a step has ended or was retried since an earlier time. `before` has the numbers of ended steps
+    and of retries at that time."""
     return len(client.history) > before[0] or client.repeated > before[1]
 
 

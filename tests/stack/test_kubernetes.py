@@ -40,7 +40,8 @@ def pods() -> Iterator[ExitStack]:
 
 
 def haproxy_file(folder: Path, dns: Names) -> Path:
-    """The file of the ConfigMap, with the address of the DNS server. In a pod, /etc/resolv.conf has this address."""
+    """Returns HAProxy's configuration file from the ConfigMap, with the address of the test's DNS server. In a pod,
+    /etc/resolv.conf has the address of the DNS server."""
     text = get("ConfigMap", "haproxy")["data"]["haproxy.cfg"]
     assert text.count(RESOLVER) == 1
     file = folder / "haproxy.cfg"
@@ -86,8 +87,8 @@ async def test_no_request_fails_or_is_retried_while_replicas_come_and_go(
                 third = replica()
                 await third.ready()
                 await until(addresses["haproxy", 8404], wane_3="UP")
-                # The first two replicas stop. DNS removes one when it begins to stop, and the other after it has
-                # stopped.
+                # The first two replicas stop. The DNS server removes one of them when it begins to stop, and the other
+                # after it has stopped.
                 dns.ports.remove(first[0].port)
                 codes = await asyncio.gather(*(pod.delete() for pod in first))
                 dns.ports.remove(first[1].port)

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 LIMIT_S = 300
 SMALL_QUEUE = "wane-1"
 FAILURES = {"By status", "By code and key", "Rejected, dropped, failed", "Failed", "Rejected connections"}
-"""The panels whose values are all 0 as long as nothing has failed."""
+"""The dashboard's panels whose values are all 0 as long as nothing has failed."""
 
 
 class Traffic:
@@ -75,7 +75,7 @@ class Asked:
         return answer.json()["data"]
 
     def values(self, query: str) -> list[float]:
-        """Returns the current values without NaN."""
+        """Returns the current values of a query, without NaN."""
         found = (float(one["value"][1]) for one in self.get("query", query=query)["result"])
         return [value for value in found if not math.isnan(value)]
 

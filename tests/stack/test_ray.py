@@ -36,7 +36,7 @@ SPOOFED = {"x-forwarded-for": "6.6.6.6", "x-request-id": "a-client-that-says-it-
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder whose path is short enough for sockets."""
+    """A temporary folder. Its path is short enough for the paths of Unix sockets in it."""
     made = Path(tempfile.mkdtemp(prefix="wane-"))
     yield made
     shutil.rmtree(made)
@@ -44,7 +44,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def command(folder: Path) -> Iterator[RayCommand]:
-    """The running command. The fixture stops it at the end of the test."""
+    """The running command scripts/ray. The fixture stops the command at the end of the test."""
     started = RayCommand(folder)
     try:
         yield started

@@ -34,8 +34,8 @@ def answer(position: int, **fields: Any) -> dict[str, Any]:
 
 
 def shifted(document: dict[str, Any], by: float) -> dict[str, Any]:
-    """Returns the answer with a larger probability of the first token. The difference comes from tokens that are not
-    listed."""
+    """Returns the answer with a larger probability of the first token. The probabilities of the other listed tokens
+    stay the same."""
     first, *rest = document["predictions"]
     return {**document, "predictions": [{**first, "probability": first["probability"] + by}, *rest]}
 

@@ -1,5 +1,5 @@
-"""Tests of WebSockets through HAProxy. A killed replica breaks them, a stopped replica closes them, and clients
-continue at another replica."""
+"""Tests of WebSockets through HAProxy. A killed replica breaks its WebSockets, a stopped replica closes its WebSockets,
+and clients continue at another replica."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 40
 
 class Streaming:
     """A session's client over a WebSocket. Each message has an expected position. When a WebSocket ends, the client
-    opens another."""
+    opens a new one."""
 
     def __init__(self, client: SessionClient) -> None:
         self.client = client
@@ -49,7 +49,7 @@ class Streaming:
         return self.socket
 
     async def step(self) -> None:
-        """Sends one token, and repeats it until the server answers."""
+        """Sends a step of one token, and repeats the step until the server answers."""
         client = self.client
         token = self.random.randrange(1, VOCABULARY)
         invoked = asyncio.get_running_loop().time()
@@ -81,7 +81,7 @@ class Streaming:
         return None
 
     async def close(self) -> None:
-        """Closes the client. It does not reconnect."""
+        """Closes the WebSocket and opens no new one."""
         if self.socket is not None:
             await self.socket.close()
 

@@ -69,7 +69,7 @@ def test_a_request_is_traced_from_its_client_to_the_run() -> None:
 
 
 async def items_that_joined_a_batch(client: httpx.AsyncClient) -> float:
-    """Returns the number of items that were not the first of their batch, according to the metrics."""
+    """Returns how many items were in a batch with an earlier item, according to the server's metrics."""
     lines = (await client.get("/metrics")).text.splitlines()
 
     def total(name: str) -> float:

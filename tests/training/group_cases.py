@@ -1,5 +1,5 @@
-"""Trains runs with several processes. Tests compare them with runs of one process. Writes the losses and errors into a
-folder.
+"""Trains runs with several processes. Tests compare these runs with runs of one process. Writes the losses and errors
+of the runs into a folder.
 
 torchrun --standalone --nproc-per-node 2 tests/training/group_cases.py FOLDER
 """
@@ -25,7 +25,7 @@ from wane.training.loop import Trainer
 from wane.training.run_folder import RunFolder
 
 STOP = 11
-"""The number of steps after which the runs `HANDED_ON` and `NOISY` stop."""
+"""The number of steps after which the runs `HANDED_ON` and `NOISY` stop. They are resumed later."""
 
 HANDED_ON, NOISY = "handed-on", "noisy"
 
@@ -64,7 +64,7 @@ ALIKE = {
     "clipped": chosen(model("lstm"), optimizer="sgd", learning_rate=1.0, clip_norm=0.1),
     HANDED_ON: chosen(model("lstm"), batch=5),
 }
-"""Experiments without dropout. They train the same with any number of processes."""
+"""Experiments without dropout. The result of their training does not depend on the number of processes."""
 
 DROPOUT = chosen(gated(dropout=0.3))
 

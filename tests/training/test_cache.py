@@ -24,7 +24,8 @@ CACHED = ModelConfig(cell="gated", hidden=16, block="residual", feed_forward=8, 
 
 
 def sampled(cache: CacheModel, size: int, count: int) -> np.ndarray:
-    """Returns a random stream. Every token is drawn from the mixture of a uniform network and the cache."""
+    """Returns a random token stream. Every token is drawn from the mixture of the cache and a network that predicts
+    uniformly."""
     random, stream = np.random.default_rng(0), [0]
     for _ in range(count):
         uniform = np.full(size, 1 / size)
@@ -95,7 +96,7 @@ def test_the_best_weights_are_those_with_the_lowest_loss_of_the_mixture(tmp_path
     assert trainer.cache is not None and trainer.best_loss == min(losses)
     found = evaluate_split(trainer.network, corpus, "valid", [1, 8], cache=trainer.cache.model)
     assert found.without_cache is not None and found.recurrent < found.without_cache
-    # The trainer starts each lane from the zero state, so the losses differ.
+    # The trainer evaluates several lanes, each from the zero state, so its loss differs from that of `evaluate_split`.
     assert trainer.best_loss == pytest.approx(found.recurrent, abs=0.1)
     assert found.window[8] == pytest.approx(found.recurrent_at_positions, abs=0.5)
 

@@ -30,7 +30,7 @@ def test_every_shipped_experiment_is_valid_and_named_like_its_file(path: Path) -
 @pytest.mark.parametrize("manifest", manifests(), ids=lambda manifest: manifest.name)
 def test_a_shipped_bundle_was_trained_by_the_experiment_of_its_name(manifest: Manifest) -> None:
     experiment = Experiment.read(SHIPPED[0].parent / f"{manifest.name}.toml")
-    # Keys that are newer than the bundle get their defaults.
+    # Keys that did not exist when the bundle was exported get their defaults.
     trained = Experiment.model_validate(manifest.provenance.config)
     assert trained.model_copy(update={"data": experiment.data}) == experiment
     assert trained.data == experiment.data.model_copy(update={"path": None})

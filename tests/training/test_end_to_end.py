@@ -1,6 +1,6 @@
 """Runs the commands on a real text: train, kill -9, resume, export, serve and predict.
 
-Commands that the test kills or stops run in separate processes.
+The commands that the test kills or stops run in separate processes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def wait_until(condition: object, process: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 def test_a_killed_run_is_resumed_exported_and_served(tmp_path: Path, run: Callable[..., str]) -> None:
     whole, cut, experiment = tmp_path / "whole", tmp_path / "cut", tmp_path / "licence.toml"
-    # The run never ends by itself, so the kill cannot come too late.
+    # The run never ends by itself, so the test always kills it before its end.
     experiment.write_text(endless(EXPERIMENT.read_text()))
     killed = start("wane", "train", experiment, "--run", cut)
     wait_until(lambda: (cut / "checkpoint.pt").exists() and max(logged(cut), default=0) >= 200, killed)
@@ -113,7 +113,8 @@ def test_a_killed_run_is_resumed_exported_and_served(tmp_path: Path, run: Callab
         assert answer["model"] == "licence"
         assert len(answer["predictions"]) == 5
         assert answer["agreement"]["top1_match"] is True
-        assert answer["agreement"]["total_variation"] < 1e-5  # the window covers the whole input, so both modes agree
+        # The window covers the whole input, so the window mode and the recurrent mode agree.
+        assert answer["agreement"]["total_variation"] < 1e-5
     finally:
         server.send_signal(signal.SIGTERM)
         output, _ = server.communicate(timeout=TIMEOUT_S)

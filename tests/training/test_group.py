@@ -29,7 +29,8 @@ from wane.training.run_folder import RunFolder
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 LOSS, WEIGHT = 2e-5, 2e-4
-"""The tolerances after thirty steps. Several processes add the terms of sums in another order."""
+"""The tolerances of the loss and of the weights after thirty steps. Several processes add the terms of sums in a
+different order than one process."""
 
 EXPERIMENT = """
 name = "long"
@@ -63,7 +64,8 @@ def children(process: subprocess.Popen[str]) -> dict[str, int]:
 
 @contextmanager
 def torchrun(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """Runs two processes with one thread each. Kills the processes that still run at the end."""
+    """Runs torchrun with two processes of one thread each during the block. Kills the processes that are still running
+    at the end of the block."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
     with subprocess.Popen(
@@ -104,7 +106,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trains every case with two processes. A single process trains the first steps of `HANDED_ON`."""
+    """Trains every case with two processes. Of the run `HANDED_ON`, a single process has trained the first steps."""
     folder = tmp_path_factory.mktemp("together")
     trained(ALIKE[HANDED_ON], text_corpus(), folder / HANDED_ON, ALONE, STOP)
     with torchrun(ROOT / "tests/training/group_cases.py", folder) as process:
@@ -118,7 +120,8 @@ def seen(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def assert_alike(found: Path, alone: Path) -> None:
-    """Asserts that the logs, decisions and last weights are equal within the tolerances."""
+    """Asserts that two runs are equal within the tolerances: their logs, the decisions in their last checkpoints (such
+    as the best step), their weights and their states."""
     for one, other in zip(records(found), records(alone), strict=True):
         assert one == pytest.approx(other, abs=LOSS), (one, other)
     saved, expected = (RunFolder(folder).load("checkpoint.pt") for folder in (found, alone))

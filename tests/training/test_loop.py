@@ -109,7 +109,8 @@ def test_keep_every_saves_the_same_weights_in_a_resumed_run(tmp_path: Path) -> N
 
 
 def handwritten_losses(chosen: Experiment, corpus: Corpus, steps: int) -> list[float]:
-    """Computes the losses of the recurrent regime with plain SGD. Resets the state at every epoch."""
+    """Computes the losses of the recurrent regime with plain SGD, without Wane's trainer. Resets the state at the start
+    of every epoch."""
     torch.manual_seed(chosen.training.seed)
     network = Network(chosen.model.architecture(corpus.vocabulary.size)).train()
     batch, chunk = chosen.training.batch, chosen.training.chunk

@@ -13,7 +13,7 @@ WORKERS = int(os.environ["BENCH_WORKERS"])
 
 
 class Window(Worker):
-    """A worker process with the model. `forward` receives a batch."""
+    """A worker process with the model. mosec calls `forward` with each batch."""
 
     def __init__(self) -> None:
         self.model = WindowModel.served()

@@ -1,4 +1,4 @@
-"""mosec with sessions: one worker process holds all sessions and steps a batch of them at a time.
+"""mosec with sessions: one worker process holds all sessions and steps the sessions of one batch at a time.
 
 mosec's routes have no parameters, so a request names its session in its body.
 """
@@ -16,7 +16,7 @@ LONGEST_WAIT_MS = 1
 
 
 class Step(Worker):
-    """The worker process with the model and the sessions. `forward` receives a batch."""
+    """The worker process with the model and the sessions. mosec calls `forward` with each batch."""
 
     def __init__(self) -> None:
         self.model = StepModel.served()

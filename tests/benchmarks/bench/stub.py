@@ -18,7 +18,8 @@ def ok(body: bytes) -> bytes:
 
 
 class Stub:
-    """A server with one thread for each connection. `asked`: the bodies of the requests in the order of arrival."""
+    """A server with one thread for each connection. `asked` is a list of the requests' bodies, in the order of their
+    arrival."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -75,7 +76,7 @@ class Stub:
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[Stub]:
-    """Runs a stub during the block. Its clients must disconnect before the end of the block."""
+    """Runs a stub server during the block. The server's clients must disconnect before the end of the block."""
     stub = Stub(answer)
     thread = threading.Thread(target=stub.accept)
     thread.start()
@@ -87,7 +88,7 @@ def serving(answer: Answer) -> Iterator[Stub]:
 
 
 def message(payload: bytes, kind: int = 0x1) -> bytes:
-    """Returns a server's frame."""
+    """Returns a WebSocket frame as a server sends it, without a mask."""
     if len(payload) < 126:
         return bytes([0x80 | kind, len(payload)]) + payload
     return bytes([0x80 | kind, 126]) + len(payload).to_bytes(2, "big") + payload

@@ -1,4 +1,4 @@
-"""Tests the load generators against a stub: their requests, counts and errors."""
+"""Tests the load generators against a stub server: the requests that they send, their counts, and their errors."""
 
 from __future__ import annotations
 

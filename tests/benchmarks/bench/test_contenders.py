@@ -60,7 +60,8 @@ def test_a_peer_has_a_server_and_requirements(name: str) -> None:
 
 
 def test_a_peer_s_largest_batch_equals_wane_s() -> None:
-    """Checks the file with MLServer's setting. The other peers use the shared constant in the code."""
+    """Checks the settings file of MLServer, which has the number itself. The other peers use a constant that is shared
+    in the code."""
     settings = tomllib.loads(
         "settings = " + (PEERS / "mlserver" / "model-settings.json").read_text().replace("\n", " ").replace('":', '" =')
     )["settings"]
@@ -203,7 +204,7 @@ def test_all_processes_of_a_server_are_stopped_even_if_they_ignore_signals(
     with ServerProcess(Contender("s", "S", "windows", command), tmp_path, log) as server:
         while len(pids := log.read_text().split()) < 2:
             assert server.cpu_seconds() >= 0
-    guard = time.monotonic() + HUNG_S  # a killed process takes a moment to end
+    guard = time.monotonic() + HUNG_S  # A killed process does not end immediately.
     while left := [pid for pid in pids if _runs(pid)]:
         assert time.monotonic() < guard, left
         time.sleep(0.01)

@@ -1,4 +1,5 @@
-"""Tests of a run: the order of its visits, its stored results, and its resumption."""
+"""Tests of a run of the benchmark: the order of its visits, its stored results, and its resumption. A visit measures
+one contender with one model in one round, in its own process."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from benchmarks.bench.baseline import Baseline
 from benchmarks.bench.results import Visit
 from benchmarks.bench.run import Run, visit_path
 
-# Replaces the command of a visit. Writes an empty visit, or fails for the contender `fails`.
+# A program that replaces the command of a visit. It writes a visit without figures, or fails for the contender `fails`.
 AROUND = """
 import sys
 from pathlib import Path
@@ -38,7 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def go(run: Run, folder: Path, fails: str = "") -> tuple[list[str], list[str]]:
-    """Executes the run once more. Returns the failed and the visited contenders."""
+    """Executes the run once more. Returns the names of the failed visits, and a line for each executed visit."""
     told = folder / "told"
     told.write_text("")
     program = AROUND.format(told=told, fails=fails)
@@ -81,7 +82,7 @@ def test_a_visit_of_wane_without_its_baseline_is_repeated(run: Run, tmp_path: Pa
 
 
 def test_a_run_with_another_baseline_has_another_folder(tmp_path: Path) -> None:
-    """Checks that the code of the baseline selects the folder, and not its path."""
+    """Checks that the folder of the results depends on the code of the baseline, and not on the baseline's path."""
     folders = []
     for name, text in (("one", ""), ("two", ""), ("three", "changed = True")):
         (tmp_path / name / "service").mkdir(parents=True)

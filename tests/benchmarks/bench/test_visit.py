@@ -1,4 +1,4 @@
-"""Tests a visit with real servers and services."""
+"""Tests a visit, which measures one contender with one model in one round, with real servers and services."""
 
 from __future__ import annotations
 

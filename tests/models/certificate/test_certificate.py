@@ -1,4 +1,5 @@
-"""Tests the theorem: every token reduces the distance of any two states in the box at least by the certified factor."""
+"""Tests the theorem: at every token, the distance of any two states in the box is multiplied by at most the certified
+factor."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def contraction(model: Architecture, weights: dict[str, np.ndarray]) -> Certific
 
 
 class TopLayer:
-    """The map of the top layer's state at one token, for a random model. The states of the layers below come from a
-    random history."""
+    """For a random model, the map from the top layer's state before a token to its state after the token. The states of
+    the layers below are those after a random history."""
 
     def __init__(self, model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> None:
         self._reference = Reference(model, weights)
@@ -53,7 +54,8 @@ class TopLayer:
         return self._generator.integers(self._vocabulary, size=PAIRS)
 
     def states(self) -> list[np.ndarray]:
-        """Returns states in the box, half of them at its corners. Uses a box of size 3 for a state without a bound."""
+        """Returns states in the box, half of them at its corners. For a state without a bound, the box extends from -3
+        to 3."""
         states = []
         for reach in self.bound.reach:
             values = self._generator.uniform(-1, 1, (PAIRS, len(reach)))
@@ -67,8 +69,9 @@ class TopLayer:
     def ratio(
         self, first: list[np.ndarray], second: list[np.ndarray], tokens: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Returns the ratio of the distances after and before the token, (PAIRS). Subtracts the float64 rounding from
-        the distance after. The ratio of nearly equal pairs is 0."""
+        """Returns, for each pair of states, the distance after the token divided by the distance before the token,
+        (PAIRS). The distance after the token is first reduced by the float64 rounding. The ratio of a pair of nearly
+        equal states is 0."""
         ends = self._step(first, tokens), self._step(second, tokens)
         before, after = (
             self.proof.norm.distance(*(a - b for a, b in zip(one, other, strict=True)))
@@ -84,8 +87,8 @@ class TopLayer:
 
 
 def worst_ratio(layer: TopLayer, generator: np.random.Generator) -> float:
-    """Returns the largest ratio that a random search finds. The search starts from random pairs of distant states and
-    of close states, and climbs from each pair."""
+    """Returns the largest ratio that hill climbing finds. It starts from random pairs of distant states and of close
+    states, and changes each pair randomly."""
     worst = 0.0
     for spread in (1.0, 1e-3):
         first, tokens = layer.states(), layer.tokens()
@@ -142,7 +145,7 @@ def test_every_token_reduces_the_distance_of_every_pair_of_states_by_the_factor(
 def one_unit(
     cell: Cell, driven: list[float], recurrent: list[float], bias: list[float], recalled: list[float] | None = None
 ) -> TopLayer:
-    """Returns a layer with one unit. The inputs of its two tokens are -1 and 1. `recalled`: the bias of the recurrent
+    """Returns a layer with one unit. Its inputs at the two tokens are -1 and 1. `recalled` is the bias of the recurrent
     part."""
     model = architecture(cell, hidden=1, embedding=1, vocabulary_size=2)
     weights = random_weights(model, seed=0)
@@ -155,18 +158,18 @@ def one_unit(
 
 
 def largest_ratio(layer: TopLayer, first: list[float], second: list[float]) -> float:
-    """Returns the larger ratio of the two tokens, for one pair of states of one unit."""
+    """Returns the ratio of one pair of states of one unit, at the token for which the ratio is larger."""
     tokens = np.arange(PAIRS) % 2
     one, other = ([np.full((PAIRS, 1), value) for value in state] for state in (first, second))
     return float(layer.ratio(one, other, tokens).max())
 
 
 def test_the_output_gate_alone_can_attain_an_lstm_s_factor() -> None:
-    """Only the output gate depends noticeably on h, and c is at the edge of the box. So |dh'| = tanh(c') W_o / 4 |dh|
-    near h = 0."""
+    """Only the output gate o depends noticeably on h, and c is at the edge of the box. Because h' = o tanh(c') and the
+    slope of the sigmoid at 0 is 1/4, |dh'| = tanh(c') W_o / 4 |dh| near h = 0."""
     layer = one_unit("lstm", [0, 0, 0, 0], [0, 1e-3, 0, 8], [40, 0, 40, 0])
     edge = float(layer.bound.reach[1][0])
-    assert edge == pytest.approx(2, rel=1e-3)  # the edge is i g / (1 - f), with i = g = 1 and f = 1/2
+    assert edge == pytest.approx(2, rel=1e-3)  # the edge of the box is i g / (1 - f), with i = g = 1 and f = 1/2
     ratio = largest_ratio(layer, [0.001, edge], [-0.001, edge])
     assert 0.99 * layer.bound.factor < ratio <= layer.bound.factor
 
@@ -183,8 +186,8 @@ def test_the_extreme_of_the_update_gate_attains_a_gru_s_factor(recalled: float) 
 
 
 def test_the_reset_gate_alone_can_attain_a_gru_s_factor() -> None:
-    """Only the reset gate r depends on h. The candidate is tanh(8 r - 4), and its slope near h = 0 is 8 r (1 - r) =
-    2."""
+    """Only the reset gate r depends on h, with the slope r (1 - r) = 1/4 near h = 0. The candidate is tanh(8 r - 4), so
+    its slope near h = 0 is 8 r (1 - r) = 2."""
     layer = one_unit("gru", [0, 0, 0], [1, 0, 0], [0, -6, -4], recalled=[0, 0, 8])
     ratio = largest_ratio(layer, [0.001], [-0.001])
     z = 1 / (1 + np.exp(6))
@@ -222,7 +225,7 @@ def test_an_unstable_model_is_not_contractive() -> None:
     weights = random_weights(model, seed=2, recurrent=0.3)
     assert contraction(model, weights).contractive
     weights["layers.1.cell.weight_hh_l0"] = 1.02 * np.eye(model.hidden, dtype=np.float32)
-    weights["layers.1.cell.bias_hh_l0"] += 3  # keeps the input of every relu positive
+    weights["layers.1.cell.bias_hh_l0"] += 3  # The bias keeps the input of every ReLU positive.
     certificate = contraction(model, weights)
     assert [layer.factor < 1 for layer in certificate.layers] == [True, False]
     assert not certificate.contractive
@@ -285,7 +288,7 @@ def test_a_model_with_gates_that_may_stay_open_is_not_contractive() -> None:
 
 
 def test_an_lstm_s_certificate_contains_the_weights_of_its_norm() -> None:
-    """Checks the factor in the norm whose weights are in the manifest."""
+    """Checks the factor in the weighted norm whose weights are in the manifest."""
     model = architecture("lstm", hidden=48, embedding=48)
     weights = random_weights(model, seed=4, recurrent=0.2)
     (stated,), (bound,) = contraction(model, weights).layers, layer_bounds(model, weights)
@@ -328,8 +331,8 @@ def test_an_lstm_without_recurrence_forgets_at_its_forget_gate() -> None:
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), forget=st.floats(0.1, 0.9))
 def test_lstms_that_meet_miller_and_hardt_s_condition_are_contractive(seed: int, forget: float) -> None:
-    """The condition is |W_i|, |W_o| < 1 - f, |W_g| <= (1 - f) / 4 and |W_f| < (1 - f)^2 in the maximum norm. f is the
-    largest value of the forget gate."""
+    """Miller and Hardt's condition in the maximum norm, with f the largest value of the forget gate: |W_i| < 1 - f,
+    |W_o| < 1 - f, |W_g| <= (1 - f) / 4 and |W_f| < (1 - f)^2."""
     model = architecture("lstm")
     weights = random_weights(model, seed, driven=0.0)
     room = 1 - forget

@@ -34,7 +34,8 @@ def corners(box: Matrix) -> Matrix:
 
 
 def within(box: Matrix, generator: np.random.Generator) -> Matrix:
-    """Returns all corners of the box, and the same number of points on its edges and faces and of points inside."""
+    """Returns all corners of the box, the same number of points on its edges and faces, and the same number of points
+    inside it."""
     edges = corners(box)
     inner = generator.uniform(-1, 1, edges.shape)
     faces = np.where(generator.random(edges.shape) < 0.5, inner * box, edges)
@@ -63,8 +64,8 @@ SIZES = {
 def test_the_change_of_each_input_of_the_next_layer_is_within_its_bound(
     seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float, besides: float
 ) -> None:
-    """Samples perturbations `source d + e` for each row of a batch. Some perturbations are tiny, and some reverse the
-    sign of x."""
+    """Samples perturbations `source d + e` of the LayerNorm's input x, for each row of a batch. `d` is in the box, and
+    the length of `e` is `rest`. Some perturbations are tiny, and some reverse the sign of x."""
     generator = np.random.default_rng(seed)
     source, inner = Linear(generator.normal(size=(hidden, units))), generator.normal(size=(3, hidden))
     reader = Linear.behind_norm(inner, np.zeros(3), generator.normal(size=hidden), generator.normal(size=hidden))
@@ -87,7 +88,8 @@ def test_the_change_of_each_input_of_the_next_layer_is_within_its_bound(
 def test_a_function_s_change_is_within_its_gradient_and_second_order(
     seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float
 ) -> None:
-    """Checks both bounds of the second-order part. The first-order part and the change along x are exact."""
+    """Checks both bounds of the second-order part of the change. The first-order part and the change along x are
+    computed exactly."""
     generator = np.random.default_rng(seed)
     source = Linear(generator.normal(size=(hidden, units)))
     x = generator.normal(size=(1, hidden)) + offset
@@ -107,7 +109,7 @@ def test_a_function_s_change_is_within_its_gradient_and_second_order(
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 1.0, 5.0])
 def test_a_move_perpendicular_to_x_attains_the_bound(share: float) -> None:
-    """The move has no first-order part, so it attains the bound."""
+    """The perturbation has no first-order part, so its effect attains the bound."""
     generator = np.random.default_rng(0)
     lead, across = unit(generator.normal(size=(2, 8)))
     across = unit(across - lead * (lead @ across))
@@ -121,8 +123,8 @@ def test_a_move_perpendicular_to_x_attains_the_bound(share: float) -> None:
 
 @pytest.mark.parametrize("closer", [0.1, 0.5, 0.9])
 def test_a_move_towards_the_origin_magnifies_the_first_order_part(closer: float) -> None:
-    """Moves x towards the origin by the share `closer` of its length, and across by a thousandth of the rest. This
-    nearly attains the bound."""
+    """Moves x towards the origin by the share `closer` of its length, and perpendicularly by a thousandth of the
+    remaining length. The resulting change is nearly equal to the bound."""
     generator = np.random.default_rng(1)
     back, across = unit(generator.normal(size=(2, 8)))
     across = unit(across - back * (back @ across))
@@ -146,7 +148,7 @@ def test_a_direction_is_unbounded_if_x_may_reach_the_origin() -> None:
 
 
 def test_a_large_mean_adds_only_its_rounding() -> None:
-    """Checks that centring a second time removes the rounding error of the mean."""
+    """Checks that subtracting the mean a second time removes the rounding error of the first mean."""
     x = np.random.default_rng(3).normal(size=(1, 6))
     near, far = (Normalised(x + offset, 1e-5, np.full(1, 1e-3)) for offset in (0.0, 2.0**30))
     assert far.remainder[0] == pytest.approx(near.remainder[0], rel=1e-3)

@@ -63,7 +63,8 @@ def test_every_run_with_state_errors_at_chunk_boundaries_is_within_the_bound(
     whole, parts = reference.zero_state(1), reference.zero_state(1)
     for position, token in enumerate(tokens):
         if position and position % LENGTH == 0:
-            # The worst corner of the box is unknown. Uses signs that increase the current error, or random signs.
+            # The worst corner of the box is unknown. The test uses signs that increase the current error, or random
+            # signs.
             signs = {
                 name: np.where(parts[name] >= whole[name], 1, -1) if same else random.choice([-1, 1], shape)
                 for name, shape in width.items()

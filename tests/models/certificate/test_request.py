@@ -1,5 +1,5 @@
-"""Tests the theorem: after any past and the window, `hidden` differs from the window's `hidden` by at most the
-radius."""
+"""Tests the theorem: after any past tokens and then the window, `hidden` differs from its value after the window alone
+by at most the radius."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def run(reference: Reference, tokens: NDArray[np.int64]) -> Array:
 
 
 def after(pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns each past (B, P) followed by the window (k)."""
+    """Returns token sequences, (B, P + k): each of the past sequences (B, P) followed by the window (k)."""
     return np.concatenate([pasts, np.broadcast_to(window, (len(pasts), len(window)))], axis=1)
 
 
 def distances(reference: Reference, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> Array:
-    """Returns the distances (B) between `hidden` after each past and the window, and `hidden` after the window
-    alone."""
+    """Returns, for each past sequence, the distance between two values of `hidden`: after the past and the window, and
+    after the window alone. The result has the shape (B)."""
     apart: Array = np.linalg.norm(run(reference, after(pasts, window)) - run(reference, window[None]), axis=1)
     return apart
 
@@ -45,8 +45,9 @@ def distances(reference: Reference, pasts: NDArray[np.int64], window: NDArray[np
 def worst_pasts(
     reference: Reference, window: NDArray[np.int64], generator: np.random.Generator
 ) -> tuple[NDArray[np.int64], Array]:
-    """Returns pasts and their distances. Starts from random pasts and from pasts of one repeated token. Changes them
-    randomly to increase the distance."""
+    """Searches for past token sequences after which `hidden` differs most from its value after the window alone. The
+    hill climbing starts from random sequences and from sequences of one repeated token. Returns the sequences, and the
+    distance of each from `distances`."""
     vocabulary = reference.architecture.vocabulary_size
     pasts = generator.integers(vocabulary, size=(PASTS, LONGEST_PAST))
     pasts[:vocabulary] = np.arange(vocabulary)[:, None]
@@ -110,8 +111,8 @@ def test_every_past_is_within_the_radius(
 
 @pytest.mark.parametrize("cap", [0.8, 0.98])
 def test_long_windows_stay_within_their_radius_with_a_cap_that_float32_rounds_up(cap: float) -> None:
-    """Uses windows so long that the past has no effect. So only a difference between the run and the bounded model
-    could exceed the radius."""
+    """Uses windows so long that the past tokens have no effect. So only a difference between the run and the model for
+    which the bound is computed could exceed the radius."""
     assert float(np.float32(cap)) > cap
     model = architecture("gated", "residual", gate_caps=(cap,), hidden=8, embedding=8, vocabulary_size=12)
     weights = random_weights(model, seed=0)
@@ -125,7 +126,7 @@ def test_long_windows_stay_within_their_radius_with_a_cap_that_float32_rounds_up
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", ["linear", "rnn_relu"])
 def test_states_that_may_grow_without_limit_are_unbounded(cell: Cell, block: str) -> None:
-    """Uses states that exceed every finite bound, both before the window and within it.
+    """Uses states that exceed every finite bound, before the window and within the window.
 
     After a LayerNorm there is still a bound, because the length of its output is limited.
     """

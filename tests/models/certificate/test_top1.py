@@ -1,5 +1,5 @@
-"""Tests the directional theorem. A lead is the difference between the logits of two tokens. For any past, the change of
-every lead is within its bound, and a proved top-1 token stays the most probable."""
+"""Tests the directional theorem. A lead is the difference between the logits of two tokens. For any tokens before the
+window, the change of every lead is within its bound, and a proved top-1 token stays the most probable."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def ends(
     gaps: Array,
     generator: np.random.Generator,
 ) -> Array:
-    """Returns `hidden` after the window, (N, H). Uses random pasts, and pasts that an adversary changes to move
-    `hidden` along the gaps."""
+    """Returns `hidden` after N past token sequences and then the window, (N, H). The past sequences are those of
+    `worst_pasts`, and sequences that an adversary changes to move `hidden` along the directions `gaps`."""
     pasts, _ = worst_pasts(reference, window, generator)
     pushed = [adversary.flipped(pasts[-PUSHED:], pasts.shape[1], FLIPS, window, gap) for gap in gaps[:2]]
     return run(reference, after(np.concatenate([pasts, *pushed]), window))
 
 
 def shares_of(logits: Array) -> Array:
-    """Returns probabilities, (..., V)."""
+    """Returns the probabilities of logits, (..., V)."""
     shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
     shares: Array = shifted / shifted.sum(axis=-1, keepdims=True)
     return shares
@@ -111,8 +111,8 @@ def test_every_past_changes_a_lead_within_its_directional_bound(
 def test_the_bound_is_near_the_adversary_s_result(front: dict[str, int] | None) -> None:
     """Uses one gated layer whose block amplifies little.
 
-    The bound of every lead is below ten times the change that the adversary finds, and well below the bound from the
-    radius.
+    The bound of every lead is below ten times the largest change that the adversary finds, and below 0.7 times the
+    bound from the radius.
     """
     model = architecture("gated", "residual", gate_caps=(0.9,), front=front, feed_forward=5, units=8, norm_epsilon=0.25)
     for seed in range(3):
@@ -141,8 +141,8 @@ def test_no_leads_give_an_empty_result() -> None:
 
 
 def test_the_bound_counts_an_error_of_the_hidden_stream_exactly_once() -> None:
-    """Moves the hidden stream by `off` along the gradient of a lead. The window is so long that the past has no effect.
-    So the move nearly attains the bound of the lead."""
+    """Moves the hidden stream by `off` along the gradient of a lead. The window is so long that the tokens before it
+    have no effect. So the change of the lead is at least half of its bound."""
     model = architecture("gated", "residual", gate_caps=(0.5,), norm_epsilon=0.25)
     weights, off = random_weights(model, seed=0), 1e-3
     request, gaps = RequestBound(model, weights), leads(model, weights, np.random.default_rng(0))
@@ -165,7 +165,7 @@ def test_bounds_computed_for_all_tokens_together_are_close_to_single_bounds(
     front: dict[str, int] | None, layers: int
 ) -> None:
     """Also checks that the bounds are never below the measured changes, and that the bound of the total variation is
-    not far above them."""
+    not far above the measured total variation."""
     fields = {"feed_forward": 5, "units": 8, "norm_epsilon": 0.25, "front": front}
     model = architecture("gated", "residual", layers, gate_caps=(0.9,) * layers, **fields)
     for seed in range(3):

@@ -24,7 +24,7 @@ FLOAT64 = 1e-14
 def test_every_change_of_the_logits_within_their_bounds_is_within_the_bound_of_the_variation(
     seed: int, tokens: int, spread: float, size: float, loose: float, off: float
 ) -> None:
-    """Moves the logits up and down within their bounds. Subtracts the mean of the moves, weighted with the
+    """Changes the logits up and down within their bounds. From the changes, subtracts their mean, weighted with the
     probabilities."""
     generator = np.random.default_rng(seed)
     shares = np.exp(generator.normal(size=tokens) * spread)
@@ -52,7 +52,8 @@ def test_the_bound_for_small_changes_is_half_of_their_mean() -> None:
 
 
 def test_a_large_change_of_a_rare_token_adds_at_most_its_possible_probability() -> None:
-    """Uses a token of probability 0.001 that may grow by the factor e^2. The other tokens hardly change."""
+    """Uses a token whose probability of 0.001 may grow by the factor e^2. The probabilities of the other tokens hardly
+    change."""
     shares, moved = np.array([0.6, 0.399, 0.001]), np.array([1e-3, 1e-3, 2.0])
     said = variation_by_token(shares, moved)
     assert said < 0.001 * (np.exp(2) - 1)

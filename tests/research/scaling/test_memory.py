@@ -1,4 +1,4 @@
-"""Tests of the resident states, as a cache of single sessions and as a population."""
+"""Tests of the resident states in the simulations: as a cache of single sessions, and as a population of sessions."""
 
 from __future__ import annotations
 

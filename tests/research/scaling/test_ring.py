@@ -1,4 +1,4 @@
-"""Tests of the hash ring: the owners of sessions, and the sessions that move."""
+"""Tests of the hash ring: the replica of each session, and the sessions that move if replicas are added or removed."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_two_threads_on_one_processor_take_the_sum_of_their_times() -> None:
     second.do(0.01, lambda: ended.update(short=env.now))
     env.run()
     assert ended["long"] == pytest.approx(1.01)
-    assert ended["short"] < 0.05  # the short job runs in turns with the long job
+    assert ended["short"] < 0.05  # the two jobs share the processor, so the short job does not wait for the long job
 
 
 def test_two_threads_on_two_processors_do_not_delay_each_other() -> None:

@@ -13,10 +13,11 @@ WAIT_S = 300
 
 
 class Command:
-    """A program. It runs in the checkout and in its own process session."""
+    """A running program. It runs in the folder of the checkout and in its own process session."""
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        """Starts the program with its arguments. `environment`: by default, this process's environment."""
+        """Starts the program with its arguments. `environment` are its environment variables, by default those of this
+        process."""
         self.process = subprocess.Popen(
             arguments,
             cwd=ROOT,

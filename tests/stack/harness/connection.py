@@ -47,7 +47,7 @@ class Connection:
         except (OSError, asyncio.IncompleteReadError) as error:
             self.close()
             raise Broken(str(error)) from error
-        except BaseException:  # otherwise the next request would read this answer
+        except BaseException:  # otherwise the next request would read the answer to this request
             self.close()
             raise
 

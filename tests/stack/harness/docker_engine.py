@@ -39,7 +39,8 @@ COPY wheels /wheels
 RUN ln -s python3 /usr/bin/python && printf '[global]\\nno-index = true\\nfind-links = /wheels\\n' > /etc/pip.conf
 """
 FOR_OLDER_PYTHON = "async-timeout"
-"""Additional requirements for Debian's Python 3.11.2, because the package redis has one for Python before 3.11.3."""
+"""Additional requirements for Debian's Python 3.11.2, because the package redis has an additional requirement for
+Python before 3.11.3."""
 
 MOST_FILES = 16384
 WAIT_S = 60.0
@@ -98,8 +99,8 @@ def engine(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def tagged(image: str, name: str) -> Iterator[None]:
-    """Gives an image another name during the block. If another image had this name, that image gets the name back after
-    the block."""
+    """Gives an image another name during the block. If another image had this name before, the name is given back to
+    that image after the block."""
     before = docker("images", "--quiet", "--filter", f"reference={name}")
     docker("tag", image, name)
     try:
@@ -129,7 +130,7 @@ def python_stand_in() -> str:
 
 
 def _debian() -> str:
-    """Returns the base image of all stand-ins, which is Debian with the programs of all of them."""
+    """Returns the base image of all stand-ins, which is Debian with the programs of every stand-in."""
     bootstrap = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE]
 
     def make(image: str) -> None:
@@ -163,7 +164,7 @@ def _image(name: str, recipe: str, prepare: Callable[[Path], None] = lambda fold
 
 
 def _kept(name: str, made_of: str, make: Callable[[str], None]) -> str:
-    """Returns the existing stand-in if its contents have not changed. Otherwise builds a new one in its place."""
+    """Returns the existing stand-in if its contents have not changed. Otherwise replaces it with a new one."""
     image = f"{PREFIX}/{name}:{sha256(made_of.encode()).hexdigest()[:16]}"
     there = docker("images", "--format={{.Repository}}:{{.Tag}}", f"{PREFIX}/{name}").split()
     if image not in there:

@@ -11,9 +11,9 @@ with the times at which they were invoked and answered. It finds these kinds of 
     reordered     an append before another that was answered before it was invoked
     refused       tokens of an append that was rejected, but applied
 
-An append without an answer may have been applied, even after its client stopped waiting. It counts as applied if that
-explains the tokens. The same rule holds for an append that was acknowledged as not durable, because a store may lose
-such an append, but not reorder it.
+An append without an answer may have been applied, even after its client stopped waiting. Such an append counts as
+applied if the session's tokens can then be explained. The same rule holds for an append that was acknowledged as not
+durable, because a store may lose such an append, but not reorder it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """One operation on one session. `start`: the position of its first token according to the answer, or according to
-    the request if there is no answer, or None. All times are seconds of the same clock. An operation without an answer
-    never ends."""
+    """One operation on one session. `start` is the position of its first token according to the answer; without an
+    answer, according to the request; None if the request has no position. All times are seconds of the same clock. An
+    operation without an answer never ends."""
 
     tokens: tuple[int, ...]
     outcome: Outcome
@@ -87,9 +87,9 @@ def _lost(acknowledged: Sequence[Append], final: Sequence[int]) -> Iterator[Faul
 
 class _Explanation:
     """Searches an order of appends that explains the tokens of a session. Acknowledged appends are at their positions.
-    Appends that may have been applied are between them. Each of these is applied at most once, and never before an
-    append that was answered before it was invoked. If several appends are possible at a position, the search tries each
-    of them."""
+    Appends that may have been applied are between them. Each of these appends is applied at most once. No append is
+    applied before another append that was answered before the first was invoked. If several appends are possible at a
+    position, the search tries each of them."""
 
     def __init__(self, history: Sequence[Append], fixed: Mapping[int, Append], final: tuple[int, ...]) -> None:
         self.final = final
@@ -98,8 +98,8 @@ class _Explanation:
         self.refused = [one for one in history if one.outcome is Outcome.REFUSED]
 
     def faults(self) -> list[Fault]:
-        """Returns no faults if there is such an order. Otherwise returns the fault at the first position that no order
-        explains."""
+        """Returns no faults if an order explains all tokens. Otherwise returns the fault at the first position that no
+        order explains."""
         place = self._unexplained()
         if place is None:
             return []
@@ -116,8 +116,8 @@ class _Explanation:
         return [Fault("reordered", place, f"{token} is at a position where no append can have put it")]
 
     def _fits(self, append: Append, place: int) -> bool:
-        """Returns whether the append's tokens are at the position, the append may have this position, and the tokens
-        overlap no acknowledged append."""
+        """Returns whether an append explains the tokens at `place`: its tokens are at this position, the position
+        agrees with its `start`, and its tokens overlap no acknowledged append."""
         end = place + len(append.tokens)
         return (
             self.final[place:end] == append.tokens
@@ -127,7 +127,7 @@ class _Explanation:
 
     def _unexplained(self) -> int | None:
         """Returns the first position that no order explains. A branch of the search consists of a position, the appends
-        that it uses before that position, and the latest time at which one of these appends was invoked."""
+        that explain the tokens before this position, and the latest time at which one of these appends was invoked."""
         branches: list[tuple[int, frozenset[int], float]] = [(0, frozenset(), -math.inf)]
         seen = set(branches)
         furthest = 0

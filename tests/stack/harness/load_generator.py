@@ -30,8 +30,8 @@ async def open_clients(
     name: str = "session",
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[list[SessionClient]]:
-    """Starts a client and a session for each entry of `first`. The entry is the number of tokens with which the session
-    begins."""
+    """Starts a client and a session for each entry of `first`, which is the number of tokens in the session's first
+    step."""
     clients = [
         SessionClient(port, f"{name}-{number}", Random(number), VOCABULARY, retries, yields, dict(headers or {}))
         for number in range(len(first))
@@ -53,7 +53,8 @@ async def open_clients(
 @asynccontextmanager
 async def stepping(clients: Iterable[SessionClient], rate: float) -> AsyncIterator[None]:
     """Makes every client send `rate` tokens a second on average, until the end of the block. Then waits for the last
-    answers. Garbage collection is off, because it would stop the clients for longer than most answers take."""
+    answers. Garbage collection is off during the block, because a collection would stop the clients for longer than
+    most answers take."""
     over = asyncio.Event()
     gc.collect()
     gc.disable()
@@ -69,15 +70,15 @@ async def stepping(clients: Iterable[SessionClient], rate: float) -> AsyncIterat
 
 
 async def stepped(clients: Sequence[SessionClient], steps: int = 1) -> None:
-    """Waits until each client has ended `steps` more steps, with any outcome. The first of these steps may have been in
-    flight before the call."""
+    """Waits until each client has ended `steps` more steps, with any outcome. A step that is in flight at the call
+    counts."""
     wanted = {client.session: len(client.history) + steps for client in clients}
     await until_each(clients, lambda client: len(client.history) >= wanted[client.session])
 
 
 async def until_each(clients: Sequence[SessionClient], condition: Callable[[SessionClient], bool]) -> None:
-    """Waits until the condition holds for every client. A client for which it does not hold sends its next step
-    immediately. Otherwise the longest of many random gaps would determine the wait."""
+    """Waits until the condition holds for every client. A client for which the condition does not hold sends its next
+    step immediately. Otherwise the longest random time between two steps would determine the duration of the wait."""
 
     def holds() -> bool:
         late = [client for client in clients if not condition(client)]
@@ -103,8 +104,8 @@ def failures(clients: Iterable[SessionClient]) -> list[str]:
 async def histories(
     clients: Sequence[SessionClient], store: str, session_history_tokens: int, owner: str | None = None
 ) -> list[str]:
-    """Checks the history of every session against the store. Returns the faults. Tokens that the store has dropped all
-    belong to a long first step, and count as stored. `owner`: the name of the clients' key."""
+    """Checks the history of every session against the store. Returns the faults. The store may have dropped only tokens
+    of a long first step. These tokens count as stored. `owner` is the name of the clients' key."""
     found: list[str] = []
     settings = Settings()
     reader = RedisStore(

@@ -16,8 +16,8 @@ LOOPBACK = bytes([127, 0, 0, 1])
 
 
 class Names(asyncio.DatagramProtocol):
-    """Answers queries for the name `service` with `ports`. Each port has its own host name, with the address
-    127.0.0.1."""
+    """Answers a query for SRV records of the name `service` with one record for each of `ports`. The records have
+    different host names. The address of each host name is 127.0.0.1."""
 
     def __init__(self, service: str) -> None:
         self.service = service
@@ -29,7 +29,7 @@ class Names(asyncio.DatagramProtocol):
         self.port = transport.get_extra_info("sockname")[1]
 
     def datagram_received(self, data: bytes, address: Any) -> None:
-        """Returns the complete answer to a query."""
+        """Sends the complete answer to a query."""
         (number,) = struct.unpack_from(">H", data)
         end = data.index(b"\0", 12) + 5
         name = read(data[12 : end - 4])
@@ -51,12 +51,12 @@ class Names(asyncio.DatagramProtocol):
 
 
 def write(name: str) -> bytes:
-    """Returns a name in wire format."""
+    """Returns a domain name in the wire format of DNS."""
     return b"".join(bytes([len(label)]) + label.encode() for label in name.split(".")) + b"\0"
 
 
 def read(wire: bytes) -> str:
-    """Returns the name in a question."""
+    """Returns the domain name in a query's question."""
     labels: list[str] = []
     while wire[0]:
         labels.append(wire[1 : wire[0] + 1].decode().lower())

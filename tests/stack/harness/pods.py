@@ -20,9 +20,9 @@ WAIT_S = 120.0
 
 
 class Pod:
-    """One pod of the Deployment or StatefulSet `name`. `port`: the local port for the pod's first container port.
-    `addresses`: the local addresses of the other pods. `variables`: override the variables of the manifest. `files`:
-    the local paths of mounted files. `folder`: its subfolder `secrets` has one folder for each Secret."""
+    """One pod of the Deployment or StatefulSet `name`. `port` is the local port for the pod's first container port.
+    `addresses` are the local addresses of the other pods. `variables` override the variables of the manifest. `files`
+    maps mount paths to local files. `folder` has a subfolder `secrets` with one folder for each Secret."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ READY = ": ready at "
 
 
 class RayCommand(Command):
-    """The command, its configuration, and the replicas in its last output."""
+    """The running command scripts/ray, its configuration, and the replicas that its output names."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         """Starts the command. `folder` needs a short path, because it contains sockets."""
@@ -83,8 +83,8 @@ class RayCommand(Command):
         self.until_said("is read again")
 
     def processes(self) -> list[int]:
-        """Returns every process of the command. Ray's processes have their own process sessions, so this function finds
-        them by a variable in their environment."""
+        """Returns the process id of every process of the command. Ray's processes have their own process sessions, so
+        this function finds them by a variable in their environment."""
         mark = f"HOME={self.folder}".encode()
         found: list[int] = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -96,7 +96,7 @@ class RayCommand(Command):
         return found
 
     def logged(self, request_id: str) -> dict[str, Any]:
-        """Returns the line of a request in the log of its replica. The replica has exited."""
+        """Returns the line of a request in the log of its replica, after the replica has exited."""
         for file in (self.folder / "ray").glob("session_2*/logs/worker-*.err"):
             for line in file.read_text(encoding="utf-8").splitlines():
                 if line.startswith("{") and request_id in line:
@@ -112,5 +112,5 @@ class RayCommand(Command):
 
 
 def running(line: str) -> list[int]:
-    """Returns the process ids of the replicas that are running according to a line of output."""
+    """Returns the process ids of the replicas that a line of output lists as running."""
     return [int(pid) for pid in REPLICA.findall(line)]

@@ -56,7 +56,7 @@ class Received:
 
 
 class Receiver:
-    """The process, and the spans in its log. `endpoint`: the value for OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """The receiver's process, and the spans in its log. `endpoint` is the value for OTEL_EXPORTER_OTLP_ENDPOINT."""
 
     def __init__(self) -> None:
         self.port = free_port()

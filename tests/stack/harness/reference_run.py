@@ -1,9 +1,10 @@
 """Checks the claims of answers against reference sessions. A reference session runs all tokens of a session without
 interruption through the numpy oracle, in float64.
 
-An answer lists only its most probable tokens. The total variation is half of the sum of the differences of all
-probabilities, and merging tokens does not increase it. So the check merges all tokens that are not listed into one. The
-total variation of the merged distributions must be within the bound.
+An answer lists only its most probable tokens. The total variation is half of the sum of the absolute differences of all
+probabilities. By the triangle inequality, merging several tokens into one does not increase this sum. So the check
+merges all tokens that are not listed into one. The total variation of the merged distributions must be within the
+answer's error bound.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ Answers = Mapping[int, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The result of comparing answers with the reference. `broken`: a line for every claim that does not hold.
-    `largest`: the largest distance of a rebuilt answer from the reference. `of_bounds`: the largest ratio of an
-    answer's distance to its bound."""
+    """The result of comparing answers with the reference. `broken` has a line for every claim that does not hold.
+    `largest` is the largest distance from the reference among the answers whose state was not resident or whose bound
+    is above 0. `of_bounds` is the largest ratio of an answer's distance to its bound."""
 
     answers: int
     rebuilt: int
@@ -40,7 +41,7 @@ class Compared:
 
 
 class ReferenceRun:
-    """The model of a bundle, computed from its equations."""
+    """The model of a bundle, computed from the model's equations."""
 
     def __init__(self, path: Path) -> None:
         bundle = Bundle.open(path)
@@ -80,7 +81,7 @@ class ReferenceRun:
     def _distributions(
         self, sessions: Sequence[tuple[Sequence[int], Answers]]
     ) -> Iterator[tuple[int, int, NDArray[np.float64]]]:
-        """Yields the session, the position and the reference's probabilities (V) for every answer."""
+        """Yields the session's index, the position and the reference's probabilities (V) for every answer."""
         order = sorted(range(len(sessions)), key=lambda number: -len(sessions[number][0]))
         state = self._reference.zero_state(len(order))
         for position in range(len(sessions[order[0]][0]) + 1):
@@ -97,7 +98,7 @@ class ReferenceRun:
 
 
 def _distance(predictions: Sequence[Mapping[str, Any]], probabilities: NDArray[np.float64]) -> float:
-    """Returns a lower bound of the total variation. It merges all tokens that are not listed into one."""
+    """Returns a lower bound of the total variation, for which all tokens that are not listed are merged into one."""
     ours = np.array([prediction["probability"] for prediction in predictions])
     theirs = probabilities[[prediction["token_id"] for prediction in predictions]]
     return float(np.abs(ours - theirs).sum() + abs(ours.sum() - theirs.sum())) / 2

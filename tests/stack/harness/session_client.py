@@ -13,7 +13,7 @@ from tests.stack.harness.connection import Broken, Connection, Reply
 from tests.stack.harness.history import Append, Outcome
 
 TIMEOUT_S = 120.0
-"""The timeout of one answer, and of one step with its retries. Only a test that hangs reaches it."""
+"""The timeout of one answer, and of one step with its retries. Only a test that hangs reaches this timeout."""
 
 AGAIN_S = 0.02
 """The time between two attempts."""
@@ -23,15 +23,15 @@ RETRYABLE = frozenset({429, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An answered step. The times are when it was due and when its answer arrived, in seconds of the event loop's
-    clock."""
+    """An answered step. `due_s` is the time when the step was due, and `ended_s` the time when its answer arrived, in
+    seconds of the event loop's clock."""
 
     due_s: float
     ended_s: float
 
     @property
     def latency_s(self) -> float:
-        """The latency, from when the step was due."""
+        """The time from when the step was due until its answer arrived."""
         return self.ended_s - self.due_s
 
 
@@ -44,8 +44,9 @@ class SessionClient:
     """A session and its only client.
 
     With `retries`, each step has an expected position, and the client retries it until it is answered. Without
-    `retries`, the client sends each step once, and the steps are not idempotent. With `yields`, the client continues
-    from the position in a conflict. `answers` maps positions to the documents of the answers.
+    `retries`, the client sends each step once, and the steps are not idempotent. With `yields`, after a conflict (409),
+    the client continues from the position in the answer. `answers` maps the position after each step to the answer's
+    document.
     """
 
     port: int
@@ -80,8 +81,8 @@ class SessionClient:
         self.timed.clear()
 
     async def step_at_rate(self, rate: float, over: asyncio.Event) -> None:
-        """Sends single tokens until `over` is set, `rate` tokens a second on average. The due time of a token does not
-        depend on the previous answer."""
+        """Sends steps of one token until `over` is set, `rate` steps a second on average. The due time of a token does
+        not depend on the previous answer."""
         clock = asyncio.get_running_loop().time
         due = clock()
         while True:
@@ -95,7 +96,7 @@ class SessionClient:
             await self.step((self.random.randrange(1, self.vocabulary),), due)
 
     def hurry(self) -> None:
-        """Makes the next step of `step_at_rate` due immediately."""
+        """Makes the next step that `step_at_rate` sends due immediately."""
         if self._gap is not None and not self._gap.expired():
             self._gap.reschedule(0)
 
@@ -125,8 +126,8 @@ class SessionClient:
         self.position = position
 
     def _yield(self, tokens: tuple[int, ...], invoked_s: float, position: int) -> None:
-        """Continues from the position in a conflict. The client may have sent the step to several replicas, and one of
-        them may still apply it."""
+        """Continues from the position in the answer after a conflict. The outcome of the step is unknown: the client
+        may have sent the step to several replicas, and one of them may still apply it."""
         self.history.append(Append(tokens, Outcome.UNKNOWN, self.position, invoked_s))
         self.conflicts += 1
         self.position = position

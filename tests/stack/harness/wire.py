@@ -1,4 +1,5 @@
-"""A TCP proxy between two programs. A test can cut it. A cut proxy forwards no bytes and closes no connections."""
+"""A TCP proxy between two programs. A test can interrupt (cut) the proxy. A cut proxy forwards no bytes and closes no
+connections."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ READ_AT_ONCE = 65536
 class Wire:
     """Forwards bytes between clients of `port` and the port `behind`.
 
-    While it is cut, connections stay open, it accepts new connections, and no bytes arrive. After it is mended, the
-    bytes that were sent in the meantime arrive.
+    While it is cut, connections stay open, it accepts new connections, and no bytes arrive. After `mend`, the bytes
+    that were sent in the meantime arrive.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class Wire:
 
 @contextlib.asynccontextmanager
 async def wire() -> AsyncIterator[Wire]:
-    """Runs a proxy during the block. The test sets its target, `behind`, later."""
+    """Runs a proxy during the block. The test sets the proxy's target port, `behind`, later."""
     carrying = Wire()
     server = await carrying.start()
     try:

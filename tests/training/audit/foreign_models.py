@@ -14,13 +14,14 @@ from wane.training.audit.checkpoint import read_checkpoint
 from wane.training.audit.model import ForeignModel, import_model
 
 TORCH_CELLS = {cell: getattr(nn, info.module.upper()) for cell, info in CELLS.items() if "audit" not in info.missing}
-"""The class of torch.nn for each cell. A checkpoint does not record the nonlinearity of an RNN."""
+"""The class of torch.nn for each cell that an audit supports. A checkpoint does not record whether an RNN uses tanh or
+ReLU."""
 
 VOCABULARY = 13
 
 
 class Plain(nn.Module):
-    """An embedding, recurrent layers and a linear head, with the given parameter names."""
+    """A model with an embedding, recurrent layers and a linear head. `names` are the names of these three modules."""
 
     def __init__(
         self,

@@ -42,7 +42,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def scaled(module: Plain, recurrent: float) -> Plain:
-    """Scales the module's recurrent matrix. If `scale` is small enough, the audit proves that the module forgets."""
+    """Multiplies the module's recurrent matrix by `recurrent`. If `recurrent` is small enough, the audit proves that
+    the module forgets."""
     with torch.no_grad():
         module.get_parameter("rnn.weight_hh_l0").mul_(recurrent)
     return module
@@ -306,7 +307,7 @@ def test_an_exported_bundle_is_replaced_only_on_request(folder: Path, capsys: py
     printed = capsys.readouterr().out
     assert "bundles/model was not written: a bundle already exists: version 1, perplexity " in printed
     assert "the new bundle: version 1, not evaluated; use --replace" in printed
-    assert not (folder / "audits" / "model" / "audit.json").exists()  # the export fails before the measurement
+    assert not (folder / "audits" / "model" / "audit.json").exists()  # The export fails before anything is measured.
     assert (folder / "bundles" / "model" / "weights.safetensors").read_bytes() == before
     audited(folder, "--export", "bundles", "--replace")
     assert (folder / "bundles" / "model" / "weights.safetensors").read_bytes() != before

@@ -121,7 +121,7 @@ def test_a_gradient_matches_finite_differences(cell: Cell, tied: bool, monkeypat
             for unit in range(embedding.shape[1]):
                 ends = []
                 for step in (1e-5, -1e-5):
-                    # the changed input is an additional row of the embedding, which the head does not have
+                    # The changed input vector is added to the embedding as a new row. The head has no such row.
                     changed = embedding[stream[t - at.i]].clone()
                     changed[unit] += step
                     tokens = stream[: t + 1].clone()
@@ -179,7 +179,7 @@ def test_an_overflow_of_the_run_is_reported_with_its_token(piece: int, monkeypat
 
 
 def test_an_overflow_of_only_a_window_is_reported() -> None:
-    # unit 0 grows by 1e20 at every token, unless unit 1 remembers `<eos>`, the first token of the stream
+    # Unit 0 grows by the factor 1e20 at every token, unless unit 1 remembers `<eos>`, the first token of the stream.
     eos = CORPUS.vocabulary.eos_id
     embedding = torch.tensor([1.0, 0, 0, 0, 0, 0]).repeat(CORPUS.vocabulary.size, 1)
     embedding[eos] = torch.tensor([0.0, 1, 0, 0, 0, 0])
@@ -212,7 +212,8 @@ def test_a_distance_is_measured_even_if_its_square_overflows() -> None:
     network, _ = model("rnn_relu", layers=1, tied=False)
     filled(network, embedding=1.0, weight_ih=1e30 * torch.eye(6), weight_hh=torch.eye(6))
     found = measure(network, short_corpus(), "audit", (1, 2), 1)
-    # the only position has read at least 4 tokens, so each of the six units is at least 4e30, compared with k * 1e30
+    # At the only position, the run has read at least 4 tokens, so each of the six units is at least 4e30. In a window
+    # of k tokens, each unit is k * 1e30.
     assert [at.distance.max for at in found.windows] == pytest.approx([3e30 * 6**0.5, 2e30 * 6**0.5])
 
 

@@ -133,7 +133,7 @@ def test_tied_weights_may_be_saved_under_either_name(tmp_path: Path, kept: str) 
 
 
 def test_a_stack_of_cells_is_read_in_numeric_order(tmp_path: Path) -> None:
-    module = OfCells((6,) * 11)  # cells.10 comes after cells.9, not after cells.1
+    module = OfCells((6,) * 11)  # cells.10 is the layer after cells.9, not the layer after cells.1
     assert_same(saved(tmp_path / "model.pt", module.state_dict()), module)
 
 

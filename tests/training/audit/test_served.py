@@ -37,7 +37,7 @@ def test_the_example_does_not_import_wane() -> None:
 
 
 def outside_predictions(folder: Path, prompt: str, *, truncated: bool = False) -> torch.Tensor:
-    """Returns the probabilities (V) that the model's own code predicts after the prompt.
+    """Returns the probabilities (V) of the next token after the prompt, computed with the model's own code.
 
     The input begins with the start token, unless `truncated` is true.
     """
@@ -55,8 +55,8 @@ def outside_predictions(folder: Path, prompt: str, *, truncated: bool = False) -
 
 
 def readme_commands(outside: Path, bundles: Path) -> list[list[str]]:
-    """Returns the README's commands that train outside Wane, audit and serve. Each is a list of arguments for Python,
-    with replaced folders."""
+    """Returns the README's commands that train a model outside Wane, audit it and serve it. Each command is a list of
+    arguments for Python, in which the README's folders are replaced."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = [part for part in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "wane audit" in part]
     lines = block.replace("\\\n", " ").replace("runs/outside", str(outside)).replace("runs/bundles", str(bundles))
@@ -66,7 +66,7 @@ def readme_commands(outside: Path, bundles: Path) -> list[list[str]]:
 
 
 def python_runs(*arguments: str) -> str:
-    """Runs Python in the project's folder and returns its output. Asserts success."""
+    """Runs Python in the project's folder and returns its output. Asserts that Python succeeds."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
     )
@@ -113,4 +113,5 @@ def test_a_foreign_torch_lstm_is_audited_exported_and_served(tmp_path: Path, mon
         assert [one["probability"] for one in answer["predictions"]] == pytest.approx(top.values.tolist(), abs=1e-5)
         assert (answer["error_bound"] == 0.0) is not truncated
     begun, own = (outside_predictions(outside, SHORT, truncated=truncated) for truncated in (False, True))
-    assert float((begun - own).abs().max()) > 1e-3  # the start token matters after a short input
+    # After a short input, the start token changes the prediction noticeably.
+    assert float((begun - own).abs().max()) > 1e-3
