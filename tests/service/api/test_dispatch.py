@@ -40,7 +40,7 @@ KEY = "alice-0123456789abcdefgh"
 
 
 def hold(server: ServerHarness) -> None:
-    """Holds every run of the engine from now on."""
+    """Makes every later run of the engine wait until the test sets the runner's `gate`."""
     server.harness.runner.busy.clear()
     server.harness.runner.gate.clear()
 

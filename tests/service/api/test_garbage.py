@@ -17,11 +17,11 @@ from wane.service.api.disconnect import until_hangup
 from wane.service.net.http_protocol import BufferedTransport, HttpProtocol
 from wane.service.net.websocket_protocol import WebSocketProtocol
 
-TURNS = 100  # the number of turns of the event loop in which the server cleans up
+TURNS = 100  # the number of event loop iterations that the server has for its cleanup
 
 
 async def watch_a_request() -> None:
-    """Runs a request until the server watches the connection for a disconnection."""
+    """Makes a request, waits until the server watches for its disconnection, and ends the request."""
 
     async def receive() -> Message:
         watching.set()
@@ -31,7 +31,7 @@ async def watch_a_request() -> None:
     scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
     with until_hangup(Request(scope, receive)):
         await watching.wait()
-    await asyncio.sleep(0)  # lets the watcher end
+    await asyncio.sleep(0)  # lets the task that watches for a disconnection end
     assert not live_objects(until_hangup)
 
 
@@ -43,7 +43,7 @@ async def connect_and_leave() -> None:
             writer.write(GET)
             assert (await reader.readline()).endswith(b" 200 OK\r\n")
             writer.write_eof()
-            await reader.read()  # until the server has closed the connection
+            await reader.read()  # waits until the server has closed the connection
             writer.close()
             await writer.wait_closed()
         for _ in range(TURNS):

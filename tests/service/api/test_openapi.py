@@ -59,7 +59,8 @@ def examples(openapi: dict[str, Any]) -> Iterator[Example]:
 
 
 def assert_as_described(name: str, document: object, openapi: dict[str, Any]) -> None:
-    """Checks that the document has exactly the described fields: validation and serialization must not change it."""
+    """Checks that the document has exactly the fields of the description. It must stay the same when the description's
+    class validates and serializes it."""
     adapter: TypeAdapter[object] = TypeAdapter(RESULTS[name])
     read = adapter.validate_python(document)
     # The serialization of dataclasses leaves out fields that are None. A ComparisonDocument contains such dataclasses.

@@ -39,7 +39,7 @@ shadowed = some.tuples(where, some.sampled_from(["compared", "dropped", "failed"
 
 
 def document(report: Stats, sessions: int = 0) -> dict[str, Any]:
-    """Returns one model's part of /v1/report."""
+    """Returns a report document with one model, like the answer of /v1/report."""
     counts = {"resident": sessions, "parked": 2 * sessions, "rebuilt": 3 * sessions}
     known = {"model": "m", "model_version": "1", "device": "cpu", "sessions": counts, "costs": {}}
     return {"device": "cpu", "models": [{**known, "integrity": {"rounds": sessions, "faults": 0}, **report.document()}]}

@@ -1,4 +1,5 @@
-"""Tests of the model repository over HTTP. Its failures have the document format of the repository protocol."""
+"""Tests of the model repository over HTTP. The server describes an error in the document format of the repository
+protocol."""
 
 from __future__ import annotations
 
