@@ -42,7 +42,7 @@ class Ended(Exception):
 
 
 class interruptible:  # noqa: N801  (read as `with interruptible(...)`)
-    """A context manager that makes an interrupt and appends it to `made`. Raises Ended if the interrupt ends the body."""
+    """Makes an interrupt, and appends the interrupt to `made`. Raises Ended if the interrupt ends the body."""
 
     def __init__(self, made: list[Interrupt]) -> None:
         self._made = made

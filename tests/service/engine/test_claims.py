@@ -24,7 +24,8 @@ ACTIONS = ("step", "step", "step", "window", "both", "recall", "evict", "rewind"
 
 @dataclass
 class Tally:
-    """The number of answers, the number of answers with a bound below 1, and the number of answers with a proof."""
+    """The number of answers, the number of answers with an error bound between 0 and 1, and the number of proved
+    answers whose bound is not 0."""
 
     answers: int = 0
     bounded: int = 0
