@@ -8,7 +8,7 @@ import httpx
 
 
 def assert_problem(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """Checks the status, the headers and the document of a response. Returns the document."""
+    """Checks the status, the headers and the problem document of an error response. Returns the document."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     document: dict[str, Any] = response.json()

@@ -17,7 +17,7 @@ LONG = "The history\nof the " * 500
 
 
 class Encoding:
-    """A replacement for a vocabulary's `encode`. It appends each text to `texts`, and waits until the test sets `gate`."""
+    """A replacement for a vocabulary's `encode`. Appends each text to `texts`, and waits until the test sets `gate`."""
 
     def __init__(self, harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
         self._encode = harness.vocabulary.encode

@@ -1,4 +1,4 @@
-"""Tests of engines that share their sessions through a real Redis. Every replica must see the same state of a session."""
+"""Tests of engines that share their sessions through a real Redis. Every replica must see the same session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the choice of the requests that are traced, and of the spans of requests and batches."""
+"""Tests of the sampling of requests, and of the spans of requests and batches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of replacing a model's version while sessions use it. The registry replaces a version, rejects it, keeps it for
-its sessions, or closes it when no session needs it."""
+"""Tests of replacing a model's version while sessions use the version. The registry serves the new version, or rejects
+it. The registry keeps the old version for its sessions, and closes the old version when no session needs it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRe
 TOKENS = (5, 6, 7, 8)
 FLOAT32 = 1e-5
 SWAPS = 14
-KEPT_BYTES = 1e6  # the most that a swap may leak; a leaked graph has 4 MB, and a leaked engine 13 MB
-WITHHELD_BYTES = 30e6  # the most free memory after all swaps; 144 MB without garbage collection and malloc_trim
+KEPT_BYTES = 1e6  # the most bytes that a swap may leak; a leaked graph has 4 MB, and a leaked engine has 13 MB
+WITHHELD_BYTES = 30e6  # the most bytes that may be free but not returned to the kernel after all swaps; without garbage
+# collection and malloc_trim there are 144 MB
 
 
 @pytest.fixture
