@@ -174,7 +174,7 @@ class FakeRunner:
         """Does nothing."""
 
     def roles(self) -> list[Role]:
-        """Returns the roles of the runs, in order."""
+        """Returns the roles of the runs, in the order of the runs."""
         return [role for role, _ in self.calls]
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -295,7 +295,8 @@ class LinearCosts(CostModel):
 
 
 class InOrder(ThroughputProfile):
-    """A throughput profile without measurements. The engine runs every sequence in order."""
+    """A throughput profile without measurements. So the engine runs every sequence token by token, and not in parallel
+    chunks."""
 
     def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
         return iter(())

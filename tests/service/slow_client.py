@@ -114,7 +114,7 @@ async def conversation(server: SlowClient, first: bytes, drip: bytes = b"") -> b
 
 
 def unread_socket(server: SlowClient) -> socket.socket:
-    """Returns a socket with a small receive buffer. The caller connects the socket, and does not read from the socket."""
+    """Returns a socket with a small receive buffer. The caller connects the socket, and reads nothing from it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     connection.setblocking(False)

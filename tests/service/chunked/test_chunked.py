@@ -55,7 +55,7 @@ def text(count: int, seed: int = 0) -> tuple[int, ...]:
 async def both(
     harness: EngineHarness | Served, tokens: tuple[int, ...], tolerance: float | None
 ) -> tuple[Score, Score]:
-    """Scores the tokens in order and in parallel chunks. Returns both scores."""
+    """Scores the tokens sequentially and in parallel chunks. Returns both scores."""
     in_order = await harness.engine.score(ScoreRequest(tokens))
     parallel_cost = await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, tolerance))
     return in_order, parallel_cost

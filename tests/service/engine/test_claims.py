@@ -1,5 +1,5 @@
 """Tests that the bounds and proofs of answers hold against the full-history model, which reads all tokens without
-interruption. The models, token streams, truncations and rebuilds are random."""
+interruption. The models, the tokens, the rewinds and the evictions are random."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def in_chunks(rng: random.Random, body: bytes) -> bytes:
 
 
 def make_frames(rng: random.Random) -> bytes:
-    """Returns a client's frames. They contain steps (whole or in fragments), pings, pongs, and sometimes a close frame."""
+    """Returns a client's frames: steps (whole or in fragments), pings, pongs, and sometimes a close frame."""
     frames = []
     for _ in range(rng.randrange(5)):
         text = make_body(rng, "/v1/sessions/a/tokens")

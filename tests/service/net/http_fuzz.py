@@ -43,7 +43,7 @@ CLOSED_S = 10.0  # the longest time, in seconds, that the server may need to cle
 
 
 class EngineDelay:
-    """A replacement for the event for which the fake engine waits. The wait ends after `turns` event loop iterations."""
+    """Replaces the event for which the fake engine waits. The wait ends after `turns` event loop iterations."""
 
     def __init__(self, turns: int) -> None:
         self._turns = turns

@@ -38,7 +38,7 @@ def fragmented(text: bytes) -> bytes:
 
 async def positions(pieces: list[bytes], count: int) -> list[int]:
     """Sends the bytes of some steps in these pieces, one piece in each event loop iteration. Returns the positions in
-    the first `count` answers."""
+    the first `count` or more answers."""
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(HANDSHAKE)
