@@ -345,8 +345,8 @@ class EngineHarness:
                 "session_history_tokens": 16,
                 "max_batch_size": 8,
                 "inline_batch_max_us": 0,
-                "state_budget_bytes": 2**22,  # the default of this setting would give room for millions of these small
-                # states
+                # The default of this setting would give room for millions of these small states.
+                "state_budget_bytes": 2**22,
                 **of_settings,
             }
         )

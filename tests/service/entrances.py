@@ -156,8 +156,8 @@ class WebSocketCall:
     async def outcome(self) -> Document:
         document: Document = json.loads(await self._socket.recv())
         failure: Document | None = document.get("error")
-        if failure is not None and failure["status"] in (404, 409, 503):  # after these errors the server closes the
-            # WebSocket
+        # After these errors the server closes the WebSocket.
+        if failure is not None and failure["status"] in (404, 409, 503):
             await self._socket.wait_closed()
         else:
             self._idle.append(self._socket)

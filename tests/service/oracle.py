@@ -82,8 +82,8 @@ class OracleRunner:
                 for name, step in zip(self._names[-len(bound.steps) :], bound.steps, strict=True):
                     outputs[ERROR + name] = np.nextafter(_float32(step.error[0].box[0]), np.float32(np.inf))
         if role == "scan":
-            outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)  # only the engine's warm-up runs this
-            # graph, and it ignores the values
+            # Only the engine's warm-up runs this graph, and it ignores the values.
+            outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)
         return outputs
 
 

@@ -127,7 +127,7 @@ async def served(harness: EngineHarness, *, native: bool = True, **changes: Any)
 
 
 async def start_sessions(harness: EngineHarness) -> None:
-    """Creates the sessions a, b and c, and sends the token 5 to each session. Each session then has a resident state."""
+    """Creates the sessions a, b and c, and sends the token 5 to each. Each session then has a resident state."""
     for name in "abc":
         await harness.engine.create_session(name)
         await harness.engine.submit(StepRequest(name, (5,)))

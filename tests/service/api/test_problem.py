@@ -117,8 +117,8 @@ def test_these_tests_cover_every_route(app: FastAPI) -> None:
         (method.upper(), path)
         for path, methods in app.openapi()["paths"].items()
         for method in methods
-        if path not in INFALLIBLE and not is_inference_protocol(path)  # test_repository.py and test_inference.py test
-        # the other paths
+        # test_repository.py and test_inference.py test the other paths.
+        if path not in INFALLIBLE and not is_inference_protocol(path)
     }
     assert described == tested
 

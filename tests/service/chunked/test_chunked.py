@@ -102,8 +102,8 @@ async def test_chunks_of_a_model_that_does_not_forget_are_repeated_until_exact(
     in_order, parallel_cost = await both(harness, tokens, 0)
     assert parallel_cost.logprobs == in_order.logprobs
     cells = -(-len(tokens) // STEPS)
-    assert parallel_cost.rounds == 1 + cells - cells // WIDTH  # all cells run again, except the cells of the first
-    # chunk
+    # All cells run again, except the cells of the first chunk.
+    assert parallel_cost.rounds == 1 + cells - cells // WIDTH
     assert (parallel_cost.chunks, parallel_cost.max_residual, parallel_cost.error_bound) == (WIDTH, 0.0, 0.0)
 
 
@@ -295,8 +295,8 @@ async def test_a_hundred_thousand_tokens_take_bounded_memory(
             tracemalloc.stop()
 
     shorter, longer = await peak(20_000), await peak(100_000)
-    assert longer - shorter < 80_000 * 32  # enough memory for the tokens and their log-probabilities, but not for their
-    # states
+    # The limit is enough for the tokens and their log-probabilities, but not for their states.
+    assert longer - shorter < 80_000 * 32
 
 
 async def test_other_requests_are_answered_while_a_document_is_scored(

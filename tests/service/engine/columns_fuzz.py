@@ -45,8 +45,9 @@ from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
 from wane.service.types import Answer, History, Mode, Prediction, PredictRequest, SessionView, StepRequest
 
-TOKENS = 24  # the number of tokens of ordinary steps; a run with the token POISON fails, and the token HOT makes the
-# session's state NaN
+# The number of tokens that ordinary steps use. A run with the token POISON fails. The token HOT makes the session's
+# state NaN.
+TOKENS = 24
 POISON, HOT, UNKNOWN = TOKENS, TOKENS + 1, 1_000_000
 SESSIONS = 40
 MAX_BATCH = 8

@@ -204,8 +204,8 @@ async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> No
 
 async def test_a_step_that_is_handed_back_keeps_its_place_in_the_queue(started: EngineHarness) -> None:
     first, second = step(started, "a", 6), step(started, "a", 7)
-    await started.engine.get_session("a")  # writes the session to the store, so the columns pass the second step to the
-    # general procedure
+    # Writes the session to the store, so the columns pass the second step to the general procedure.
+    await started.engine.get_session("a")
     assert [(await first).position, (await second).position] == [2, 3]
     assert [rows for _, rows in started.runner.calls] == [[[6]], [[7]]]
 

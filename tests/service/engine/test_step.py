@@ -348,8 +348,8 @@ async def test_a_step_that_fails_after_a_disconnection_logs_only_the_failed_run(
     await turn()
     del cancelled  # the future holds a reference to the step
     gc.collect()
-    assert {record.name for record in caplog.records} == {"wane.engine"}  # the log has only the message about the
-    # failed run
+    # The log has only the message about the failed run.
+    assert {record.name for record in caplog.records} == {"wane.engine"}
     assert (await harness.engine.get_session(session)).position == 1
 
 

@@ -85,8 +85,8 @@ async def test_all_steps_of_a_call_are_submitted_in_the_context_of_the_call(harn
 
     await harness.engine.create_session("s")
     caller.set("the call")
-    await step_many(submit, requests(("s", 5), ("s", 6)))  # the second step starts only after the batch with the first
-    # step has run
+    # The second step starts only after the batch with the first step has run.
+    await step_many(submit, requests(("s", 5), ("s", 6)))
     assert seen == ["the call", "the call"]
 
 

@@ -33,8 +33,8 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.server import protocols
 from wane.service.settings import Settings
 
-LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 4096}  # larger than the body of every case, so Wane reads every
-# body to its end
+# Larger than the body of every case, so Wane reads every body to its end.
+LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 4096}
 QUIET_TURNS = 40  # a client stops waiting after this many event loop iterations without a received byte
 CLOSED_S = 10.0  # the longest time, in seconds, that the server may need to clean up a closed connection
 

@@ -198,8 +198,8 @@ async def test_a_full_store_evicts_any_number_of_buffered_sessions() -> None:
         clock.now_s += 0.001
         resident.commit(np.array([cache.slot_of(name)]), [name], np.array([6]), outputs(1))
     store.budget_bytes = store.used_bytes
-    assert await store.get(names[-1]) is not None  # the read writes this session to the store, and the store then
-    # evicts other sessions
+    # The read writes this session to the store, and the store then evicts other sessions.
+    assert await store.get(names[-1]) is not None
     assert await store.get(names[0]) is None
     assert store.used_bytes <= store.budget_bytes
 
@@ -240,8 +240,8 @@ async def test_another_engine_continues_exactly_where_a_buffered_session_is(make
     answer = await new.engine.submit(StepRequest("a", (10,), expected_position=5))
     assert answer.position == 6
     assert answer.predictions[0].token_id == new.runner.logits([0, *tokens, 10]).argmax()
-    again = await old.engine.submit(StepRequest("a", (11,)))  # like a request that began before the swap, this step
-    # uses the old engine
+    # Like a request that began before the swap, this step uses the old engine.
+    again = await old.engine.submit(StepRequest("a", (11,)))
     assert again.position == 7
     assert again.predictions[0].token_id == new.runner.logits([0, *tokens, 10, 11]).argmax()
     await old.engine.drain()

@@ -123,8 +123,8 @@ async def test_messages_received_during_an_answer_keep_their_order(
     engine.wait = asyncio.Event()
     async with opened(server) as socket:
         await socket.send(json.dumps({"tokens": [1]}))
-        await engine.waiting.wait()  # otherwise the server might count the first message as unprocessed, and would not
-        # read the ping
+        # Otherwise the server might count the first message as unprocessed, and would not read the ping.
+        await engine.waiting.wait()
         for length in range(2, MOST_EARLY + 1):
             await socket.send(json.dumps({"tokens": [1] * length}))
         await (await socket.ping())  # a pong proves that the server has received the messages

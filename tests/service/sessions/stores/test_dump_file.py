@@ -47,8 +47,8 @@ def test_saved_sessions_are_loaded_unchanged_in_order_of_last_use(tmp_path: Path
     assert [one.idle_s for one in dump_file.load(path, 9, lambda: 1007.0)] == [16.0, 8.5]
     # Here the wall clock was set back between the write and the load of the file.
     assert [one.idle_s for one in dump_file.load(path, 9, lambda: 7.0)] == [9.0, 1.5]
-    assert [len(one.tail) for one in dump_file.load(path, 2)] == [3, 1]  # a history loses <eos> only together with its
-    # first token
+    # A history loses <eos> only together with its first token.
+    assert [len(one.tail) for one in dump_file.load(path, 2)] == [3, 1]
     assert names(tmp_path) == ["sessions"]
 
 
@@ -133,8 +133,8 @@ async def test_a_store_opens_with_the_sessions_of_a_closed_store(tmp_path: Path)
     assert await after.get("b~:.-") is None
     assert (await after.count("m"), await after.count("n")) == (1, 0)
     assert after.used_bytes == entry_bytes("a", len(found.tail.data))
-    assert names(tmp_path) == ["sessions.read"]  # the file is renamed, because its sessions now continue in this
-    # process
+    # The file is renamed, because its sessions now continue in this process.
+    assert names(tmp_path) == ["sessions.read"]
     assert await after.append(found, (7,), STEP)
 
 

@@ -110,8 +110,8 @@ async def test_the_tokens_in_the_store_replace_local_tokens_and_the_next_step_co
         assert caught.value.position == 2
         after = await step(store, 8)  # the store raises the conflict only once
         assert (after.position, after.durable, after.tail.ids().tolist()) == (3, True, [0, 5, 7, 8])
-        assert not follows(after.revision, lost.revision)  # the engine must not use the state after the lost tokens
-        # either
+        # The engine must not use the state after the lost tokens either.
+        assert not follows(after.revision, lost.revision)
         assert store.sample("wane_sessions_conflict_discarded_total") == 1
 
 

@@ -227,8 +227,8 @@ async def test_a_state_is_kept_until_the_session_is_rewound_to_before_the_state(
 async def test_an_idle_session_expires_and_a_session_in_use_does_not(
     common: RedisServer, make_store: MakeStore
 ) -> None:
-    store = await make_store(common.url, ttl_s=30_000.0)  # the time to live is so long that a delay of a minute does
-    # not affect this test
+    # The time to live is so long that a delay of a minute does not affect this test.
+    store = await make_store(common.url, ttl_s=30_000.0)
     here = await begin(store)
     await store.append(here, (5, 6), STEP, SNAPSHOT)
     keys = store.keys("s")
@@ -295,8 +295,8 @@ async def test_acknowledged_changes_survive_a_killed_redis(server: RedisServer, 
     found = await store.get("s")
     assert found is not None
     assert (found.position, found.tail.ids().tolist()) == (20, [21, 22, 23, 24])
-    after = await store.append(here, (25,), STEP)  # the restarted Redis does not have the store's script, so the store
-    # must send the script again
+    # The restarted Redis does not have the store's script, so the store must send the script again.
+    after = await store.append(here, (25,), STEP)
     assert after is not None
     assert after.position == 21
 
