@@ -33,9 +33,10 @@ from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRe
 TOKENS = (5, 6, 7, 8)
 FLOAT32 = 1e-5
 SWAPS = 14
-# The most bytes that a swap may leak; a leaked graph has 4 MB, and a leaked engine has 13 MB The most bytes that may be
-# free but not returned to the kernel after all swaps. Without garbage collection and malloc_trim this number is 144 MB.
+# The most bytes that a swap may leak. A leaked graph has 4 MB, and a leaked engine has 13 MB.
 KEPT_BYTES = 1e6
+# The most bytes that may be free but not returned to the kernel after all swaps. Without garbage collection and
+# malloc_trim this number is 144 MB.
 WITHHELD_BYTES = 30e6
 
 
