@@ -35,7 +35,7 @@ def alone(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def measure(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs `measurement` without automatic garbage collection. `alone` calls this function in its new process."""
+    """Runs `measurement` without automatic garbage collection. `alone` calls this function in the new process."""
     gc.disable()
     asyncio.run(measurement())
 

@@ -40,7 +40,7 @@ CONTRACTIVE = Certificate(contractive=True, reason="no curve", layers=(), roundi
 
 
 def listed(answer: Answer) -> list[tuple[int, float]]:
-    """Returns the predicted tokens of an answer and their log-probabilities, in the answer's order."""
+    """Returns pairs of a predicted token and its log-probability, in the order of the answer."""
     return [(one.token_id, one.logprob) for one in answer.predictions]
 
 

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 BUNDLE = str(ROOT / "models" / "bundles" / "rnn-stable")
 """The shipped model that loads fastest."""
 TIMEOUT_S = 300
-BUNDLES = "WANE_BUNDLES"  # an environment variable that makes these tests use other bundles than the shipped ones
+# The environment variable for the folder of bundles, so that the tests can use other bundles than the shipped ones.
+BUNDLES = "WANE_BUNDLES"
 
 
 UNTESTED = """

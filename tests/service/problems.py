@@ -19,7 +19,8 @@ def assert_problem(response: httpx.Response, status: int, code: str) -> dict[str
 
 
 def assert_members(document: dict[str, Any], status: int, code: str) -> None:
-    """Checks a problem document that is not a whole response: a WebSocket message, or an item of a batch."""
+    """Checks the fields of a problem document. Also works for a document in a WebSocket message or in an item of a
+    batch."""
     assert document["type"] == f"urn:wane:error:{code}"
     assert document["code"] == code
     assert document["status"] == status

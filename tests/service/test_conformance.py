@@ -112,14 +112,14 @@ async def block(harness: EngineHarness) -> Awaitable[object]:
 
 
 async def queued(harness: EngineHarness, call: Awaitable[Call]) -> Call:
-    """Sends a step, and waits until it is queued."""
+    """Sends a step, and waits until the step is in the queue."""
     sent = await call
     await until(lambda: harness.sample("wane_queue_items") == 1)
     return sent
 
 
 async def running(harness: EngineHarness, call: Awaitable[Call]) -> Call:
-    """Sends a step, and waits until its run has begun. The run ends when the test opens the gate."""
+    """Sends a step, and waits until the step's run has begun. The run ends when the test sets the runner's `gate`."""
     close_gate(harness)
     sent = await call
     await harness.runner.until_busy()
@@ -370,7 +370,8 @@ with_rivals = pytest.mark.parametrize("harness", [{"certified": True, "radius": 
 
 
 async def searching(proof: FakeProof, call: Awaitable[Call]) -> Call:
-    """Sends a step, and waits until its search has begun. The search ends when the test opens the gate."""
+    """Sends a step, and waits until the search for its proof has begun. The search ends when the test sets the proof's
+    `gate`."""
     proof.gate.clear()
     sent = await call
     await proof.until_busy()

@@ -1,4 +1,5 @@
-"""Tests of the server process: startup, startup errors, and a shutdown that answers every accepted request."""
+"""Tests of the server process: the startup, errors at the startup, and a shutdown in which the server answers every
+accepted request."""
 
 from __future__ import annotations
 

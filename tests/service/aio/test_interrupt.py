@@ -22,7 +22,7 @@ HOUR_S = 3600.0
 
 @pytest.fixture(params=[EagerTask, asyncio.ensure_future], ids=["eager task", "task"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """A function that starts a coroutine and returns an awaitable."""
+    """The type of a function that starts a coroutine and returns an awaitable of the result."""
     kind: Run = request.param
     return kind
 

@@ -36,7 +36,7 @@ async def watch_a_request() -> None:
 
 
 async def connect_and_leave() -> None:
-    """Opens three connections. Sends one request on each, reads the answer, and closes the connection."""
+    """Opens three connections. On each connection, sends one request, reads the answer, and closes the connection."""
     async with serving() as server:
         for _ in range(3):
             reader, writer = await asyncio.open_connection(*server.address)
@@ -52,7 +52,8 @@ async def connect_and_leave() -> None:
 
 
 async def leave_within_a_message(first: bytes) -> None:
-    """Opens three WebSockets. Sends `first`, the start of a message, on each, and closes the connection."""
+    """Opens three WebSockets. On each WebSocket, sends the bytes `first`, which are the start of a message, and closes
+    the connection."""
     async with serving() as server:
         for _ in range(3):
             reader, writer = await asyncio.open_connection(*server.address)

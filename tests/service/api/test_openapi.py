@@ -1,4 +1,5 @@
-"""Tests of the OpenAPI description. Its examples run, and the answers match their schemas."""
+"""Tests that the server accepts the examples of the OpenAPI description, and that the answers match the description's
+schemas."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from wane.service.registry import registry
 from wane.service.types import CompareRequest, GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 
 Example = tuple[str, str, object, dict[str, Any]]
-"""The method, the path with its example parameters, the body, and the schema of the answer."""
+"""The method, the path with example values for its parameters, the body, and the schema of the answer."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Tests of the client address of a request. It is the address of the connection's peer, or the address that a trusted
-proxy forwards."""
+"""Tests of the client address of a request. The client address is the address of the connection's peer, or the address
+that a trusted proxy forwards."""
 
 from __future__ import annotations
 

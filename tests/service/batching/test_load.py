@@ -33,7 +33,7 @@ LOGPROB = 1e-4  # allows for float32 rounding between different graphs and batch
 
 
 class Counted:
-    """A runner that counts its runs for each role and number of rows."""
+    """A runner that counts its runs by role and number of rows."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -50,7 +50,8 @@ class Counted:
 
 
 class Load:
-    """An engine with few states, its runner, and the appended tokens of every session."""
+    """An engine with room for few states, the engine's runner, and the tokens that the test has appended to every
+    session."""
 
     def __init__(self, max_queue: int = 1024, session_history_tokens: int | None = None) -> None:
         bundle, runner = opened(MODEL)
@@ -233,7 +234,8 @@ async def test_a_step_whose_client_disconnects_is_appended_at_most_once(
                     await asyncio.sleep(0)
                 outcomes["left"] += step.cancel()
                 await asyncio.wait([step])
-            answer = await load.engine.submit(request)  # the engine appends the retried step now, or replays its answer
+            # If the first attempt had no effect, the engine appends the step now; otherwise it replays the answer.
+            answer = await load.engine.submit(request)
             tokens.extend(request.tokens)
             outcomes["replayed"] += bool(answer.replayed)
             assert answer.position == len(tokens)

@@ -1,4 +1,5 @@
-"""Tests that the merged reports of replicas equal the report of one process that has answered all their requests."""
+"""Tests that the merged reports of several replicas equal the report of one process that has answered all requests of
+the replicas."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def bundle_engine(path: Path) -> MakeEngine:
 
 
 class Side:
-    """One of the two engines, with its store and its clock."""
+    """One of the two engines, the engine's store, and the engine's clock."""
 
     def __init__(self, make: MakeEngine, settings: Settings, *, in_columns: bool) -> None:
         self.clock = Clock()
@@ -143,7 +143,8 @@ class Side:
         await self.engine.admission.idle()
 
     async def record(self, session: str) -> object:
-        """Returns the session's record from the store, with only the counting bits of its revision."""
+        """Returns the session's record from the store. Removes the random bits of the revision, because they differ
+        between the two stores."""
         found = await self.store.get(session)
         return found and found._replace(revision=found.revision % (1 << BRANCH_BITS))
 
@@ -390,7 +391,7 @@ class Episode:
             self.differences.append(Difference(self.number, self.turns, action, one, other))
 
     def _shown(self, result: object) -> object:
-        """Returns the part of a result that the fuzz compares."""
+        """Returns the fields of a result that the fuzz compares."""
         hidden: tuple[str, ...] = () if self.is_exact else OF_STATES
         if not (self.is_exact and self.sides[0].runner):
             hidden += OF_BITS
@@ -414,7 +415,7 @@ def alike(some: Sequence[Prediction], others: Sequence[Prediction]) -> bool:
 
 
 async def outcome(waited: Awaitable[Any]) -> object:
-    """Returns the result, or the error that the request raised."""
+    """Waits for the request. Returns the result, or the error that the request raised."""
     try:
         return await waited
     except Exception as error:

@@ -25,7 +25,7 @@ from wane.service.errors import (
 from wane.service.types import Answer, Mode, StepRequest
 
 HOUR_S = 3600.0
-TRAVELS_S = 1.1 * HOUR_S  # a timer may fire late by a 64th of its duration
+TRAVELS_S = 1.1 * HOUR_S  # a coarse timer may fire late by a 64th of its duration
 POISON, HOT = 40, 41
 
 

@@ -1,5 +1,5 @@
-"""Tests of the encoding of text. The engine checks the limit before it encodes, and encodes long texts outside the
-event loop."""
+"""Tests of the encoding of text. The engine checks the limit of tokens before it encodes a text, and encodes long texts
+on another thread than the event loop's."""
 
 from __future__ import annotations
 

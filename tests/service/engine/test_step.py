@@ -39,7 +39,8 @@ async def turn() -> None:
 
 
 def expected(harness: EngineHarness, tokens: Sequence[int]) -> list[tuple[int, object]]:
-    """Returns the token ids and log-probabilities that the model itself predicts after <eos> and `tokens`."""
+    """Returns the five most probable next tokens after <eos> and `tokens`, with their log-probabilities, directly from
+    the model."""
     return ranked(harness.runner.logits([EOS, *tokens]))
 
 

@@ -126,7 +126,7 @@ class Case:
 
 
 def make_case(seed: int, number: int) -> Case:
-    """Returns the case with this number. The same seed and number always make the same case."""
+    """Makes a random case. The same seed and number always give the same case."""
     rng = random.Random(f"{seed}/{number}")
     turns, wait_turns = rng.choice((0, 3, 10)), rng.choice((0, 0, 1, 5))
     if rng.random() < 0.2:

@@ -137,8 +137,8 @@ def test_a_short_text_is_read(size: int) -> None:
 
 @asynccontextmanager
 async def serving_texts(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[str]:
-    """Starts a server that sends these texts on every WebSocket. After the client disconnects, the server checks that
-    another send fails, and then sets `refused`."""
+    """Starts a server that sends these texts on every WebSocket. After the client has disconnected, the server checks
+    that another send fails, and sets the event `refused`."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         channel = scope[CHANNEL]

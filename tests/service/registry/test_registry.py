@@ -480,7 +480,7 @@ async def test_a_graph_with_wrong_results_is_not_served(monkeypatch: pytest.Monk
 
 
 def edited(source: Path, folder: Path, *keys: str | int, value: object) -> Path:
-    """A copy of a bundle. Each test changes one field of its certificate."""
+    """A copy of a bundle. Each test changes one field of the copy's certificate."""
     path = shutil.copytree(source, folder / source.name)
     edit_manifest(path, "certificate", *keys, value=value)
     return path

@@ -391,7 +391,8 @@ async def swap_by_turns() -> None:
         assert (await step(registry, session, 9)).position == SWAPS * len(TOKENS) + 1
         await registry.close()
     assert growth(running, kinds=2) <= 0, f"the number of threads after each swap is {running}"
-    kept = growth(used[2:], kinds=2)  # the first load of each model allocates memory that all later loads share
+    # Leaves out the first load of each model, which allocates memory that all later loads share.
+    kept = growth(used[2:], kinds=2)
     assert kept < KEPT_BYTES, f"each swap leaks {kept:,.0f} bytes; the bytes in use after each swap are {used}"
     assert withheld < WITHHELD_BYTES, (
         f"{withheld:,} bytes are free, but the C library has not returned them to the kernel"
@@ -399,6 +400,6 @@ async def swap_by_turns() -> None:
 
 
 def test_memory_and_threads_do_not_grow_over_many_swaps() -> None:
-    """The server itself must free the memory of a closed engine: it runs the garbage collector, and makes the C library
-    release free memory."""
+    """The server must free the memory of a closed engine. To do so, the server runs the garbage collector, and makes
+    the C library release free memory."""
     alone(swap_by_turns)

@@ -45,7 +45,7 @@ def documents(columns: Document) -> list[Document]:
 
 
 def comparable(result: Document, columns: Document) -> Document:
-    """Returns the fields of a step's document that the columns format also has."""
+    """Returns a step's document in the form that `documents` returns, for the comparison."""
     if "error" in result:
         return {"error": without_time(result["error"])}
     names = [name for name in columns if name not in ("token_id", "logprob", "error", "latency")]

@@ -375,7 +375,7 @@ def session(http: httpx.Client) -> Iterator[str]:
 
 
 def comparable(document: dict[str, Any]) -> dict[str, Any]:
-    """Returns an answer without its latency and its session's name."""
+    """Returns an answer without the fields for the latency and for the session's name."""
     return {name: value for name, value in document.items() if name not in ("latency", "session")}
 
 

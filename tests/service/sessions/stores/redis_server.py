@@ -35,7 +35,7 @@ def program(name: str) -> str:
 
 
 def free_port() -> int:
-    """Returns a free TCP port of this machine."""
+    """Returns the number of a free TCP port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])

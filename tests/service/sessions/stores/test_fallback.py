@@ -290,7 +290,8 @@ async def test_a_session_created_from_a_history_during_an_outage_is_written(serv
         here = await step(store, 5)
         assert await store.append(here, (6,), STEP, SNAPSHOT)
         async with Redis.from_url(f"redis://127.0.0.1:{server.port}/0") as redis:
-            await redis.delete(store.shared.keys("s")[0])  # imitates a session that has expired before its state
+            # Deletes the session but not its state, as if the session had expired first.
+            await redis.delete(store.shared.keys("s")[0])
         assert await store.get("s") is None
         server.kill()
         with suppress(Unavailable):

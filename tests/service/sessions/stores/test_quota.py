@@ -35,7 +35,7 @@ async def test_each_owner_has_a_quota_and_one_session_over_it_is_rejected() -> N
         assert await store.create(of_alice(number), 3)
     with pytest.raises(QuotaExceeded, match="alice has 3 sessions"):
         await store.create(of_alice(3), 3)
-    assert not await store.create(of_alice(2), 3)  # the session already exists, so it does not count again
+    assert not await store.create(of_alice(2), 3)  # the session already exists, so this creation does not count
     assert await store.create(in_memory("bob/0"), 1)
     assert await store.create(in_memory("alice"))
 

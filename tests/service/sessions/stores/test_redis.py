@@ -345,7 +345,8 @@ async def test_an_append_with_a_lost_answer_is_not_applied_twice(server: RedisSe
         async with asyncio.timeout(TIMEOUT_S):
             while not await arrived():
                 pass
-        # This closes the connection. The store sends the append again, and finds that Redis has applied it.
+        # `mend` closes the connection. The store then sends the append again, and finds that Redis has already applied
+        # the append.
         between.mend()
         after = await appending
         assert after is not None
