@@ -35,7 +35,7 @@ def alone(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def measure(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs `measurement` without automatic garbage collection. `alone` calls this function in its new process."""
+    """Runs `measurement` without automatic garbage collection. `alone` calls this function in the new process."""
     gc.disable()
     asyncio.run(measurement())
 
@@ -73,8 +73,8 @@ def resident_bytes() -> int:
 
 
 def threads() -> int:
-    """Returns the number of threads of this process, including threads that Python did not start. Leaves out the event
-    loop's executor threads, because their number varies. May count a thread that has just ended."""
+    """Returns the number of threads of this process, including threads that Python did not start. Does not count the
+    event loop's executor threads, because their number varies. The count may include a thread that has just ended."""
     spare = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(SPARE)}
     return len({int(path.name) for path in Path("/proc/self/task").iterdir()} - spare)
 
@@ -85,11 +85,12 @@ def named_threads() -> list[str]:
 
 
 def growth(samples: list[int], kinds: int) -> float:
-    """Returns the average growth from one sample to the next. The samples are of `kinds` kinds in turn, and each kind
-    has its own level.
+    """Returns the average growth from one sample to the next. Sample i is of kind i % `kinds`. Samples of different
+    kinds may have different levels.
 
-    A leak raises all later samples, and temporary memory raises only some. So this function compares the minimum of the
-    later half of a kind's samples with the minimum of the earlier half. It returns the smallest growth of any kind."""
+    A leak raises all later samples, but temporary memory raises only some. So for each kind this function compares the
+    minimum of the later half of its samples with the minimum of the earlier half. Returns the smallest growth of all
+    kinds."""
     grown = []
     for kind in range(kinds):
         alike = samples[kind::kinds]

@@ -1,4 +1,4 @@
-"""Fixtures: the application over a fake engine in this process, and the real server behind a real socket."""
+"""Fixtures: an application with a fake engine in this process, and the real server with a real socket."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ async def loading() -> AsyncIterator[httpx.AsyncClient]:
 
 
 class SocketServer(DrainingServer):
-    """The server over the fake engine, in the test's event loop."""
+    """A server of the application with the fake engine. It runs in the test's event loop."""
 
     def __init__(self, app: Application, registry: FakeRegistry, *, plain_uvicorn: bool = False) -> None:
-        """`plain_uvicorn`: use uvicorn's own protocol classes."""
+        """If `plain_uvicorn` is true, the server uses uvicorn's own protocol classes."""
         named = protocols(app.settings, app.state.metrics, app.dispatcher, plain_uvicorn=plain_uvicorn)
         if not plain_uvicorn:
             named["http"] = self.counting(named["http"])
@@ -78,10 +78,10 @@ class SocketServer(DrainingServer):
         self.registry = registry
         self.notice_s = 0.0
         self.listening = asyncio.Event()
-        self.read_bytes = 0  # summed over all connections; stays 0 with uvicorn's own protocol classes
+        self.read_bytes = 0  # the number of bytes read from all connections; 0 with uvicorn's own protocol classes
 
     def counting(self, http: partial[HttpProtocol]) -> partial[HttpProtocol]:
-        """Returns the protocol class, changed to add its received bytes to `read_bytes`."""
+        """Returns a subclass of the protocol class that adds the number of its received bytes to `read_bytes`."""
         server = self
 
         class Counting(HttpProtocol):
@@ -93,7 +93,8 @@ class SocketServer(DrainingServer):
         return partial(protocol, *http.args, **http.keywords)
 
     async def send_packets(self, writer: asyncio.StreamWriter, *parts: bytes) -> None:
-        """Writes the parts. Waits until the server has read a part before it writes the next."""
+        """Writes each part only after the server has read the previous part. Returns after the server has read the last
+        part."""
         for part in parts:
             enough = self.read_bytes + len(part)
             writer.write(part)
@@ -129,8 +130,8 @@ async def server(
 
 @pytest.fixture(scope="session")
 def live_servers() -> Iterator[Callable[[bool], LiveServer]]:
-    """A function that returns the real server with the real models. Its argument selects uvicorn's own protocol
-    classes. Each of the two servers starts once."""
+    """A function that returns the real server with the real models. With the argument True the server uses uvicorn's
+    own protocol classes. The function starts each of the two servers once."""
     with ExitStack() as started:
         yield cache(lambda plain_uvicorn: started.enter_context(live_server(plain_uvicorn=plain_uvicorn)))
 
@@ -150,7 +151,8 @@ def http(live: LiveServer) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 async def make_harness() -> AsyncIterator[MakeHarness]:
-    """Makes engine harnesses. Closes them after the test, and then checks that only resident states use slots."""
+    """A function that makes engine harnesses. After the test the fixture closes the harnesses, and checks that only
+    resident states use slots."""
     harnesses: list[EngineHarness] = []
 
     def make(**options: Any) -> EngineHarness:
@@ -168,7 +170,7 @@ async def make_harness() -> AsyncIterator[MakeHarness]:
 
 @pytest.fixture
 async def travel(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves the event loop's clock forward by some seconds."""
+    """A function that moves the event loop's clock forward by its argument, in seconds."""
     loop = asyncio.get_running_loop()
     real, moved_s = loop.time, [0.0]
 

@@ -1,4 +1,4 @@
-"""A small model, and a fake runner for it that tests can hold, watch and make fail."""
+"""A small model, and its fake runner. Tests can pause the runner's runs, list them, and make them fail."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONTRACTIVE = Certificate(contractive=True, reason="no curve", layers=(), roundi
 
 
 def listed(answer: Answer) -> list[tuple[int, float]]:
-    """Returns the predicted tokens of an answer and their log-probabilities, in the answer's order."""
+    """Returns pairs of a predicted token and its log-probability, in the order of the answer."""
     return [(one.token_id, one.logprob) for one in answer.predictions]
 
 
@@ -103,9 +103,9 @@ class FakeRunner:
     changes no bit.
 
     `calls` lists the role and the tokens of every run, row by row. A run waits while `gate` is clear. A run sets `busy`
-    when it begins. A run with the token `poison` raises. The token `hot` makes the state of its row NaN. If `radius` is
-    set, every window outputs this radius, and the engine can search for a proof with the directional bound. With a
-    `decay` of 1 or more, the state forgets nothing.
+    when it begins. A run with the token `poison` raises an error. The token `hot` makes the state of its row NaN. If
+    `radius` is set, every run of the graph "window" outputs this radius, and the engine can search for a proof with the
+    directional bound. With a `decay` of 1 or more, the state forgets nothing.
     """
 
     device = "cpu"
@@ -146,8 +146,8 @@ class FakeRunner:
         return MarginProof({"head.weight": self.head, "head.bias": np.zeros(len(self.head), np.float32)})
 
     def certificate(self, max_window: int) -> Certificate:
-        """Returns the certificate of this runner's function. It rests on two facts: |c| <= max|E| / (1 - 0.9), and the
-        weight of an old state shrinks by the factor 0.9 at every token."""
+        """Returns the certificate of the model that this runner computes. By induction over c' = 0.9 c + E[x], |c| <=
+        max|E| / (1 - 0.9). The difference of two states shrinks by the factor 0.9 at every token."""
         reach = np.linalg.norm(np.abs(self.embedding).max(axis=0)) / (1 - 0.9)
         state_error = 1.001 * reach * 0.9 ** np.arange(1, max_window + 1)
         diameter = head_diameter(self.head.astype(np.float64))
@@ -169,14 +169,15 @@ class FakeRunner:
         self.busy.clear()
 
     def kill(self) -> None:
-        """Records the call. The engine kills the runner of its shadow."""
+        """Records in `killed` that the engine has called this method. The engine calls it for the runner of its shadow
+        comparisons."""
         self.killed = True
 
     def wait(self) -> None:
         """Does nothing."""
 
     def roles(self) -> list[Role]:
-        """Returns the roles of the runs, in order."""
+        """Returns the roles of the runs, in the order of the runs."""
         return [role for role, _ in self.calls]
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -242,7 +243,8 @@ class FakeRunner:
         return outputs
 
     def _with_top(self, outputs: dict[str, Array]) -> dict[str, Array]:
-        """Adds the largest logits, unless the runner imitates the graphs of an earlier export."""
+        """Returns the outputs with the largest logits added. Returns them unchanged if `puts_out_top` is false, which
+        imitates graphs from an earlier version of the export."""
         if not self.puts_out_top:
             return outputs
         logits = outputs["logits"]
@@ -265,7 +267,7 @@ class FakeRunner:
 
 
 class FakeProof:
-    """Replaces an engine's directional proof. Proves every answer, with the trivial bound 1.
+    """A replacement for an engine's directional proof. It proves every answer, with the trivial bound 1.
 
     `asked` counts the searches. A search waits while `gate` is clear. A search sets `busy` when it begins.
     """
@@ -300,7 +302,8 @@ class LinearCosts(CostModel):
 
 
 class InOrder(ThroughputProfile):
-    """A throughput profile without measurements. The engine runs every sequence in order."""
+    """A throughput profile without measurements. So the engine runs every sequence token by token, and not in parallel
+    chunks."""
 
     def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
         return iter(())
@@ -317,7 +320,7 @@ class Clock:
 
 
 class EngineHarness:
-    """A warmed-up engine on the fake runner. Tests can read its parts."""
+    """A warmed-up engine with the fake runner. Tests can read the engine's store, clock, metrics and runners."""
 
     def __init__(
         self,
@@ -332,25 +335,27 @@ class EngineHarness:
         clock: Clock | None = None,
         **changes: Any,
     ) -> None:
-        """`changes`: fields of the manifest (window, max_window, certificate) and settings. `max_window` is the field
-        of the manifest, and `settings_max_window` is the setting. `certified`: use the certificate of the fake runner's
-        function. `radius`: the output of the runner's windows. `cost_model`: the costs of runs. `throughput`: the
-        layout of long sequences. `puts_out_top`: whether the graphs output the largest logits. If false, no step runs
-        in columns, as with the graphs of an earlier export. `puts_out_hiddens`: whether `scan` outputs `hiddens`.
-        `clock`: the clock of the given store."""
+        """`changes` has fields of the manifest (window, max_window, certificate) and settings. `max_window` sets the
+        field of the manifest, and `settings_max_window` sets the setting. If `certified` is true, the manifest has the
+        certificate of the fake runner's model. `radius` is the radius that the graph "window" outputs. `cost_model`
+        predicts the times of runs. `throughput` is the profile that determines the parallel chunks of long sequences.
+        `puts_out_top` is whether the graphs output the largest logits. If it is false, the engine processes no step in
+        columns (arrays for a batch of one-token steps). `puts_out_hiddens` is whether `scan` outputs
+        `hiddens`. `clock` is the clock of `store`."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = clock or Clock()
         self.metrics = Metrics()
         of_manifest = {name: changes.pop(name) for name in list(changes) if name in MANIFEST_FIELDS}
         of_settings = {name.removeprefix("settings_"): value for name, value in changes.items()}
-        # A run that a test holds would block the event loop. So the default here is that no run takes place in the
-        # event loop.
+        # If a test paused a run on the event loop's thread, the event loop would block. So by default the harness
+        # allows no runs on that thread.
         self.settings = Settings(
             **{
                 "session_history_tokens": 16,
                 "max_batch_size": 8,
                 "inline_batch_max_us": 0,
-                "state_budget_bytes": 2**22,  # the setting's default has room for millions of these small states
+                # The default of this setting would give room for millions of these small states.
+                "state_budget_bytes": 2**22,
                 **of_settings,
             }
         )
@@ -388,8 +393,8 @@ class EngineHarness:
         self.runner.busy.clear()
 
     def lose_next_comparison(self, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-        """Makes the next append lose a race with another writer. Returns a list to which this append adds its
-        record."""
+        """Makes the next append to the store fail, as if another writer had changed the session first. Returns a list
+        that will contain the record of the failed append."""
         lost: list[object] = []
         append = self.store.append
 
@@ -403,7 +408,7 @@ class EngineHarness:
         return lost
 
     def sample(self, name: str, **labels: str) -> float:
-        """Returns the value of one of this engine's metrics, or 0 if the metric has no value yet."""
+        """Returns the value of one of this engine's Prometheus metrics, or 0 if the metric has no value yet."""
         value = self.metrics.registry.get_sample_value(name, {"model": self.engine.name, **labels})
         return 0.0 if value is None else value
 

@@ -1,4 +1,5 @@
-"""The entrances through which an engine receives steps. All have the interface `Entrance`."""
+"""The entrances (HTTP, WebSocket and direct calls) through which an engine receives steps. Every entrance has the
+interface `Entrance`."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Call(Protocol):
 
 
 class Entrance:
-    """An entrance. `models` is the registry with the served engine."""
+    """An interface through which a test sends steps to an engine. `models` is the registry that contains the engine."""
 
     has_task = False
     """Whether the server makes an `asyncio.Task` for each step."""
@@ -47,8 +48,8 @@ class Entrance:
         self.models = models
 
     async def send(self, session: str, **step: Any) -> Call:
-        """Sends a step. `step`: the fields `tokens` or `input`, `expected_position`, `idempotency_key`, `mode` and
-        `prove`."""
+        """Sends a step. `step` has the field `tokens` or `input`, and optionally `expected_position`,
+        `idempotency_key`, `mode` and `prove`."""
         raise NotImplementedError
 
     async def step(self, session: str, **step: Any) -> Document:
@@ -81,7 +82,7 @@ class EngineCall:
 
 
 class EngineEntrance(Entrance):
-    """`Engine.submit`."""
+    """Calls `Engine.submit` directly."""
 
     async def send(self, session: str, **step: Any) -> EngineCall:
         engine = await self.models.engine_for(session)
@@ -112,8 +113,8 @@ class HttpCall:
 
 
 class HttpEntrance(Entrance):
-    """POST /v1/sessions/{session}/tokens on the server's own protocol classes, which call the engine without the ASGI
-    application."""
+    """Sends POST /v1/sessions/{session}/tokens to a server with Wane's own protocol classes, which call the engine
+    without the ASGI application."""
 
     def __init__(self, server: ServerHarness) -> None:
         super().__init__(server.models)
@@ -135,13 +136,13 @@ class HttpEntrance(Entrance):
 
 
 class AsgiEntrance(HttpEntrance):
-    """Like `HttpEntrance`, but on uvicorn's protocol classes."""
+    """Like `HttpEntrance`, but with uvicorn's protocol classes."""
 
     has_task = True
 
 
 class BulkEntrance(HttpEntrance):
-    """POST /v1/sessions/tokens, with one step."""
+    """Sends POST /v1/sessions/tokens with a single step in the body."""
 
     async def send(self, session: str, **step: Any) -> HttpCall:
         return await self.send_request(post({"steps": [{"session": session, **step}]}, path="/v1/sessions/tokens"))
@@ -155,7 +156,8 @@ class WebSocketCall:
     async def outcome(self) -> Document:
         document: Document = json.loads(await self._socket.recv())
         failure: Document | None = document.get("error")
-        if failure is not None and failure["status"] in (404, 409, 503):  # the server closes the WebSocket
+        # After these errors the server closes the WebSocket.
+        if failure is not None and failure["status"] in (404, 409, 503):
             await self._socket.wait_closed()
         else:
             self._idle.append(self._socket)
@@ -166,7 +168,8 @@ class WebSocketCall:
 
 
 class WebSocketEntrance(Entrance):
-    """/v1/sessions/{session}/stream on the server's own protocol classes. All steps of a session use one WebSocket."""
+    """Sends steps over WebSockets on /v1/sessions/{session}/stream, with Wane's own protocol classes. All steps of a
+    session use one WebSocket."""
 
     is_native = True
 
@@ -191,7 +194,7 @@ class WebSocketEntrance(Entrance):
 
 
 class AsgiWebSocketEntrance(WebSocketEntrance):
-    """Like `WebSocketEntrance`, but on uvicorn's protocol classes."""
+    """Like `WebSocketEntrance`, but with uvicorn's protocol classes."""
 
     is_native = False
 
@@ -210,8 +213,8 @@ ENTRANCES = ["engine", *NATIVE, *ASGI]
 
 @asynccontextmanager
 async def entered(name: str, harness: EngineHarness) -> AsyncIterator[Entrance]:
-    """Opens the entrance of this name to an engine. The engine has the sessions a, b and c, and each has received one
-    token."""
+    """Yields the entrance with this name for the harness's engine. Starts the sessions a, b and c first. Each session
+    has received one token."""
     if name == "engine":
         await start_sessions(harness)
         yield EngineEntrance(OneEngine(harness.engine))

@@ -1,5 +1,5 @@
-"""A fake engine and a fake registry for tests of the layers that call the engine. They answer without delay, or raise
-an exception that the test has set."""
+"""A fake engine and a fake registry for tests of the layers that call the engine. They answer without delay, or wait
+for an event or raise an exception that the test has set."""
 
 from __future__ import annotations
 
@@ -100,10 +100,11 @@ MANIFEST = Manifest.model_validate(
 
 
 class FakeEngine:
-    """Answers every request, or raises `failure` if it is set. If `wait` is set, it first waits for that event.
+    """An engine that answers every request with fixed values, or raises `failure` if this is not None. If `wait` is not
+    None, the engine first waits for this event.
 
-    `asked` lists all requests. The event `waiting` is set when a request begins to wait. `cancelled` is set when a
-    request is cancelled during its wait. `closed` is set when a generation has ended.
+    `asked` lists all requests. The engine sets the event `waiting` when a request begins to wait, the event `cancelled`
+    when a request is cancelled during the wait, and the event `closed` when a generation has ended.
     """
 
     name = "fake"
@@ -277,8 +278,9 @@ class FakeEngine:
 
 
 class FakeRegistry:
-    """A registry of one fake engine. The registry is ready from the start. After `begin_loading` it is ready when the
-    event `loaded` is set. Every session exists except `unknown`. If `failure` is set, every call raises it."""
+    """A registry of one fake engine. The registry is ready from the start. After a call of `begin_loading`, it is ready
+    when the event `loaded` is set. Every session exists, except the session `unknown`. If `failure` is not None, every
+    call of the registry raises it."""
 
     device = "cpu"
     default = "fake"
@@ -318,7 +320,7 @@ class FakeRegistry:
         on_default()
 
     def begin_loading(self) -> asyncio.Event:
-        """Sets the status to "loading". Returns an event: the model is loaded when the test sets it."""
+        """Sets the status to "loading". Returns an event. When the test sets the event, the model is loaded."""
         self.status = "loading"
         self.loaded = asyncio.Event()
         return self.loaded
@@ -385,7 +387,7 @@ class FakeRegistry:
         ]
 
     async def close(self) -> None:
-        """Waits for the engine's event, like the real registry waits for admitted requests."""
+        """Waits for the engine's event `wait`, as the real registry waits for admitted requests."""
         self.status = "draining"
         self.draining.set()
         if self.engine.wait is not None:

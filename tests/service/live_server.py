@@ -1,4 +1,4 @@
-"""The real server in its own process. It starts with the command that an operator uses."""
+"""The real server in its own process. The tests start the server with the command that an operator uses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = str(ROOT / "models" / "bundles" / "rnn-stable")
-"""The model that loads fastest."""
+"""The shipped model that loads fastest."""
 TIMEOUT_S = 300
-BUNDLES = "WANE_BUNDLES"  # an environment variable that makes these tests use other bundles than the shipped ones
+# The environment variable for the folder of bundles, so that the tests can use other bundles than the shipped ones.
+BUNDLES = "WANE_BUNDLES"
 
 
 UNTESTED = """
@@ -31,23 +32,23 @@ from wane.cli import main
 
 sys.exit(main())
 """
-"""The command `wane`, which takes the installed uvicorn for an untested release."""
+"""A program that runs the command `wane`, and reports an untested version of uvicorn to it."""
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """Returns this process's environment with the test's settings. Removes all other settings of Wane except the folder
-    of bundles."""
+    """Returns this process's environment variables and the test's settings. Leaves out all other settings of Wane
+    except the folder of bundles."""
     inherited = {name: value for name, value in os.environ.items() if name == BUNDLES or not name.startswith("WANE_")}
     return {**inherited, **settings}
 
 
 class LiveServer:
-    """A server process, its URL, and its log, which a thread reads."""
+    """A server process, its URL, and its log. A thread reads the log."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self._lines: Queue[dict[str, Any] | None] = Queue()
-        self.said: list[str] = []  # all lines of the log
+        self.said: list[str] = []  # all lines of the log so far
         self._reader = Thread(target=self._read)
         self._reader.start()
         self.url = ""
@@ -90,8 +91,9 @@ class LiveServer:
 def starting_server(
     *arguments: str, stdout: Any = None, plain_uvicorn: Any = False, **settings: str
 ) -> Iterator[LiveServer]:
-    """Starts a server on a free port, and kills it after the block. Does not wait until the server is ready.
-    `plain_uvicorn`: makes the server treat the installed uvicorn as an untested release."""
+    """Starts a server on a free port, and kills it after the block. Does not wait until the server is ready. If
+    `plain_uvicorn` is true, the server treats the installed uvicorn as an untested release, and so uses uvicorn's own
+    protocol classes."""
     program = ["-c", UNTESTED] if plain_uvicorn else ["-m", "wane"]
     command = [sys.executable, *program, "serve", "--port", "0", *arguments]
     process = subprocess.Popen(

@@ -1,4 +1,5 @@
-"""Small models of every cell with their certificates. The numpy oracle runs them, so they need no graphs."""
+"""Small models of every kind of recurrent cell, with their certificates. The numpy oracle runs the models, so no model
+needs graphs."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ from wane.service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 
-# The oracle rounds states and outputs to float32 between runs. The values are of order 10, and the relative error is
-# about 1e-7.
+# The runner rounds the oracle's states and outputs to float32. The values are of order 10, and the relative rounding
+# error is about 1e-7. So the rounding error is about 1e-6, below both limits.
 ROUNDING, OF_STATES = 2e-5, 1e-5
 NAMES = tuple("abcdefghi")
 
 
 class OracleRunner:
-    """Runs graphs with the numpy oracle. With `beside`, the graph "window" also outputs a radius, and for gated cells
-    the hidden stream and the errors of the steps."""
+    """A runner that computes the outputs of the graphs with the numpy oracle. If `beside` is true, the graph "window"
+    also outputs a radius. For gated cells it then outputs the hidden stream and the errors of the steps, too."""
 
     device = "cpu"
 
@@ -81,13 +82,14 @@ class OracleRunner:
                 for name, step in zip(self._names[-len(bound.steps) :], bound.steps, strict=True):
                     outputs[ERROR + name] = np.nextafter(_float32(step.error[0].box[0]), np.float32(np.inf))
         if role == "scan":
-            outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)  # only the warm-up runs this graph
+            # Only the engine's warm-up runs this graph, and it ignores the values.
+            outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)
         return outputs
 
 
 class Small:
-    """A model with eleven tokens and six units, its engine, and the predictions of the full-history model: the model
-    that reads all tokens of a session without interruption."""
+    """A model with eleven tokens and six units, its engine, and the predictions of the full-history model. The
+    full-history model is the same model, which reads all tokens of a session without interruption."""
 
     def __init__(
         self,
@@ -101,8 +103,8 @@ class Small:
         keep: int = 24,
         **fields: object,
     ) -> None:
-        """`keep`: the largest window, and the number of tokens that the store keeps of a session. `fields`: other
-        fields of the architecture."""
+        """`keep` is the largest window, and also the number of tokens that the store keeps for a session. `fields` has
+        more fields of the architecture."""
         self.architecture = architecture(cell, block, layers, **fields)
         self.weights = random_weights(self.architecture, seed, recurrent=recurrent, driven=0.5)
         self.vocabulary: Vocabulary = name_vocabulary(names=NAMES)

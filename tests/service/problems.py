@@ -8,7 +8,7 @@ import httpx
 
 
 def assert_problem(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """Checks the status, the headers and the document of a response. Returns the document."""
+    """Checks the status, the headers and the problem document of an error response. Returns the document."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     document: dict[str, Any] = response.json()
@@ -19,7 +19,8 @@ def assert_problem(response: httpx.Response, status: int, code: str) -> dict[str
 
 
 def assert_members(document: dict[str, Any], status: int, code: str) -> None:
-    """Checks a problem document that is not a whole response: a WebSocket message, or an item of a batch."""
+    """Checks the fields of a problem document. Also works for a document in a WebSocket message or in an item of a
+    batch."""
     assert document["type"] == f"urn:wane:error:{code}"
     assert document["code"] == code
     assert document["status"] == status

@@ -1,4 +1,4 @@
-"""The server over an engine harness on a real socket, and a client that sends raw bytes."""
+"""A server with an engine harness and a real socket, and a client that sends raw bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Document = dict[str, Any]
 
 
 class OneEngine(FakeRegistry):
-    """A registry of one real engine, which a test may replace."""
+    """A registry of one real engine. A test may replace the engine."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -60,14 +60,15 @@ class OneEngine(FakeRegistry):
 
 
 class ServerHarness(SocketServer):
-    """The server over a harness's engine.
+    """A server with the engine of a harness.
 
-    `asgi_paths`: the paths of requests that reached the ASGI application. `native_sockets`: the number of WebSockets on
-    the server's own protocol.
+    `asgi_paths` lists the paths of the requests that reached the ASGI application. `native_sockets` is the number of
+    WebSockets that used Wane's own WebSocket protocol class.
     """
 
     def __init__(self, harness: EngineHarness, *, native: bool, **changes: Any) -> None:
-        """`native`: use the server's own protocol classes, not uvicorn's. `changes`: settings."""
+        """If `native` is true, the server uses Wane's own protocol classes, and otherwise uvicorn's. `changes` has
+        settings."""
         settings = Settings(**changes)
         self.harness = harness
         self.metrics = Metrics()
@@ -92,24 +93,26 @@ class ServerHarness(SocketServer):
         self.config = uvicorn.Config(note, port=0, **named, log_config=None)
 
     async def main_loop(self) -> None:
-        """Waits for the end of the server. uvicorn's own loop checks ten times a second whether the server must end."""
+        """Waits until the server must end. This method replaces uvicorn's loop, which checks ten times a second whether
+        the server must end."""
         await self.on_tick(0)
         await self.ends.wait()
 
     @property
     def connections(self) -> list[HttpProtocol]:
-        """The open connections of a native server."""
+        """The open connections of a server with Wane's own protocol classes."""
         return cast(list[HttpProtocol], [*self.server_state.connections])
 
     def counted(self, status: int, route: str = STEP_ROUTE) -> float:
-        """Returns the count of requests to the route with this status."""
+        """Returns the number of POST requests to the route that the server has answered with this status."""
         labels = {"route": route, "method": "POST", "status": str(status)}
         return self.metrics.registry.get_sample_value("wane_http_requests_total", labels) or 0.0
 
 
 @asynccontextmanager
 async def served(harness: EngineHarness, *, native: bool = True, **changes: Any) -> AsyncIterator[ServerHarness]:
-    """Starts the server with the sessions a, b and c. Each has received one token, 5, and has a resident state."""
+    """Runs a server with the sessions a, b and c during the block. Each session has received the token 5, and has a
+    resident state."""
     await start_sessions(harness)
     server = ServerHarness(harness, native=native, **changes)
     task = asyncio.create_task(server.serve())
@@ -124,7 +127,7 @@ async def served(harness: EngineHarness, *, native: bool = True, **changes: Any)
 
 
 async def start_sessions(harness: EngineHarness) -> None:
-    """Starts the sessions a, b and c. Each receives one token, 5, and has a resident state."""
+    """Creates the sessions a, b and c, and sends the token 5 to each. Each session then has a resident state."""
     for name in "abc":
         await harness.engine.create_session(name)
         await harness.engine.submit(StepRequest(name, (5,)))
@@ -145,7 +148,7 @@ class Client:
         return server.clients[-1]
 
     async def send_packets(self, *parts: bytes) -> None:
-        """Sends each part in its own packet. Waits until the server has read a part before it sends the next."""
+        """Sends each part in its own packet. Sends a packet only after the server has read the previous packet."""
         await self.server.send_packets(self.writer, *parts)
 
     async def read_response(self) -> tuple[int, dict[str, str], Document]:
@@ -163,21 +166,21 @@ class Client:
 
 
 def post(body: object, *headers: str, path: str = STEP, version: str = "1.1") -> bytes:
-    """Returns a whole request as bytes. `body`: bytes, or a value that is encoded as JSON."""
+    """Returns a complete POST request as bytes. `body` is bytes, or a value that this function encodes as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/{version}", "host: wane", f"content-length: {len(content)}", *headers]
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + content
 
 
 def in_two(request: bytes) -> tuple[bytes, bytes]:
-    """Returns the head and the body of a request. A request that arrives in two packets reaches the ASGI
-    application."""
+    """Returns the head and the body of a request, to be sent as two packets. A request that arrives in two packets
+    reaches the ASGI application."""
     head, _, body = request.partition(b"\r\n\r\n")
     return head + b"\r\n\r\n", body
 
 
 def repeatable(document: Any) -> Any:
-    """Returns a response without the fields that vary between requests."""
+    """Returns a response document without the fields that differ for equal requests."""
     if isinstance(document, list):
         return [repeatable(one) for one in document]
     if not isinstance(document, dict):

@@ -1,4 +1,4 @@
-"""The server over a fake engine with the test's own settings, and clients that misbehave."""
+"""A server with a fake engine and the test's own settings, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
 
 SOON_S, ENOUGH_S, LATE_S = 0.2, 1.5, 600.0
-"""SOON_S is for a timeout that the test waits for. ENOUGH_S is for a timeout that the test waits for after it has acted
-in time. LATE_S is for a timeout that must not pass."""
+"""Timeouts in seconds. SOON_S is short, because the test waits until the timeout has passed. ENOUGH_S also passes, but
+only after the test has done something that must happen before the timeout. LATE_S never passes during a test."""
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
 POST = b"POST /v1/predict HTTP/1.1\r\nhost: wane\r\ncontent-length: 1000\r\n\r\n{"
@@ -43,7 +43,7 @@ WAIT_S = 120.0
 
 
 class SlowClient(SocketServer):
-    """The server over a fake engine. Its attributes include its metrics and its receive budget."""
+    """A server with a fake engine. Tests can read the server's metrics and receive budget."""
 
     def __init__(self, app: Application, registry: FakeRegistry) -> None:
         super().__init__(app, registry)
@@ -65,8 +65,8 @@ async def serving(**changes: float | str) -> AsyncIterator[SlowClient]:
     await server.listening.wait()
     server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # a small buffer fills quickly
     try:
-        # The server waits for the client's close frame. Most of these clients never send one, so the wait is shortened
-        # here.
+        # The server waits for the client's close frame. Most of these clients never send a close frame, so the server's
+        # wait is shortened here.
         with patch("wane.service.net.websocket_protocol.DEAF_S", SOON_S):
             async with asyncio.timeout(WAIT_S):
                 yield server
@@ -83,7 +83,7 @@ async def dialogue(server: SlowClient, first: bytes, drip: bytes = b"") -> bytes
 
 
 async def send_and_read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: bytes, drip: bytes) -> bytes:
-    """Like `dialogue`, but on an open connection."""
+    """Like `dialogue`, but on a connection that is already open."""
 
     async def keep_sending() -> None:
         while drip:
@@ -114,7 +114,7 @@ async def conversation(server: SlowClient, first: bytes, drip: bytes = b"") -> b
 
 
 def unread_socket(server: SlowClient) -> socket.socket:
-    """Returns a socket with a small receive buffer. The caller connects it and does not read from it."""
+    """Returns a socket with a small receive buffer. The caller connects the socket, and reads nothing from it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     connection.setblocking(False)
@@ -159,8 +159,8 @@ def frame(first: int, data: bytes = b"") -> bytes:
 
 
 async def flood(server: SlowClient, first: bytes, more: bytes, most_bytes: int) -> bytes:
-    """Sends `first`, and then `more` repeatedly. Returns the bytes that the server sends. Fails if the server reads
-    `most_bytes`."""
+    """Sends `first`, and then `more` repeatedly. Returns the bytes that the server sends. Fails if the server accepts
+    `most_bytes` bytes of `more`."""
     reader, writer = await asyncio.open_connection(*server.address)
     said = bytearray()
 

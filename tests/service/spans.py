@@ -1,4 +1,4 @@
-"""Finished spans, as the exporter receives them."""
+"""Access to finished spans, in the form in which the exporter receives the spans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wane.service.observability.tracing import Sampling, Tracing
 
 
 class Spans:
-    """The finished spans of `tracing`, found by their names."""
+    """The finished spans of `tracing`. Tests find a span by its name."""
 
     def __init__(self, sampler: str = "", share: str = "") -> None:
         self._exporter = InMemorySpanExporter()
@@ -20,7 +20,7 @@ class Spans:
 
     @property
     def all(self) -> list[ReadableSpan]:
-        """All finished spans, in the order of their ends."""
+        """All finished spans, in the order in which they ended."""
         return list(self._exporter.get_finished_spans())
 
     def named(self, name: str) -> list[ReadableSpan]:

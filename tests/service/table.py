@@ -9,7 +9,7 @@ from wane.service.app import ROUTERS, ROUTES
 
 
 def every_route(app: FastAPI) -> list[tuple[str, str]]:
-    """Returns every method and path of the application, including those of its HTML pages and of the framework."""
+    """Returns the methods and paths of all HTTP routes, including the routes of the HTML pages and of the framework."""
     found = set()
     for route in routes(app):
         if isinstance(route, Route):
@@ -25,7 +25,7 @@ def every_socket(app: FastAPI) -> list[str]:
 
 def routes(app: FastAPI) -> list[Route | WebSocketRoute]:
     """Returns all routes. Fails if a route is of an unknown kind, because no test would cover it."""
-    included = {id(router) for router in ROUTERS}  # ROUTES lists the routes of these routers
+    included = {id(router) for router in ROUTERS}  # ROUTES already lists the routes of these routers
     found = [*ROUTES, *(route for route in app.routes if id(getattr(route, "original_router", None)) not in included)]
     known = [route for route in found if isinstance(route, Route | WebSocketRoute)]
     assert known == found

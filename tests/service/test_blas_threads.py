@@ -1,4 +1,4 @@
-"""Tests of the number of numpy's BLAS threads. Each test starts a new process."""
+"""Tests of the number of threads that numpy's BLAS library starts. Each test starts a new process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A step behaves the same at every entrance and with every session store. Each test runs for every pair of an entrance
-and a store."""
+"""Tests that a step behaves the same at every entrance (an interface of `entrances.py`) and with every session store.
+Each test runs for every pair of an entrance and a store."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def store(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def open_store(store: str, request: pytest.FixtureRequest) -> AsyncIterator[Callable[[], Awaitable[Store]]]:
-    """Opens the store of another replica. Both replicas share their sessions."""
+    """A function that opens a store for one more replica. All replicas share their sessions."""
     address = "memory" if store == "memory" else request.getfixturevalue("redis").url
     settings = Settings(store=address, store_namespace=f"t{id(request.node)}")
     stores: list[Store] = []
@@ -59,7 +59,7 @@ async def open_store(store: str, request: pytest.FixtureRequest) -> AsyncIterato
 
 @pytest.fixture
 def make_replica(store: str, open_store: Callable[[], Awaitable[Store]], make_harness: MakeHarness) -> MakeReplica:
-    """Makes engines that share their sessions."""
+    """A function that makes engines with shared sessions."""
 
     async def made(**changes: Any) -> EngineHarness:
         return make_harness(store=await open_store(), **changes)
@@ -69,7 +69,7 @@ def make_replica(store: str, open_store: Callable[[], Awaitable[Store]], make_ha
 
 @pytest.fixture
 async def harness(request: pytest.FixtureRequest, make_replica: MakeReplica) -> EngineHarness:
-    """The engine behind the entrance. `request.param`: options of the harness."""
+    """The harness of the engine that the entrance calls. `request.param` has options of the harness."""
     return await make_replica(**getattr(request, "param", {}))
 
 
@@ -77,8 +77,8 @@ async def harness(request: pytest.FixtureRequest, make_replica: MakeReplica) -> 
 async def entrance(
     request: pytest.FixtureRequest, harness: EngineHarness, travel: Callable[[float], None]
 ) -> AsyncIterator[Entrance]:
-    """An entrance to the sessions a, b and c. Each session has received one token, 5. The fixture depends on `travel`,
-    so pytest restores the clock only after the server has stopped."""
+    """An entrance to an engine with the sessions a, b and c. Each session has received the token 5. The fixture depends
+    on `travel`, so pytest restores the clock only after the server has stopped."""
     async with entered(request.param, harness) as entrance:
         yield entrance
 
@@ -98,13 +98,13 @@ async def position(harness: EngineHarness, session: str) -> int:
 
 
 def close_gate(harness: EngineHarness) -> None:
-    """Holds every run that begins from now on."""
+    """Makes every run that begins from now on wait until the test sets the runner's `gate`."""
     harness.runner.busy.clear()
     harness.runner.gate.clear()
 
 
 async def block(harness: EngineHarness) -> Awaitable[object]:
-    """Begins a run that ends when the test opens the gate. Until then, other requests wait in the queue."""
+    """Begins a run that ends when the test sets the runner's `gate`. Until then, other requests wait in the queue."""
     close_gate(harness)
     blocking = harness.engine.submit(StepRequest("b", (8,)))
     await harness.runner.until_busy()
@@ -112,14 +112,14 @@ async def block(harness: EngineHarness) -> Awaitable[object]:
 
 
 async def queued(harness: EngineHarness, call: Awaitable[Call]) -> Call:
-    """Sends a step, and waits until it is queued."""
+    """Sends a step, and waits until the step is in the queue."""
     sent = await call
     await until(lambda: harness.sample("wane_queue_items") == 1)
     return sent
 
 
 async def running(harness: EngineHarness, call: Awaitable[Call]) -> Call:
-    """Sends a step, and waits until its run has begun. The run ends when the test opens the gate."""
+    """Sends a step, and waits until the step's run has begun. The run ends when the test sets the runner's `gate`."""
     close_gate(harness)
     sent = await call
     await harness.runner.until_busy()
@@ -153,7 +153,8 @@ async def test_every_entrance_appends_and_answers_a_step_like_the_engine(
 
 @pytest.mark.parametrize("entrance", [name for name in ENTRANCES if name != "asgi"], indirect=True)
 async def test_a_step_needs_no_task(entrance: Entrance, harness: EngineHarness, store: str) -> None:
-    """`asgi` is left out, because uvicorn makes a task for every request. With Redis, the commit is a task."""
+    """The entrance `asgi` is left out, because uvicorn makes a task for every request. With Redis, the commit needs a
+    task."""
     await entrance.step("a", tokens=[6])
     created: list[object] = []
 
@@ -369,7 +370,8 @@ with_rivals = pytest.mark.parametrize("harness", [{"certified": True, "radius": 
 
 
 async def searching(proof: FakeProof, call: Awaitable[Call]) -> Call:
-    """Sends a step, and waits until its search has begun. The search ends when the test opens the gate."""
+    """Sends a step, and waits until the search for its proof has begun. The search ends when the test sets the proof's
+    `gate`."""
     proof.gate.clear()
     sent = await call
     await proof.until_busy()

@@ -1,4 +1,5 @@
-"""Tests of the server process: startup, startup errors, and a shutdown that answers every accepted request."""
+"""Tests of the server process: the startup, errors at the startup, and a shutdown in which the server answers every
+accepted request."""
 
 from __future__ import annotations
 
@@ -208,7 +209,7 @@ def test_help_lists_every_setting_with_its_unit_and_variable(capsys: pytest.Capt
 
 
 def test_requests_wait_for_models_that_are_being_loaded() -> None:
-    """A user who pastes the README's commands sends requests before the server is ready."""
+    """A user who pastes all commands of the README at once sends such requests."""
     names = [path.name for path in PATHS]
 
     def ask(name: str) -> tuple[tuple[int, int, int], str]:

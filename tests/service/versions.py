@@ -29,14 +29,16 @@ def put(folder: Path, version: str, source: str = "rnn-stable", name: str = MODE
 
 
 def retokenize(path: Path) -> None:
-    """Changes the digest of the bundle's tokenizer. The changed tokenizer encodes every text the same."""
+    """Appends a line break to the tokenizer's file, so the tokenizer has another digest but still encodes every text in
+    the same way."""
     file = path / "tokenizer.json"
     file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     _edit_digest(path)
 
 
 def make_eventful(path: Path) -> None:
-    """Replaces the bundle's tokens with events. `<eos>` keeps its id, and `<unk>` has the next id."""
+    """Replaces the bundle's tokenizer with a tokenizer of event names. `<eos>` keeps its id, and `<unk>` gets the next
+    id."""
     file, manifest = path / "tokenizer.json", json.loads((path / "manifest.json").read_text())
     size, eos_id = manifest["vocabulary"]["size"], manifest["vocabulary"]["eos_id"]
     names = [f"event {index}" for index in range(size)]

@@ -16,7 +16,7 @@ NAME: ContextVar[str] = ContextVar("NAME")
 
 
 class Waits:
-    """An awaitable of some kind. Its result is 7. `end` makes the result ready."""
+    """An awaitable with the result 7. `kind` selects its class. The method `end` sets the result."""
 
     def __init__(self, kind: str) -> None:
         self._waiter = Waiter[int]()
@@ -266,7 +266,7 @@ async def test_an_interrupted_coroutine_may_wait_for_something_else(waits: Waits
 
     task = EagerTask(wait())
     task.interrupt()
-    waits.end()  # the task ignores this cancel
+    waits.end()  # the coroutine has ignored the interrupt and still waits
     await turns()
     assert not task.done
     other.resolve(3)
@@ -377,8 +377,8 @@ async def test_a_finished_task_leaves_no_reference_cycle(
         waiter = Waiter[int]()
         end(waiter, EagerTask(add_one(EagerTask(in_time(waiter)))))
 
-    run()  # the first call creates the objects that are created only once
-    while gc.collect():  # the garbage of other tests may need several rounds
+    run()  # the first call also creates the objects that later calls use again
+    while gc.collect():  # one collection may not free all garbage of earlier tests
         pass
     gc.disable()
     try:

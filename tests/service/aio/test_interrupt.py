@@ -1,5 +1,5 @@
-"""Tests of deadlines and disconnections, with eager tasks and with asyncio's own tasks. They end only the body of a
-`with` statement."""
+"""Tests of deadlines and disconnections, with eager tasks and with asyncio's own tasks. A deadline or a disconnection
+ends only the body of the `with` statement that watches for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOUR_S = 3600.0
 
 @pytest.fixture(params=[EagerTask, asyncio.ensure_future], ids=["eager task", "task"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """A function that starts a coroutine and returns an awaitable."""
+    """The type of a function that starts a coroutine and returns an awaitable of the result."""
     kind: Run = request.param
     return kind
 
@@ -38,11 +38,11 @@ async def turns() -> None:
 
 
 class Ended(Exception):
-    """Raised if the interrupt has ended the body."""
+    """The error that `interruptible` raises if its interrupt has ended the body."""
 
 
 class interruptible:  # noqa: N801  (read as `with interruptible(...)`)
-    """Raises Ended if its interrupt ends the body. Adds the interrupt to `made`."""
+    """Makes an interrupt, and appends the interrupt to `made`. Raises Ended if the interrupt ends the body."""
 
     def __init__(self, made: list[Interrupt]) -> None:
         self._made = made
@@ -276,7 +276,7 @@ async def test_a_deadline_and_an_interrupt_together_end_the_body_once(
 
 
 async def meet_deadlines() -> None:
-    """Sets ten deadlines that are in a minute, and finishes before they pass."""
+    """Sets ten deadlines, each one minute ahead. Each body finishes before its deadline."""
     gc.collect()
     for _ in range(10):
         with until(now() + 60):

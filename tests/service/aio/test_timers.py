@@ -1,4 +1,4 @@
-"""Coarse timers."""
+"""Tests of coarse timers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real server, once with Wane's protocol classes and once with uvicorn's own."""
+"""Fixtures that run each test twice: with Wane's protocol classes in the real server, and with uvicorn's own."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def session(http: httpx.Client) -> str:
 
 @pytest.fixture(scope="module")
 def card(http: httpx.Client) -> dict[str, Any]:
-    """The default model's card."""
+    """The default model's document in the list of models."""
     card: dict[str, Any] = http.get("/v1/models").json()["data"][0]
     return card
 

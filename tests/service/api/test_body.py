@@ -1,4 +1,4 @@
-"""Tests that the server refuses invalid and large bodies at little cost."""
+"""Tests that the server refuses an invalid or large body without decoding or validating much of it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def decoder() -> Decoder:
 
 
 async def refusal(decoder: Decoder, model: type[Body], document: object) -> InvalidRequest:
-    """Returns the error for a body with this document."""
+    """Returns the error of the decoder for a body with this document."""
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": to_json(document)}
@@ -96,8 +96,8 @@ MakeBody = Callable[[], bytes]
 
 
 def filled(before: bytes, item: bytes, after: bytes) -> MakeBody:
-    """Returns a function that makes a body of almost BODY_BYTES bytes. It repeats `item` between `before` and
-    `after`."""
+    """Returns a function that makes a body of almost BODY_BYTES bytes. The body is `before`, many copies of `item` with
+    commas between them, and `after`."""
     return lambda: before + b",".join([item] * ((BODY_BYTES - len(before + after)) // (len(item) + 1))) + after
 
 
@@ -125,7 +125,8 @@ HUGE: list[tuple[str, type[Body], MakeBody, type[WaneError], str | None]] = [
 
 
 class Watched:
-    """Wraps the functions that decode and validate. Records their arguments, and the threads that decode."""
+    """Wraps the functions that decode and validate bodies. Records the arguments of the calls, and the names of the
+    threads that decode."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decoded_bytes: list[int] = []

@@ -1,4 +1,4 @@
-"""Tests that the counts of commas, fields and containers in a large body agree with a JSON decoder."""
+"""Tests that the counted commas, fields and containers of a large body equal those in the decoded JSON."""
 
 from __future__ import annotations
 

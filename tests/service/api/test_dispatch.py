@@ -1,5 +1,5 @@
 """Tests of dispatched requests. The HTTP protocol passes a request that arrives in one piece directly to the engine.
-The ASGI application handles all other requests. The responses are equal."""
+The ASGI application handles all other requests. The tests check that the responses of the two ways are equal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KEY = "alice-0123456789abcdefgh"
 
 
 def hold(server: ServerHarness) -> None:
-    """Holds every run of the engine from now on."""
+    """Makes every later run of the engine wait until the test sets the runner's `gate`."""
     server.harness.runner.busy.clear()
     server.harness.runner.gate.clear()
 

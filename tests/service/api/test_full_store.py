@@ -32,8 +32,8 @@ class Sessions:
         self.at: dict[str, int] = {}
 
     def step(self, session: str, tokens: list[int]) -> httpx.Response:
-        """Appends tokens. The step has no expected position. So if the server had committed an earlier refused step,
-        the positions would no longer agree."""
+        """Appends tokens. The step has no expected position. So if the server had committed a step that it refused, the
+        session's position would differ from `at`."""
         answer = self.http.post(f"/v1/sessions/{session}/tokens", json={"tokens": tokens})
         if answer.status_code == 200:
             self.at[session] = answer.json()["position"]
@@ -87,7 +87,7 @@ def test_a_full_redis_refuses_new_work_and_loses_nothing(tmp_path: Path, mode: s
         limit(redis, ROOM_BYTES)
         assert is_refusal(sessions.fill())
         assert len(sessions.at) > 20
-        limit(redis, -ROOM_BYTES // 2)  # the buffers of a connection may have caused the refusal above
+        limit(redis, -ROOM_BYTES // 2)  # the buffers of a connection to Redis may have caused the refusal above
         assert is_refusal(sessions.step("s0", [7]))
         assert is_refusal(http.post("/v1/sessions", json={}))
         ready = http.get("/readyz")

@@ -17,11 +17,11 @@ from wane.service.api.disconnect import until_hangup
 from wane.service.net.http_protocol import BufferedTransport, HttpProtocol
 from wane.service.net.websocket_protocol import WebSocketProtocol
 
-TURNS = 100  # the number of turns of the event loop in which the server cleans up
+TURNS = 100  # the number of event loop iterations that the server has for its cleanup
 
 
 async def watch_a_request() -> None:
-    """Runs a request until the server watches the connection for a disconnection."""
+    """Makes a request, waits until the server watches for its disconnection, and ends the request."""
 
     async def receive() -> Message:
         watching.set()
@@ -31,19 +31,19 @@ async def watch_a_request() -> None:
     scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
     with until_hangup(Request(scope, receive)):
         await watching.wait()
-    await asyncio.sleep(0)  # lets the watcher end
+    await asyncio.sleep(0)  # lets the task that watches for a disconnection end
     assert not live_objects(until_hangup)
 
 
 async def connect_and_leave() -> None:
-    """Opens three connections. Sends one request on each, reads the answer, and closes the connection."""
+    """Opens three connections. On each connection, sends one request, reads the answer, and closes the connection."""
     async with serving() as server:
         for _ in range(3):
             reader, writer = await asyncio.open_connection(*server.address)
             writer.write(GET)
             assert (await reader.readline()).endswith(b" 200 OK\r\n")
             writer.write_eof()
-            await reader.read()  # until the server has closed the connection
+            await reader.read()  # waits until the server has closed the connection
             writer.close()
             await writer.wait_closed()
         for _ in range(TURNS):
@@ -52,7 +52,8 @@ async def connect_and_leave() -> None:
 
 
 async def leave_within_a_message(first: bytes) -> None:
-    """Opens three WebSockets. Sends `first`, the start of a message, on each, and closes the connection."""
+    """Opens three WebSockets. On each WebSocket, sends the bytes `first`, which are the start of a message, and closes
+    the connection."""
     async with serving() as server:
         for _ in range(3):
             reader, writer = await asyncio.open_connection(*server.address)

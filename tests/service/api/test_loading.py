@@ -1,5 +1,5 @@
-"""Tests of requests for a model that the server is loading. They wait until the model is loaded or their deadline
-passes."""
+"""Tests of requests for a model that the server is loading. A request waits until the model is loaded or the request's
+deadline passes."""
 
 from __future__ import annotations
 

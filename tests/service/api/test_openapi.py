@@ -1,4 +1,5 @@
-"""Tests of the OpenAPI description. Its examples run, and the answers match their schemas."""
+"""Tests that the server accepts the examples of the OpenAPI description, and that the answers match the description's
+schemas."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from wane.service.registry import registry
 from wane.service.types import CompareRequest, GenerateRequest, PredictRequest, ScoreMethod, ScoreRequest, StepRequest
 
 Example = tuple[str, str, object, dict[str, Any]]
-"""The method, the path with its example parameters, the body, and the schema of the answer."""
+"""The method, the path with example values for its parameters, the body, and the schema of the answer."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,8 @@ def examples(openapi: dict[str, Any]) -> Iterator[Example]:
 
 
 def assert_as_described(name: str, document: object, openapi: dict[str, Any]) -> None:
-    """Checks that the document has exactly the described fields: validation and serialization must not change it."""
+    """Checks that the document has exactly the fields of the description. It must stay the same when the description's
+    class validates and serializes it."""
     adapter: TypeAdapter[object] = TypeAdapter(RESULTS[name])
     read = adapter.validate_python(document)
     # The serialization of dataclasses leaves out fields that are None. A ComparisonDocument contains such dataclasses.

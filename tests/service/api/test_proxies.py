@@ -1,5 +1,5 @@
-"""Tests of the client address of a request. It is the address of the connection's peer, or the address that a trusted
-proxy forwards."""
+"""Tests of the client address of a request. The client address is the address of the connection's peer, or the address
+that a trusted proxy forwards."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_without_proxies_a_websocket_s_forwarded_for_is_ignored(live: LiveServer
 
 @pytest.fixture(scope="module")
 def behind() -> Iterator[LiveServer]:
-    """A server behind two proxies. The proxy on 127.0.0.1 connects to the server, and the other proxy connects to that
-    proxy."""
+    """A server that trusts two levels of proxies. A proxy on 127.0.0.1 connects to the server, and a proxy in
+    10.0.0.0/8 connects to the first proxy."""
     with live_server(WANE_BUNDLES=BUNDLE, WANE_TRUSTED_PROXIES="127.0.0.1, 10.0.0.0/8") as server:
         yield server
 

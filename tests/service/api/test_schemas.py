@@ -1,9 +1,10 @@
-"""The service refuses the form of a request if and only if the OpenAPI description does not allow it.
+"""Tests that the service accepts exactly the requests whose form the OpenAPI description allows.
 
-The tests generate bodies from the description alone. They take its examples and add fields, remove fields, or set
-fields to values at and beyond the described limits. So the tests cover new fields without a change.
+The tests generate bodies from the description alone. They take the description's examples and add fields, remove
+fields, or set fields to values at and beyond the described limits. So the tests also cover fields that are added to the
+description later.
 
-One rule is in no schema: Wane does not take 5.0 for an integer, but JSON Schema does.
+One rule differs from JSON Schema: Wane does not accept 5.0 as an integer, but JSON Schema does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jsonschema.validators import extend
 
 Schema = dict[str, Any]
 
-SOON = {"x-request-timeout-ms": "40"}  # if a request takes longer, the server has accepted its form
+SOON = {"x-request-timeout-ms": "40"}  # a request that exceeds this timeout has passed the check of its form
 MODEL = [
     r"but the vocabulary has \d+ tokens",
     r"a session needs expected_position or the header",
@@ -35,7 +36,7 @@ MODEL = [
     r"there is no token in the text",
     r"the history has \d+ tokens, but position is \d+: there cannot be more",
 ]
-"""Messages about a request of valid form that its model or its session cannot answer."""
+"""Patterns of the messages for a request of valid form that its model or its session cannot answer."""
 
 JUNK: st.SearchStrategy[Any] = st.sampled_from(
     [None, True, False, 0, -1, 1.5, -0.5, 2**63, -(2**70), 1e300, "", "a b", "x" * 300, [], [[]], {}]
@@ -61,12 +62,12 @@ StrictValidator = extend(
 
 
 def copies(item: st.SearchStrategy[Any], size: int) -> st.SearchStrategy[list[Any]]:
-    """Returns lists that repeat one value `size` times."""
+    """Returns a strategy for lists that repeat one value `size` times."""
     return item.map(lambda one: [one] * size)
 
 
 def near(schema: Schema, name: str = "") -> st.SearchStrategy[Any]:
-    """Returns values that the schema allows, and values just beyond its limits."""
+    """Returns a strategy for values that the schema allows, and values just beyond its limits."""
     if "enum" in schema:
         return st.sampled_from([*schema["enum"], "other"])
     if "anyOf" in schema:
@@ -105,7 +106,8 @@ def near(schema: Schema, name: str = "") -> st.SearchStrategy[Any]:
 
 
 def objects(schema: Schema, examples: list[Any] | None = None) -> st.SearchStrategy[Any]:
-    """Returns objects. Each is an example or has the required fields, and some fields are added, removed or changed."""
+    """Returns a strategy for objects. An object starts as an example or with the required fields. Some of its fields
+    are then added, removed or changed."""
     fields = {name: near(one, name) for name, one in schema["properties"].items()}
 
     @st.composite
@@ -145,7 +147,7 @@ def failures(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def rejected(response: httpx.Response) -> list[dict[str, Any]]:
-    """Returns the errors that refuse the form of a request."""
+    """Returns the errors of the response that concern the form of the request."""
     return [
         one
         for one in failures(response)
@@ -186,7 +188,8 @@ BODIES = [
 
 
 TENSORS = ["/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer"]
-"""Bodies with rules between values that no schema has, such as the number of values of a shape."""
+"""The paths that the tests above leave out. Their bodies have rules that a schema cannot express, such as the number of
+values that a shape requires."""
 
 
 def test_every_body_of_the_description_is_tested(openapi: Schema) -> None:
@@ -225,7 +228,7 @@ def test_session_ids_agree_with_their_description(http: httpx.Client, openapi: S
         for method, described in openapi["paths"][path].items():
             (schema,) = [one["schema"] for one in described["parameters"] if one["in"] == "path"]
             if value in ("", "a/b", "a\n", ".", ".."):
-                continue  # clients change such a path, or no route matches it
+                continue  # clients rewrite a path with such a name, or no route matches the path
             address = path.replace("{session}", quote(value, safe=""))
             response = http.request(method, address, json={"tokens": [5]} if method == "post" else None)
             assert bool(rejected(response)) is not StrictValidator(schema).is_valid(value), (method, response.text)

@@ -25,7 +25,7 @@ async def test_a_server_is_ready_while_its_store_is_reachable(
     away = await client.get("/readyz")
     assert (away.status_code, away.json()["ready"], away.json()["status"]) == (503, False, "store_unavailable")
     assert away.json()["store"] == {"kind": "redis", "reachable": False, "not_durable": 0}
-    assert len(away.json()["models"]) == 1  # the server still lists its models
+    assert len(away.json()["models"]) == 1  # without a reachable store the server still lists its models
 
 
 async def test_a_server_in_fallback_is_ready_and_counts_sessions_that_are_not_durable(

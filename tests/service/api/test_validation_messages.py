@@ -1,4 +1,5 @@
-"""Tests that the error for an invalid body names the place and the expected value, without terms of Python."""
+"""Tests that the error for an invalid body names the place in the body and the expected value, and does not use terms
+of Python."""
 
 from __future__ import annotations
 

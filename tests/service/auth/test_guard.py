@@ -258,7 +258,7 @@ async def test_every_owner_gets_the_same_answer_for_an_unknown_session(
 
 
 def limited(burst: float) -> FastAPI:
-    """An application that grants the key alice a burst of `burst` requests, and almost no rate."""
+    """An application in which the key alice may send `burst` requests at once, and then one every 1000 seconds."""
     app = create_app(
         Settings.read({"WANE_API_KEYS": KEYS}), cast(ModelRegistry, FakeRegistry()), Metrics(), on_load_failure=never
     )

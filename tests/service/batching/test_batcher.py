@@ -27,7 +27,7 @@ VOCABULARY = byte_vocabulary()
 
 
 class ThreadedRunner(FakeRunner):
-    """Records for every run whether it was on the event loop's thread."""
+    """Records in `inline` whether each run was on the event loop's thread."""
 
     def __init__(self, vocabulary_size: int) -> None:
         super().__init__(vocabulary_size)
@@ -55,17 +55,17 @@ class Rig:
         self.tickets: list[Ticket] = []
 
     def ask(self, *tokens: int, deadline: float | None = None, binding: bool = False) -> asyncio.Task[Row]:
-        """Submits a run of the graph "window" over `tokens`."""
+        """Submits work for the graph "window" with these tokens."""
         self.tickets.append(Ticket(deadline))
         work = Work("window", np.array(tokens, np.int64), binding=binding)
         return asyncio.ensure_future(self.batcher.submit(work, self.tickets[-1]))
 
     def step(self, token: int) -> asyncio.Task[Row]:
-        """Submits a step from the zero state."""
+        """Submits work for the graph "step" with this token and the zero state."""
         return asyncio.ensure_future(self.batcher.submit(Work("step", np.array([token])), Ticket()))
 
     async def hold(self) -> asyncio.Task[Row]:
-        """Submits a first request that keeps the runner busy until the test opens the gate."""
+        """Submits a request. The runner is busy with this request until the test sets the runner's `gate`."""
         self.runner.gate.clear()
         first = self.ask(1)
         await self.runner.until_busy()
@@ -413,7 +413,8 @@ async def test_the_queue_time_of_run_and_skipped_items_is_counted_for_each_role(
     rig = Rig(max_batch_size=2, max_queue=4)
     assert rig.waited_s() == {"window": 0, "step": 0}
     first = await rig.hold()
-    windows = [rig.ask(token) for token in range(2, 6)]  # the batcher has passed the first two to the runner's thread
+    # The runner's thread has `first`, and the batcher has passed it the first two windows.
+    windows = [rig.ask(token) for token in range(2, 6)]
     await turn()
     with pytest.raises(Overloaded):
         await rig.ask(99)
@@ -437,7 +438,8 @@ async def test_fast_steps_run_on_the_event_loop() -> None:
             row = await rig.step(2)
             assert row.logits is not None
             assert row.logits.tolist() == rig.runner.logits([2]).tolist()
-        for _ in range(2):  # the first batch of two runs on the other thread, because it has no expected time yet
+        # The first batch of two steps runs on the runner's thread, because its time is not known yet.
+        for _ in range(2):
             await asyncio.gather(rig.step(2), rig.step(3))
         await rig.ask(2)  # a window never runs on the event loop, because it may be long
         await rig.ask(2)

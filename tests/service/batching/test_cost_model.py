@@ -95,8 +95,8 @@ async def test_an_engine_reports_its_measured_costs() -> None:
 
 
 class Quick(InOrder):
-    """A profile in which four parallel chunks need a tenth of the time of a run in order. Each chunk has 300 tokens of
-    warm-up."""
+    """A profile in which four parallel chunks need a tenth of the sequential time for each token. Each chunk begins
+    with a warm-up of 300 tokens."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Tests of sessions under load on a shipped model. Every answer is correct, and every token is appended once.
+"""Tests of sessions under load on a shipped model. They check that every answer is correct and that every token is
+appended once.
 
 Every test has more sessions than states, so the engine constantly evicts and rebuilds states.
 """
@@ -27,12 +28,12 @@ from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRe
 
 MODEL = next((path for path in PATHS if path.name == "gated-stable"), PATHS[0])
 SESSIONS = 60
-STATES = 36  # each step of a batch needs two: the state before the step and the state after it
+STATES = 36  # the number of slots; each step of a batch needs two, for the states before and after the step
 LOGPROB = 1e-4  # allows for float32 rounding between different graphs and batches
 
 
 class Counted:
-    """A runner that counts its runs for each role and number of rows."""
+    """A runner that counts its runs by role and number of rows."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -49,7 +50,8 @@ class Counted:
 
 
 class Load:
-    """An engine with few states, its runner, and the appended tokens of every session."""
+    """An engine with room for few states, the engine's runner, and the tokens that the test has appended to every
+    session."""
 
     def __init__(self, max_queue: int = 1024, session_history_tokens: int | None = None) -> None:
         bundle, runner = opened(MODEL)
@@ -62,7 +64,8 @@ class Load:
         margin = MarginProof(bundle.weights())
         self.metrics = Metrics()
         self.engine = Engine(manifest, bundle.vocabulary, margin, self.runner, self.store, settings, self.metrics)
-        # Replaces the engine's warm-up. It would also measure costs, which these recurrent sessions do not need.
+        # Replaces the engine's own warm-up, which would also measure the costs of runs. These recurrent sessions do not
+        # need the costs.
         warm_up(self.runner, self.engine.state_cache, bundle.vocabulary.eos_id, window=1, max_batch_size=1)
         self.runner.rows.clear()
         self.appended: dict[str, list[int]] = {}
@@ -92,8 +95,8 @@ class Load:
         return answer
 
     async def check(self) -> None:
-        """Asserts that every session is at the position that its clients expect, and that it answers like the model
-        after all of its tokens."""
+        """Asserts that every session has the position that its clients expect. Asserts that its prediction equals the
+        model's prediction after all tokens of the session."""
         for session, tokens in self.appended.items():
             answer = await self.engine.submit(PredictRequest(session=session, top_k=20))
             assert answer.position == len(tokens)
@@ -181,7 +184,7 @@ async def test_the_error_bound_of_a_session_rebuilt_from_a_part_of_its_tokens_ho
         whole = await load.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))
         assert answer.state is state
         first, second = ({one.token_id: one.probability for one in found.predictions} for found in (answer, whole))
-        # The sum over the tokens in both lists is a lower bound of the total variation.
+        # Half the sum of the differences over the tokens in both lists is a lower bound of the total variation.
         apart = sum(abs(first[token] - second[token]) for token in first.keys() & second.keys()) / 2
         assert answer.error_bound is not None
         assert 0 < apart <= answer.error_bound
@@ -231,7 +234,8 @@ async def test_a_step_whose_client_disconnects_is_appended_at_most_once(
                     await asyncio.sleep(0)
                 outcomes["left"] += step.cancel()
                 await asyncio.wait([step])
-            answer = await load.engine.submit(request)  # the engine appends the retried step now, or replays its answer
+            # If the first attempt had no effect, the engine appends the step now; otherwise it replays the answer.
+            answer = await load.engine.submit(request)
             tokens.extend(request.tokens)
             outcomes["replayed"] += bool(answer.replayed)
             assert answer.position == len(tokens)

@@ -19,7 +19,8 @@ class Waiting:
 
 
 class TenthOfASlice(CostModel):
-    """A cost model in which ten tokens of a sequence need a tenth of the slice that a sequence gets without steps."""
+    """A cost model in which a run of ten tokens needs a tenth of ALONE_S, the longest batch of sequences if no step has
+    arrived."""
 
     def __init__(self) -> None:
         super().__init__(512)
@@ -44,7 +45,7 @@ def make(items: Sequence[Waiting] = (), cost_model: CostModel | None = None) -> 
 
 
 def taken(queue: FairScheduler[Waiting], step_s: float = SLICE_S, window_s: float = SLICE_S) -> tuple[Role, int]:
-    """Takes the next batch, and records a run time for its role. Returns its role and size."""
+    """Takes the next batch, and records a run time for the batch's role. Returns the role and the size of the batch."""
     items = queue.take(stays)
     assert items and len({item.work.role for item in items}) == 1
     role = items[0].work.role

@@ -8,23 +8,24 @@ from wane.service.chunked.chunked import ChunkBatch
 from wane.service.chunked.layout import ChunkLayout
 
 LAYOUT = ChunkLayout(chunks=3, cells=2, steps=4, warm_up=3, warm_up_steps=3)
-TOKENS = np.arange(21)  # the last cell has one token
+TOKENS = np.arange(21)  # six cells, the parts of a chunk in one run; the last cell has one token
 
 
 def states(*values: float) -> dict[str, np.ndarray]:
-    """Returns a state of one unit for each value."""
+    """Returns one row of state for each value. A state has one unit."""
     return {"s": np.array(values, np.float32)[:, None]}
 
 
 def rows(count: int) -> list[Row]:
-    """Returns rows without outputs, like the rows of the graph "advance"."""
+    """Returns result rows without outputs, like the result rows of the graph "advance"."""
     return [Row(Outputs({}), row, None, None) for row in range(count)]
 
 
 @pytest.fixture
 def segment() -> ChunkBatch:
-    """A segment of six cells in three chunks. The states differ a little at the start of the second chunk, and much at
-    the start of the third chunk."""
+    """A segment, which is a part of a long sequence, of six cells in three chunks. At the start of the second chunk,
+    the chunk's state differs a little from the end state of the previous chunk. At the start of the third chunk the
+    difference is large."""
     made = ChunkBatch("advance", LAYOUT, TOKENS, None, states(0.0))
     made.started(range(6), states(0.0, 1.0, 2.5, 3.0, 9.0, 5.0))
     made.ended(range(6), states(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), rows(6))

@@ -32,12 +32,12 @@ from wane.service.types import (
 )
 
 WIDTH = 4
-STEPS = 16  # the number of tokens of a cell at the profile's slow pace
+STEPS = 16  # the number of tokens in a cell, the part of a chunk in one run
 
 
 class FixedProfile(InOrder):
     """A profile in which four parallel chunks are fastest. `warm_ups` maps a limit of the residual to the number of
-    warm-up tokens."""
+    warm-up tokens. The residual is the state's difference at the start of a chunk."""
 
     def __init__(self, warm_ups: Mapping[float, int]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def text(count: int, seed: int = 0) -> tuple[int, ...]:
 async def both(
     harness: EngineHarness | Served, tokens: tuple[int, ...], tolerance: float | None
 ) -> tuple[Score, Score]:
-    """Scores the tokens in order and in parallel chunks. Returns both scores."""
+    """Scores the tokens sequentially and in parallel chunks. Returns both scores."""
     in_order = await harness.engine.score(ScoreRequest(tokens))
     parallel_cost = await harness.engine.score(ScoreRequest(tokens, ScoreMethod.PARALLEL, tolerance))
     return in_order, parallel_cost
@@ -102,7 +102,8 @@ async def test_chunks_of_a_model_that_does_not_forget_are_repeated_until_exact(
     in_order, parallel_cost = await both(harness, tokens, 0)
     assert parallel_cost.logprobs == in_order.logprobs
     cells = -(-len(tokens) // STEPS)
-    assert parallel_cost.rounds == 1 + cells - cells // WIDTH  # all cells except the first chunk's are repeated
+    # All cells run again, except the cells of the first chunk.
+    assert parallel_cost.rounds == 1 + cells - cells // WIDTH
     assert (parallel_cost.chunks, parallel_cost.max_residual, parallel_cost.error_bound) == (WIDTH, 0.0, 0.0)
 
 
@@ -177,8 +178,8 @@ async def test_the_bound_of_the_chunk_boundaries_is_within_the_tolerance_and_hol
 ) -> None:
     served = Served(name, {RESIDUAL: 128, 0.0: 256})
     size = served.bundle.vocabulary.size
-    # Repeats one token, draws from three tokens, and draws from all tokens. It is unknown which of these the model
-    # forgets most slowly.
+    # The three documents repeat one token, draw from three tokens, and draw from all tokens. It is unknown after which
+    # of them the model forgets its earlier state most slowly.
     random = np.random.default_rng(2)
     documents = [random.integers(0, count, size=1400) + low for count, low in ((1, 7), (3, 11), (size, 0))]
     for document in documents:
@@ -207,7 +208,7 @@ async def test_a_warm_up_that_the_curve_covers_accepts_a_large_residual(
 
 
 class Strict(Propagation):
-    """Rejects every chunk boundary at which the states differ."""
+    """A propagation of errors that accepts no difference of the states at a chunk boundary."""
 
     def __init__(self) -> None:
         pass
@@ -275,7 +276,7 @@ async def test_a_hundred_thousand_tokens_take_bounded_memory(
     make_harness: Callable[..., EngineHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "SEGMENT_TOKENS", 8192)
-    monkeypatch.setattr(layout, "RUN_SECONDS", 1e9)  # long cells, because the fake runner is slow
+    monkeypatch.setattr(layout, "RUN_SECONDS", 1e9)  # makes the cells long, although the fake runner is slow
     harness = make_harness(throughput=FixedProfile({0.0: 300}))
 
     async def peak(count: int) -> int:
@@ -294,7 +295,8 @@ async def test_a_hundred_thousand_tokens_take_bounded_memory(
             tracemalloc.stop()
 
     shorter, longer = await peak(20_000), await peak(100_000)
-    assert longer - shorter < 80_000 * 32  # memory for three copies of the tokens, but not for their states
+    # The limit is enough for the tokens and their log-probabilities, but not for their states.
+    assert longer - shorter < 80_000 * 32
 
 
 async def test_other_requests_are_answered_while_a_document_is_scored(

@@ -66,7 +66,7 @@ def test_a_run_takes_at_most_run_seconds() -> None:
 
 
 def result(measuring: Generator[None, None, T]) -> T:
-    """Runs a measurement to its end. Returns its result."""
+    """Runs a measurement until it ends. Returns the measurement's result."""
     while True:
         try:
             next(measuring)
@@ -77,7 +77,8 @@ def result(measuring: Generator[None, None, T]) -> T:
 def test_the_warm_up_is_the_smallest_length_from_which_the_residual_stays_small() -> None:
     seen = ThroughputProfile([(16, 1e-1), (32, 1e-4), (64, 1e-3), (128, 1e-6), (256, 0.0)])
     assert seen.warm_up(1e-1) == 32
-    assert seen.warm_up(1e-3) == 128  # at 64 tokens the residual is again above MARGIN times the limit
+    # After 64 tokens the residual (the difference of the states) is again above MARGIN times the limit.
+    assert seen.warm_up(1e-3) == 128
     assert seen.warm_up(0.0) == 256
     assert ThroughputProfile([(16, 0.0), (32, 1.0)]).warm_up(1.0) is None
     assert ThroughputProfile([]).warm_up(1.0) is None
@@ -105,7 +106,8 @@ def test_the_pace_of_a_width_comes_from_its_fastest_run(
         "scan" if role == "scan" else "advance", harness.runner, harness.engine.state_cache, 0, 8, lambda: next(ticks)
     )
     found = result(measuring)
-    # Successive runs take 1 s, 2 s, 3 s, and so on. They have 1 x 64, 4 x 16 and 8 x 16 tokens.
+    # By the fake clock the three runs take 1 s, 2 s and 3 s. They have 1, 4 and 8 rows, with 64, 16 and 16 tokens in
+    # each row.
     assert found == {1: 1 / 64, 4: 2 / 64, 8: 3 / 128}
     assert {ran for ran, _ in harness.runner.calls} == {role}
 

@@ -63,7 +63,7 @@ def test_agreement_is_shown_for_each_window_size(compared: dict[str, Any]) -> No
     sizes = [line["window"] for line in compared["windows"]]
     assert sizes == sorted(set(sizes)) and compared["k"] in sizes and 1 in sizes
     assert {line["agreement"]["compared"] for line in compared["windows"]} == {COMPARED_POSITIONS}
-    # A window that reaches back to the first token equals the recurrent model.
+    # A window that includes the first token gives the recurrent model's answer.
     for line in compared["windows"]:
         if line["window"] >= STEPS:
             assert line["agreement"]["total_variation_max"] < 1e-5
@@ -224,7 +224,7 @@ def test_the_reports_of_replicas_are_merged_and_an_unreachable_replica_is_named(
     live: LiveServer, http: httpx.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = http.post("/v1/predict", json={"tokens": [1]}).json()
-    again = live.url.replace("127.0.0.1", "localhost")  # the same server under another name
+    again = live.url.replace("127.0.0.1", "localhost")  # another URL of the same server
     assert main(["report", live.url, again, "--json"]) == 0
     merged = json.loads(capsys.readouterr().out)
     once = http.get("/v1/report").json()
@@ -243,7 +243,7 @@ def test_the_reports_of_replicas_are_merged_and_an_unreachable_replica_is_named(
 
 @contextmanager
 def other_server(page: bytes) -> Iterator[str]:
-    """Yields the address of a server that answers every request with the same page."""
+    """Yields the URL of a server that answers every GET request with `page`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -253,7 +253,7 @@ def other_server(page: bytes) -> Iterator[str]:
             self.wfile.write(page)
 
         def log_message(self, *args: object) -> None:
-            """Discards the output."""
+            """Discards the log line."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         serving = Thread(target=server.serve_forever, args=(0.01,))

@@ -1,4 +1,5 @@
-"""Tests that the merged reports of replicas equal the report of one process that has answered all their requests."""
+"""Tests that the merged reports of several replicas equal the report of one process that has answered all requests of
+the replicas."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ shadowed = some.tuples(where, some.sampled_from(["compared", "dropped", "failed"
 
 
 def document(report: Stats, sessions: int = 0) -> dict[str, Any]:
-    """Returns one model's part of /v1/report."""
+    """Returns a report document with one model, like the answer of /v1/report."""
     counts = {"resident": sessions, "parked": 2 * sessions, "rebuilt": 3 * sessions}
     known = {"model": "m", "model_version": "1", "device": "cpu", "sessions": counts, "costs": {}}
     return {"device": "cpu", "models": [{**known, "integrity": {"rounds": sessions, "faults": 0}, **report.document()}]}

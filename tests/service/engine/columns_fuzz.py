@@ -1,5 +1,5 @@
-"""Plays the same random history of steps on two engines. Only one of the engines takes steps in columns, which means
-that it processes a batch of one-token steps in shared arrays.
+"""Sends the same random history of steps to two engines. Only one of the engines processes steps in columns: it stores
+a batch of one-token steps in arrays, with one array for each field.
 
     python -m tests.service.engine.columns_fuzz --steps 1000000
     python -m tests.service.engine.columns_fuzz --steps 100000 --cache
@@ -9,7 +9,8 @@ Compares every answer, error and session record bit for bit. Does not compare la
 a bundle is given.
 
 An episode is one history on two new engines. In every second episode the engines have room for all states. In the other
-episodes the two engines evict states at different times, so the fuzz does not compare the source of an answer's state.
+episodes the two engines evict states at different times. So in those episodes the fuzz does not compare the source of
+an answer's state.
 """
 
 from __future__ import annotations
@@ -44,22 +45,24 @@ from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
 from wane.service.types import Answer, History, Mode, Prediction, PredictRequest, SessionView, StepRequest
 
-TOKENS = 24  # tokens of ordinary steps; the token POISON makes its run fail, and HOT makes its state NaN
+# The number of tokens that ordinary steps use. A run with the token POISON fails. The token HOT makes the session's
+# state NaN.
+TOKENS = 24
 POISON, HOT, UNKNOWN = TOKENS, TOKENS + 1, 1_000_000
 SESSIONS = 40
 MAX_BATCH = 8
 EPISODE_STEPS = 2_000
 TTL_S = 512.0
 CACHE_TOKENS = 12
-BRANCH_BITS = 32  # the number of counting bits of a revision; the higher bits are random
+BRANCH_BITS = 32  # the number of low bits of a revision that count changes; the higher bits are random
 SLOTS_OF_FEW = 2 + 3 * MAX_BATCH
 FIELDS = [field.name for field in fields(Answer) if field.name != "latency"]
 OF_STATES = ("state", "error_bound", "state_error_bound")
-"""The fields of an answer that depend on the source of the state."""
+"""The fields of an answer that depend on whether the state was resident or rebuilt."""
 OF_BITS = ("predictions", "top1_proved")
 """The fields of an answer that rounding may change. There are two causes. A run that rebuilds a state does not output
-the sum over all logits, so the engine computes it in higher precision. And a row of a real run depends on the number of
-rows in its batch."""
+the sum over all logits, so the engine computes it in higher precision. And in a run of real graphs a row's values
+depend on the number of rows in the batch."""
 ROUNDING = 1e-4  # the largest allowed difference of two log-probabilities
 
 
@@ -67,8 +70,8 @@ MakeEngine = Callable[[Store, Clock, Settings], tuple[Engine, Metrics, Any]]
 
 
 class PlainStore:
-    """A store that is no `MemoryStore`, so the engine does not take its steps in columns. It keeps the sessions in a
-    `MemoryStore`."""
+    """A wrapper of a `MemoryStore`. The engine processes no steps in columns with this store, because the wrapper is
+    not an instance of `MemoryStore`."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -91,8 +94,8 @@ class Difference:
 def fake_engine(
     store: Store, clock: Clock, settings: Settings, cache: CacheModel | None = None
 ) -> tuple[Engine, Metrics, Any]:
-    """Makes an engine on the fake runner. `cache`: the cache of its model. Returns the engine with its metrics and
-    runner."""
+    """Makes an engine on the fake runner. `cache` is the cache of the engine's model. Returns the engine, its metrics
+    and its runner."""
     vocabulary = name_vocabulary(names=[f"t{index}" for index in range(TOKENS)])
     given = settings.model_dump(exclude_unset=True)
     harness = EngineHarness(vocabulary=vocabulary, store=store, certified=True, clock=clock, cache=cache, **given)
@@ -101,12 +104,12 @@ def fake_engine(
 
 
 def cached_engine(store: Store, clock: Clock, settings: Settings) -> tuple[Engine, Metrics, Any]:
-    """Like `fake_engine`, but the model has a cache of a few tokens."""
+    """Like `fake_engine`, but the model has a cache of CACHE_TOKENS tokens."""
     return fake_engine(store, clock, settings, random_cache(Random(4), CACHE_TOKENS))
 
 
 def bundle_engine(path: Path) -> MakeEngine:
-    """Returns a function that makes engines on a bundle's graphs. ONNX Runtime runs the graphs."""
+    """Returns a function that makes engines of a bundle's model. ONNX Runtime runs the bundle's graphs."""
     bundle = Bundle.read(path)
     runner = OnnxRunner(bundle, "cpu", threads=1)
     margin = MarginProof(bundle.weights())
@@ -122,7 +125,7 @@ def bundle_engine(path: Path) -> MakeEngine:
 
 
 class Side:
-    """One of the two engines, with its store and its clock."""
+    """One of the two engines, the engine's store, and the engine's clock."""
 
     def __init__(self, make: MakeEngine, settings: Settings, *, in_columns: bool) -> None:
         self.clock = Clock()
@@ -140,7 +143,8 @@ class Side:
         await self.engine.admission.idle()
 
     async def record(self, session: str) -> object:
-        """Returns the session's record from the store, with only the counting bits of its revision."""
+        """Returns the session's record from the store. Removes the random bits of the revision, because they differ
+        between the two stores."""
         found = await self.store.get(session)
         return found and found._replace(revision=found.revision % (1 << BRANCH_BITS))
 
@@ -152,8 +156,9 @@ class Side:
 
 @dataclass(slots=True)
 class Turn:
-    """The requests of one turn of the event loop. `leave`: the indexes of the requests that are cancelled. `late`: the
-    indexes of the requests whose deadline has passed."""
+    """The requests that the fuzz submits in one event loop iteration. `leave` has the indexes of the requests that the
+    fuzz cancels. `late` has the indexes of the requests whose deadline has passed. `reads` has the sessions that the
+    fuzz reads. If `held` is true, the fuzz cancels some of the requests while they run."""
 
     requests: list[StepRequest | PredictRequest]
     leave: set[int]
@@ -179,7 +184,7 @@ class Episode:
         self._make = make
 
     async def run(self, steps: int, progress: Callable[[int], object]) -> None:
-        """Plays the history until it has `steps` steps or the engines differ."""
+        """Sends random steps to both engines until `steps` steps are sent or the engines differ."""
         self.sides = [self._side(in_columns=True), self._side(in_columns=False)]
         try:
             while self.counted["steps"] < steps and not self.differences:
@@ -258,8 +263,8 @@ class Episode:
                 continue
             step = self._step(session, 2 + index if held else random.randrange(2, TOKENS))
             turn.requests.append(step)
-            # The general procedure recognises a repeated step before it queues it. So even a cancelled repeat resets
-            # the session's idle time, and such steps are not cancelled here.
+            # The engine without columns recognises a repeated step before it queues the step. So even a cancelled
+            # repeat resets the session's idle time. The fuzz therefore does not cancel a step that may be a repeat.
             may_leave = step.expected_position is None and step.idempotency_key is None
             if random.random() < 0.05 and not held and may_leave:
                 turn.leave.add(len(turn.requests) - 1)
@@ -308,7 +313,7 @@ class Episode:
 
     async def _play(self, turn: Turn) -> None:
         running = [await self._submit(side, turn) for side in self.sides]
-        if turn.held:  # cancels some of the steps that run on both engines
+        if turn.held:  # cancels some of the steps that are now running on both engines
             both = [index for index in range(len(turn.requests)) if all(index in one[2] for one in running)]
             leaving = {index for index in both if self.random.random() < 0.3}
             for side, (pending, _, _) in zip(self.sides, running, strict=True):
@@ -338,9 +343,10 @@ class Episode:
                 self.last[request.session] = replace(request, expected_position=one.position - len(request.tokens))
 
     async def _submit(self, side: Side, turn: Turn) -> tuple[list[Pending[Answer]], list[asyncio.Task[None]], set[int]]:
-        """Submits a turn's requests in one turn of the event loop.
+        """Submits the requests of `turn` in one event loop iteration.
 
-        Returns the pending results, the tasks of the deletions and, for a held turn, the indexes of the steps that run.
+        Returns the pending results, the tasks of the deletions and, if `turn.held` is true, the indexes of the running
+        steps.
         """
         if turn.held:
             side.runner.gate.clear()
@@ -385,7 +391,7 @@ class Episode:
             self.differences.append(Difference(self.number, self.turns, action, one, other))
 
     def _shown(self, result: object) -> object:
-        """Returns the part of a result that the fuzz compares."""
+        """Returns the fields of a result that the fuzz compares."""
         hidden: tuple[str, ...] = () if self.is_exact else OF_STATES
         if not (self.is_exact and self.sides[0].runner):
             hidden += OF_BITS
@@ -400,7 +406,8 @@ class Episode:
 
 
 def alike(some: Sequence[Prediction], others: Sequence[Prediction]) -> bool:
-    """Returns whether the log-probabilities of each rank and of each token are equal up to rounding."""
+    """Returns whether two lists of predictions are equal up to rounding: the log-probabilities at each rank, and the
+    log-probabilities of each token in both lists."""
     known = {one.token_id: one.logprob for one in some}
     pairs = [(one.logprob, other.logprob) for one, other in zip(some, others, strict=True)]
     pairs += [(known[one.token_id], one.logprob) for one in others if one.token_id in known]
@@ -408,7 +415,7 @@ def alike(some: Sequence[Prediction], others: Sequence[Prediction]) -> bool:
 
 
 async def outcome(waited: Awaitable[Any]) -> object:
-    """Returns the result, or the error that the request raised."""
+    """Waits for the request. Returns the result, or the error that the request raised."""
     try:
         return await waited
     except Exception as error:
@@ -418,7 +425,7 @@ async def outcome(waited: Awaitable[Any]) -> object:
 async def run(
     steps: int, seed: int, make: MakeEngine = fake_engine, progress: Callable[[int], object] = lambda _: None
 ) -> tuple[Counter[str], list[Difference]]:
-    """Plays episodes with `steps` steps in total. Stops after the first episode with a difference. Returns the counts
+    """Runs episodes with `steps` steps in total. Stops after the first episode with a difference. Returns the counts
     and that episode's differences."""
     counted: Counter[str] = Counter()
     number = 0
@@ -434,7 +441,7 @@ async def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plays the histories and prints the result. Returns 1 if there is a difference."""
+    """Runs the episodes and prints the result. Returns 1 if there is a difference."""
     parser = argparse.ArgumentParser(prog="python -m tests.service.engine.columns_fuzz", description=__doc__)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)

@@ -22,7 +22,7 @@ from wane.service.types import CompareRequest, GenerateRequest, Mode, PredictReq
 
 
 class Requests:
-    """A backlog, and the admitted requests that are in flight."""
+    """A backlog, and the context managers of its admitted requests in flight."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -85,7 +85,7 @@ def test_a_short_request_is_neither_refused_nor_counted(requests: Requests) -> N
 def test_a_shorter_request_finishes_before_longer_ones(requests: Requests) -> None:
     for _ in range(2):
         requests.enter(10, None)
-    requests.enter(1, MARGIN * 3 + 0.01)  # three requests take turns until the short request finishes
+    requests.enter(1, MARGIN * 3 + 0.01)  # the three requests share the time equally until the short request finishes
     with pytest.raises(Overloaded):
         requests.enter(1, MARGIN * 3)
 
@@ -127,7 +127,7 @@ def test_a_request_that_ends_early_does_not_change_the_pace(requests: Requests) 
 def test_the_end_of_a_request_does_not_change_the_pace_of_another(requests: Requests) -> None:
     first = requests.enter(10, None)
     with requests.backlog.share(10, None):
-        requests.clock.now_s += 16  # each request gets 8 s
+        requests.clock.now_s += 16  # each request gets 8 of the 16 s
     requests.clock.now_s += 2
     first.progress(1)
     assert requests.backlog.pace == 1
@@ -208,7 +208,7 @@ def test_requests_are_admitted_as_the_formula_says(requests: Requests, seed: int
 
 
 class Slow(LinearCosts):
-    """Every run takes a millisecond a token."""
+    """A cost model in which a run takes one millisecond for each token."""
 
     def run(self, role: Role, tokens: int) -> float:
         return tokens / 1e3

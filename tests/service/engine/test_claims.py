@@ -1,5 +1,5 @@
 """Tests that the bounds and proofs of answers hold against the full-history model, which reads all tokens without
-interruption. The models, token streams, truncations and rebuilds are random."""
+interruption. The models, the tokens, the rewinds and the evictions are random."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ ACTIONS = ("step", "step", "step", "window", "both", "recall", "evict", "rewind"
 
 @dataclass
 class Tally:
-    """The number of all answers, of answers with a non-trivial bound, and of answers with a proof."""
+    """The number of answers, the number of answers with an error bound between 0 and 1, and the number of proved
+    answers whose bound is not 0."""
 
     answers: int = 0
     bounded: int = 0
     proved: int = 0
 
     def check(self, small: Small, tokens: list[int], answer: Answer) -> None:
-        """Compares one answer with the full-history model."""
+        """Compares one answer with the full-history model's answer after `tokens`."""
         truth, _ = small.uninterrupted(tokens)
         self._check(answer, truth)
         if answer.agreement is not None:
@@ -55,8 +56,8 @@ class Tally:
 
 
 async def drive(small: Small, actions: list[str], random: np.random.Generator, tally: Tally) -> None:
-    """Steps one session whose states the test evicts and truncates. Also predicts from the same tokens without the
-    session."""
+    """Runs `actions` on one session: steps, predictions, evictions of its state, and rewinds. The action "prompt"
+    predicts from the session's tokens without the session. Checks every answer."""
     engine = small.engine
     session = (await engine.create_session()).session
     tokens: list[int] = []
@@ -102,9 +103,7 @@ async def drive(small: Small, actions: list[str], random: np.random.Generator, t
                 tally.check(small, tokens, await engine.submit(request))
     view = await engine.get_session(session)
     answer = await engine.submit(PredictRequest(session=session, top_k=EVERYTHING))
-    if (
-        view.error_bound is not None
-    ):  # the bound from before the run still holds after the run, which may find a smaller bound
+    if view.error_bound is not None:  # the run must return this bound or a smaller one
         assert answer.error_bound is not None and answer.error_bound <= view.error_bound
     report: Any = await engine.report()
     assert report["agreement"]["bound_violations"] == 0

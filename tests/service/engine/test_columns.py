@@ -1,5 +1,5 @@
-"""Tests of one-token steps in columns: deadlines, cancelled steps, failures, and their effect on the other steps of a
-batch."""
+"""Tests of one-token steps in columns, which are arrays with one row for each step of a batch. The tests cover
+deadlines, cancelled steps, failures, and the effect on the other steps of the batch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from wane.service.errors import (
 from wane.service.types import Answer, Mode, StepRequest
 
 HOUR_S = 3600.0
-TRAVELS_S = 1.1 * HOUR_S  # a timer may fire late by a 64th of its duration
+TRAVELS_S = 1.1 * HOUR_S  # a coarse timer may fire late by a 64th of its duration
 POISON, HOT = 40, 41
 
 
 @pytest.fixture
 async def started(harness: EngineHarness) -> EngineHarness:
-    """An engine with the sessions a, b and c. Each session has received one token. The engine takes their next steps in
-    columns."""
+    """An engine with the sessions a, b and c. Each session has received one token. The engine processes the next
+    one-token step of each session in columns."""
     await start_sessions(harness)
     harness.runner.poison, harness.runner.hot = POISON, HOT
     harness.runner.calls.clear()
@@ -47,13 +47,14 @@ async def turns() -> None:
 
 
 def step(harness: EngineHarness, session: str, token: int = 6, *, hours: float | None = None) -> Pending[Answer]:
-    """Submits a step, with a deadline in `hours` hours."""
+    """Submits a step. Its deadline is `hours` hours from now, or never if `hours` is None."""
     deadline = None if hours is None else asyncio.get_running_loop().time() + hours * HOUR_S
     return harness.engine.submit(StepRequest(session, (token,), deadline=deadline))
 
 
 async def keep_runner_busy(harness: EngineHarness, session: str = "c") -> Pending[Answer]:
-    """Keeps the runner busy with a step of two tokens. The engine does not take this step in columns."""
+    """Submits a step of two tokens, which occupies the runner until the test sets the runner's `gate`. The engine does
+    not process this step in columns."""
     harness.runner.gate.clear()
     pending = harness.engine.submit(StepRequest(session, (7, 8)))
     await harness.runner.until_busy()
@@ -193,7 +194,7 @@ async def test_a_step_after_a_cancelled_step_of_its_session_runs(started: Engine
     assert (await next_).position == 2
 
 
-# Steps of one session, and steps that the columns hand back to the general procedure.
+# Several steps of one session, and steps that the columns pass to the procedure for all other steps.
 
 
 async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> None:
@@ -203,7 +204,8 @@ async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> No
 
 async def test_a_step_that_is_handed_back_keeps_its_place_in_the_queue(started: EngineHarness) -> None:
     first, second = step(started, "a", 6), step(started, "a", 7)
-    await started.engine.get_session("a")  # writes the session to the store, so the columns hand the step back
+    # Writes the session to the store, so the columns pass the second step to the general procedure.
+    await started.engine.get_session("a")
     assert [(await first).position, (await second).position] == [2, 3]
     assert [rows for _, rows in started.runner.calls] == [[[6]], [[7]]]
 
@@ -250,7 +252,7 @@ async def test_a_queued_step_whose_state_was_evicted_is_rebuilt(started: EngineH
 async def test_a_step_with_options_is_not_taken_in_columns(started: EngineHarness, asks: dict[str, object]) -> None:
     answer = await started.engine.submit(StepRequest("a", (6,), **asks))  # type: ignore[arg-type]
     assert (type(answer), answer.position) == (Answer, 2)
-    assert type(await step(started, "a")) is StepAnswer, "the next step is taken in columns"
+    assert type(await step(started, "a")) is StepAnswer, "the next step is processed in columns"
 
 
 # Failures.
@@ -316,7 +318,7 @@ async def test_a_closed_engine_commits_running_steps_and_refuses_queued_steps(st
 
 
 class Receiver:
-    """Receives steps, and calls `on_run` after step 0."""
+    """A receiver of the results of steps. It calls `on_run` when step 0 has run."""
 
     def __init__(self, on_run: Callable[[], object]) -> None:
         self.done = False
@@ -378,7 +380,7 @@ async def test_a_finished_step_leaves_no_reference_cycle(started: EngineHarness,
         except WaneError:
             assert end in ("conflicts", "late")
 
-    for _ in range(3):  # the first step makes the objects that the engine makes only once
+    for _ in range(3):  # the first step also creates the objects that later steps use again
         await step(started, "a")
         await run()
     if end == "conflicts":

@@ -1,5 +1,5 @@
-"""Tests of the encoding of text. The engine checks the limit before it encodes, and encodes long texts outside the
-event loop."""
+"""Tests of the encoding of text. The engine checks the limit of tokens before it encodes a text, and encodes long texts
+on another thread than the event loop's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG = "The history\nof the " * 500
 
 
 class Encoding:
-    """Replaces a vocabulary's `encode`. Lists the texts, and waits until the test opens the gate."""
+    """A replacement for a vocabulary's `encode`. Appends each text to `texts`, and waits until the test sets `gate`."""
 
     def __init__(self, harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
         self._encode = harness.vocabulary.encode
@@ -59,7 +59,7 @@ async def test_a_text_over_the_limit_is_refused_before_its_ids_are_listed(
     taken = []
 
     class Counted:
-        """The result of an encoding. It records each access to its ids."""
+        """An encoded text that records each access to its token ids."""
 
         def __init__(self, encoding: Encoded) -> None:
             self._encoding = encoding

@@ -10,7 +10,8 @@ BYTES = byte_vocabulary()
 
 
 def pushed(stream: TextStream, tokens: list[int]) -> list[str]:
-    """Returns the pieces of text up to the piece that contains the stop."""
+    """Adds the tokens to the stream one by one. Returns the text that each token adds, up to the token that completes a
+    stop string."""
     pieces = []
     for index, token in enumerate(tokens):
         pieces.append(stream.push(token, final=index == len(tokens) - 1))

@@ -15,7 +15,7 @@ from wane.service.types import StateSource, StepRequest
 
 
 async def integrity(harness: EngineHarness) -> tuple[int, int]:
-    """Returns the number of rounds and the number of faults in the report."""
+    """Returns the number of integrity checks and the number of faults that the report shows."""
     found = (await harness.engine.report())["integrity"]
     assert isinstance(found, dict)
     assert harness.sample("wane_state_faults_total") == found["faults"]
@@ -63,7 +63,7 @@ async def test_a_corrupt_state_is_rebuilt_by_the_next_token(
 
 async def test_a_leaked_slot_is_found_and_freed(harness: EngineHarness) -> None:
     session = await start(harness, 5)
-    harness.engine.state_cache.acquire()  # never released
+    harness.engine.state_cache.acquire()  # the test never releases this slot
     await harness.engine.housekeeper.look()
     assert await integrity(harness) == (1, 1)
     assert harness.engine.state_cache.used_bytes == 0

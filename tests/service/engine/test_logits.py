@@ -26,7 +26,8 @@ def random_logits(seed: int) -> NDArray[np.float32]:
 
 
 def graph_outputs(logits: NDArray[np.float32]) -> dict[str, Array]:
-    """Returns a graph's top outputs for logits (B, V)."""
+    """Returns the outputs that a graph computes from logits (B, V): the ids and values of the K largest logits, and the
+    log-sum-exp."""
     ids = np.argsort(-logits, axis=1, kind="stable")[:, :K]
     total = np.log(np.exp(logits.astype(np.float64)).sum(axis=1)).astype(np.float32)
     return {TOP_IDS: ids, TOP_LOGITS: np.take_along_axis(logits, ids, axis=1), LOG_SUM_EXP: total}
@@ -65,7 +66,7 @@ def test_the_probability_of_an_almost_certain_token_is_at_most_one() -> None:
     logits = np.zeros(VOCABULARY.size, np.float32)
     logits[7] = 40
     outputs = graph_outputs(logits[None])
-    # In float32, the log-sum-exp may be rounded to this value.
+    # In float32, rounding may make the log-sum-exp smaller than the largest logit, 40.
     outputs[LOG_SUM_EXP] = np.nextafter(np.array([40], np.float32), np.float32(0))
     (found,) = predictions(logits, 1, VOCABULARY, Top(Outputs(outputs), 0))
     assert (found.token_id, found.logprob, found.probability) == (7, 0.0, 1.0)

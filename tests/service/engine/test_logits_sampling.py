@@ -49,8 +49,8 @@ def test_top_p_keeps_the_fewest_tokens_that_add_up_to_p(top_p: float, kept: set[
 
 
 def test_top_k_comes_before_top_p() -> None:
-    # Among the top 2 tokens, token 1 has the share 2/3, which is enough for top_p 0.6. Among all four tokens its share
-    # 1/2 would not be enough.
+    # Among the top 2 tokens, token 1 has the share 2/3, which is enough for top_p 0.6. Among all four tokens, token 1
+    # would have the share 1/2, which is less than top_p.
     assert drawn(Sampler(1.0, 2, 0.6, seed=1)) == {1}
     assert drawn(Sampler(1.0, None, 0.6, seed=1)) == {1, 2}
 

@@ -1,5 +1,5 @@
-"""Tests of a model with a cache. Each test compares the answers of one operation with the oracle, which computes the
-mixture of network and cache."""
+"""Tests of a model with a cache, which predicts from the earlier tokens of the history. Each test compares the answers
+of one operation with the oracle, which mixes the distributions of the network and the cache."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def test_a_session_that_begins_with_a_history(harness: EngineHarness, know
     if known < LENGTH:
         assert min(answer.error_bound, view.error_bound) >= 1 - LEAST_NETWORK
         assert not answer.top1_proved
-    for token in words(LENGTH, seed=4):  # the engine takes this step in columns
+    for token in words(LENGTH, seed=4):  # the engine processes this step in columns
         answer = await engine.submit(StepRequest("a", (token,)))
         history.append(token)
         assert answer.cache_tokens == min(len(history), LENGTH)
@@ -255,7 +255,7 @@ async def test_token_logprobs_of_steps(harness: EngineHarness) -> None:
     score = await engine.score(ScoreRequest(tokens))
     for start, end in ((0, 1), (1, 20), (20, 40)):
         request = StepRequest("one", tokens[start:end], None, start, token_logprobs=True, logits=True)
-        for _ in range(2):  # the second is a replay
+        for _ in range(2):  # the second request repeats the first, so the engine replays the answer
             answer = await engine.submit(request)
             assert answer.token_logprobs == pytest.approx(score.logprobs[start:end], abs=1e-4)
             assert answer.logits is not None

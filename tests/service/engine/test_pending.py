@@ -21,7 +21,7 @@ WINDOW = PredictRequest((5, 6, 7), mode=Mode.WINDOW, window=2)
 
 
 def submitted(harness: EngineHarness, request: PredictRequest = WINDOW) -> Pending[Answer]:
-    """Submits a prediction from a window."""
+    """Submits the request, by default a prediction from a window."""
     return harness.engine.submit(request)
 
 
@@ -29,7 +29,7 @@ HOUR_S = 3600.0
 
 
 class Work:
-    """The work of a request. `withdrawn`: whether the request has withdrawn it."""
+    """The work of a request. `withdrawn` is true if the request has cancelled the work."""
 
     def __init__(self) -> None:
         self.waiter = Waiter[int]()
@@ -123,8 +123,8 @@ async def test_a_finished_request_leaves_no_reference_cycle(travel: Callable[[fl
             await turns()
         assert pending.done
 
-    await run()  # the first request makes the objects that the engine makes only once
-    while gc.collect():  # the garbage of other tests may need several rounds
+    await run()  # the first request also creates the objects that later requests use again
+    while gc.collect():  # one collection may not free all garbage of earlier tests
         pass
     gc.disable()
     try:
@@ -246,7 +246,7 @@ each_search = pytest.mark.parametrize("request_", SEARCHES, ids=["window", "sess
 
 @pytest.fixture
 async def bounded(make_harness: MakeHarness) -> EngineHarness:
-    """An engine whose margin proof does not prove every answer. The session a has received six tokens."""
+    """An engine whose margin proof leaves some answers unproved. The session a has received six tokens."""
     harness = make_harness(certified=True, radius=1.0)
     await harness.engine.create_session("a")
     await harness.engine.submit(StepRequest("a", (5, 6, 7, 8, 9, 10)))
@@ -321,7 +321,7 @@ async def test_a_search_that_is_cancelled_or_late_ends_and_its_step_stays_commit
     if isinstance(request_, StepRequest):
         again = await engine.submit(replace(request_, prove=False))
         assert (again.position, again.replayed) == (8, True)
-    await turns()  # the event loop cancels the thread's future in its next turn
+    await turns()  # the event loop cancels the thread's future in the next iteration
     proof.gate.set()
     if not begun:
         await ahead

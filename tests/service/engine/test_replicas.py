@@ -1,4 +1,4 @@
-"""Tests of engines that share their sessions through a real Redis. A session is the same at every replica."""
+"""Tests of engines that share their sessions through a real Redis. Every replica must see the same session."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def make_replica(make_harness: MakeHarness, redis: RedisServer) -> AsyncIterator[MakeReplica]:
-    """Makes engines that share `redis`. `port`: the port of a proxy to it, or 0 to connect without a proxy."""
+    """A function that makes engines with their sessions in `redis`. Its argument `port` is the port of a proxy to
+    Redis, or 0 to connect without a proxy."""
     stores: list[Store] = []
 
     async def make(port: int = 0, harness_options: dict[str, Any] | None = None, **changes: Any) -> EngineHarness:
-        # A test may cut a proxy's connections, and only a timeout detects that. Without a proxy the timeout is long.
+        # A test may stop a proxy, and the store detects this only by its timeout. So the timeout is short with a proxy,
+        # and long without a proxy.
         timeout_ms = 1000 if port else 60_000
         given = {"store": f"redis://127.0.0.1:{port or redis.port}/0", "store_timeout_ms": timeout_ms, **changes}
         store = make_store(Settings(**given), 16, Metrics())
@@ -111,7 +113,7 @@ async def test_repeated_steps_are_recognised_at_every_replica(make_replica: Make
         await step(one, 7, 1)
     assert caught.value.position == 2
     assert (await step(one, 7)).position == 3
-    assert (await step(other, 7)).position == 4  # a step without a position is no replay
+    assert (await step(other, 7)).position == 4  # the engine does not treat a step without a position as a repetition
 
 
 async def test_a_reused_key_is_refused_at_every_replica(make_replica: MakeReplica) -> None:
@@ -338,7 +340,7 @@ async def test_a_degraded_replica_loses_no_durable_step(make_replica: MakeReplic
     await running
     await until(lambda: harness.store.standing.reachable and not harness.store.standing.not_durable)
     other = await make_replica()
-    for client in clients:  # no other client sends steps to these sessions, so no step is lost
+    for client in clients:  # each session has only one client, so no step is lost
         record = await other.store.get(client.session)
         assert record is not None
         assert record.position == 300

@@ -14,8 +14,8 @@ CERTIFIED = Certificate(
 
 
 def linear(tokens: int) -> Cost:
-    """Returns a cost function that is proportional to the number of tokens. The cost of a run of all tokens is
-    `tokens`."""
+    """Returns a function from the window length to the cost of a run, which equals the window length. For None, a run
+    of all tokens, the cost is `tokens`."""
     return lambda k: float(tokens if k is None else k)
 
 

@@ -85,8 +85,8 @@ async def test_a_text_of_probability_zero_has_a_finite_perplexity(
 
 
 def truncated(harness: EngineHarness, tokens: tuple[int, ...]) -> list[float]:
-    """Returns the log-probability of every token except the first. The condition is the tokens before it, without a
-    start token."""
+    """Returns the log-probability of every token except the first, given the tokens before it. There is no start token
+    before the first token."""
     return [float(log_softmax(harness.runner.logits(tokens[:end]))[tokens[end]]) for end in range(1, len(tokens))]
 
 

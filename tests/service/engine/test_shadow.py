@@ -42,7 +42,7 @@ async def turn() -> None:
 
 
 async def settled(found: Shadow) -> None:
-    """Waits until no shadow is queued or running."""
+    """Waits until no shadow comparison is queued or running."""
     while not found.idle:  # noqa: ASYNC110  (there is no event for it)
         await asyncio.sleep(0)
 
@@ -164,7 +164,7 @@ async def test_a_window_session_is_compared_with_a_run_of_its_stored_tokens(make
     await harness.engine.submit(StepRequest(session, tokens[20:]))
     await settled(shadow_of(harness))
     (input_ids,) = [rows[0] for role, rows in harness.shadow_runner.calls if role == "advance"][1:]
-    assert input_ids == list(tokens[4:])  # the 16 stored tokens and the appended tokens
+    assert input_ids == list(tokens[4:])  # the last 16 stored tokens and the appended tokens
 
 
 async def test_a_session_is_compared_at_the_position_of_the_sampled_answer(make_harness: MakeHarness) -> None:
@@ -441,4 +441,4 @@ async def test_processor_time_of_the_other_process_counts(
     await session_of(harness, 2)
     await session_of(harness, 3)
     await settled(shadow_of(harness))
-    assert 4.0 < (await report(harness))[1]["cpu_s"] < 6.0  # the shadow needs two runs
+    assert 4.0 < (await report(harness))[1]["cpu_s"] < 6.0  # the shadow's runner has run twice, for 2 s each time

@@ -108,7 +108,7 @@ async def test_the_report_counts_requests_by_operation_and_mode(harness: EngineH
         "window": 1,
         "both": 1,
     }
-    # Three steps, and one of the two parts of a request in mode both.
+    # The four answers are three steps and the recurrent part of a request in mode both.
     assert report["modes"]["recurrent"]["latency"]["total"]["count"] == 4
     assert report["agreement"]["compared"] == 1
     assert report["sessions"] == {"resident": 1, "parked": 1, "rebuilt": 0}
@@ -163,7 +163,8 @@ async def test_the_report_has_the_bounds_and_proofs_of_comparisons(make_harness:
 async def test_a_comparison_over_its_bound_is_counted_and_logged(
     make_harness: MakeHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    harness = make_harness(certified=True, window=4, max_window=140, radius=1e-9)  # a radius that is too small
+    # This radius is smaller than the true error.
+    harness = make_harness(certified=True, window=4, max_window=140, radius=1e-9)
     answer = await harness.engine.submit(PredictRequest(TOKENS * 20, mode=Mode.BOTH))
     assert answer.agreement is not None and answer.agreement.error_bound is not None
     assert answer.agreement.total_variation > answer.agreement.error_bound

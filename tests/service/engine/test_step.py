@@ -39,7 +39,8 @@ async def turn() -> None:
 
 
 def expected(harness: EngineHarness, tokens: Sequence[int]) -> list[tuple[int, object]]:
-    """Returns the token ids and log-probabilities that the model itself predicts after <eos> and `tokens`."""
+    """Returns the five most probable next tokens after <eos> and `tokens`, with their log-probabilities, directly from
+    the model."""
     return ranked(harness.runner.logits([EOS, *tokens]))
 
 
@@ -152,7 +153,8 @@ async def test_only_the_last_step_can_be_replayed(harness: EngineHarness) -> Non
 
 
 class ContendedStore(MemoryStore):
-    """A store with another writer. Before each of the next `losses` appends, the other writer appends `theirs`."""
+    """A store that another writer changes too. Before each of the next `losses` appends of the engine, the other writer
+    appends the tokens `theirs`."""
 
     def __init__(self) -> None:
         super().__init__(16, 3600, 2**20, Clock())
@@ -183,7 +185,8 @@ async def test_a_step_that_loses_a_commit_race_is_retried(make_harness: MakeHarn
     answer = await harness.engine.submit(StepRequest(session, (6,)))
     assert answer.position == 2 + losses
     assert listed(answer) == expected(harness, [5, *[99] * losses, 6])
-    # The engine updates the state instead of rebuilding it.
+    # The engine has added the other writer's tokens to the resident state, and has not rebuilt the state from the
+    # start.
     assert (answer.state, answer.error_bound) == (
         StateSource.RESIDENT,
         0.0,
@@ -219,7 +222,7 @@ async def test_a_step_that_loses_a_commit_race_to_its_own_retry_is_a_replay(make
 
 
 async def append(store: Store, session: str, tokens: tuple[int, ...]) -> None:
-    """Commits a step, as another replica would."""
+    """Appends a step directly to the store, as another replica would."""
     record = await store.get(session)
     assert record is not None
     assert await store.append(record, tokens, LastStep(record.position, of_tokens(tokens), None))
@@ -332,7 +335,7 @@ async def test_a_step_that_fails_after_a_disconnection_logs_only_the_failed_run(
     harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     gc.collect()
-    caplog.clear()  # removes records of earlier tests
+    caplog.clear()  # removes the log records of earlier tests
     session = await start(harness, 5)
     harness.runner.poison = 6
     harness.runner.busy.clear()
@@ -344,9 +347,10 @@ async def test_a_step_that_fails_after_a_disconnection_logs_only_the_failed_run(
     harness.runner.gate.set()
     await harness.engine.drain()
     await turn()
-    del cancelled  # the future refers to the step
+    del cancelled  # the future holds a reference to the step
     gc.collect()
-    assert {record.name for record in caplog.records} == {"wane.engine"}  # the log has only the run's failure
+    # The log has only the message about the failed run.
+    assert {record.name for record in caplog.records} == {"wane.engine"}
     assert (await harness.engine.get_session(session)).position == 1
 
 
@@ -714,7 +718,7 @@ CUT = {
     "window": 130,
     "max_window": 140,
     "session_history_tokens": 140,
-}  # settings of a certified model whose store drops old tokens
+}  # options of a harness with a certified model and a store that drops old tokens
 
 
 async def test_the_bound_of_a_rebuilt_session_shrinks_at_every_token(
@@ -767,7 +771,7 @@ async def test_a_session_whose_bound_is_unknown_before_the_run_is_not_refused_be
     assert answer.error_bound is not None and answer.error_bound <= epsilon / 2
     assert answer.state is StateSource.REBUILT
     resident = await harness.engine.submit(PredictRequest(session=session))
-    # The session does not keep the bound of the run.
+    # The session's own bound is the certificate's bound, not the smaller bound of the last run.
     assert (resident.state, resident.error_bound) == (
         StateSource.RESIDENT,
         epsilon,

@@ -1,4 +1,5 @@
-"""Tests of many steps in one call. Some tests use a stepper that records the order of steps, and some use an engine."""
+"""Tests of many steps in one call. Some tests use `Stepper`, which records the order of the steps. The other tests use
+an engine."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from wane.service.types import Answer, Latency, Mode, StateSource, StepRequest
 
 
 class Stepper:
-    """Answers steps. A step with token 0 fails. `order` lists the steps. `most` is the largest number of steps at the
-    same time."""
+    """Answers steps in place of an engine. A step with token 0 fails. `order` lists the steps in the order of their
+    start. `most` is the largest number of steps in progress at the same time."""
 
     def __init__(self) -> None:
         self.order: list[tuple[str, int]] = []
@@ -84,11 +85,12 @@ async def test_all_steps_of_a_call_are_submitted_in_the_context_of_the_call(harn
 
     await harness.engine.create_session("s")
     caller.set("the call")
-    await step_many(submit, requests(("s", 5), ("s", 6)))  # the second step starts after the batch of the first step
+    # The second step starts only after the batch with the first step has run.
+    await step_many(submit, requests(("s", 5), ("s", 6)))
     assert seen == ["the call", "the call"]
 
 
-# Over an engine.
+# With an engine.
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ async def test_steps_have_their_own_answers_and_errors_in_one_batch(started: Eng
 async def test_steps_are_counted_once_each(started: EngineHarness) -> None:
     await step_many(started.engine.submit, requests(("a", 6), ("b", 6), ("c", 6)))
     report: Any = await started.engine.report()
-    assert report["operations"] == {"step": 6}  # including the three steps that started the sessions
+    assert report["operations"] == {"step": 6}  # the count includes the three steps that started the sessions
     assert report["modes"]["recurrent"]["requests"] == 6
     assert report["modes"]["recurrent"]["latency"]["total"]["count"] == 6
     assert started.sample("wane_answers_total", operation="step", mode="recurrent") == 6

@@ -1,5 +1,6 @@
-"""Tests of the directional proof through the engine. The proof holds for every past, which is the tokens before the
-window. It proves more answers than the radius."""
+"""Tests of the directional proof through the engine. A proved token must stay the most probable token whatever tokens
+(the past) precede the window. The directional proof proves more answers than the radius, which bounds the hidden
+vector's error equally in all directions."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def model(seed: int, layers: int, front: bool, block: str = "residual", beside: 
 
 
 def proofs(small: Small, windows: list[NDArray[np.int64]], *, prove: bool = True) -> list[int | None]:
-    """Returns the most probable token of each window if the engine proves it for every sequence that ends in the
-    window. Otherwise returns None for the window."""
+    """Returns one item for each window: the most probable next token if the engine proves it for all sequences that end
+    in the window, and None otherwise."""
 
     async def ask() -> list[int | None]:
         found = []
@@ -53,7 +54,8 @@ def proofs(small: Small, windows: list[NDArray[np.int64]], *, prove: bool = True
 
 
 def logits_after(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Returns the logits of the full-history model, float64 (B, V), after each past (B, P) and the window."""
+    """Returns the full-history model's logits, float64 (B, V). Row b follows the tokens of row b of `pasts` (B, P) and
+    then the tokens of `window`."""
     tokens = np.concatenate([pasts, np.broadcast_to(window, (len(pasts), len(window)))], axis=1)
     state = small.reference.zero_state(len(tokens))
     for column in tokens.T:
@@ -78,8 +80,8 @@ def variations(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int64]
 
 
 def hold(small: Small, window: NDArray[np.int64], first: int, random: np.random.Generator) -> None:
-    """Asserts that no past makes another token the most probable. Tries random pasts, pasts of one repeated token, and
-    pasts that a random search has changed to narrow the lead."""
+    """Asserts that with none of the tried pasts another token becomes the most probable token. Tries random pasts and
+    pasts of one repeated token. Then a random search changes pasts to reduce the lead of the logit of `first`."""
     pasts = random.integers(VOCABULARY, size=(PASTS, LONGEST_PAST))
     pasts[:VOCABULARY] = np.arange(VOCABULARY)[:, None]
 
@@ -196,8 +198,8 @@ MakeShipped = Callable[[], Engine]
 
 @pytest.fixture
 def make_shipped() -> MakeShipped:
-    """Makes engines of the shipped model gated-stable. `answer_builder.direction` is the directional proof of an
-    engine."""
+    """Makes engines of the shipped model gated-stable. An engine has its directional proof in
+    `answer_builder.direction`."""
 
     def make() -> Engine:
         bundle, runner = opened(FOLDER / "gated-stable")

@@ -1,4 +1,5 @@
-"""Tests of the margin proof against a check of every token, and against states with the worst possible error."""
+"""Tests that compare the margin proof with a check of every token, and with hidden vectors that have the worst possible
+error."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ def logits_of(weights: dict[str, NDArray[np.float32]], hidden: NDArray[np.float3
 
 
 def leads(weights: dict[str, NDArray[np.float32]], logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64]]:
-    """Returns the most probable token and an error for every other token. The error is lead / distance: the largest
-    error of the state at which the most probable token keeps its lead over the other token."""
+    """Returns the most probable token and, for every other token, the largest error of the hidden vector at which the
+    most probable token keeps its lead over the other token. This error is the difference of the two logits divided by
+    the distance of the two rows of the head."""
     rows = weights["head.weight"].astype(np.float64)
     first = int(logits.argmax())
     apart = np.linalg.norm(rows - rows[first], axis=1)
@@ -58,8 +60,8 @@ def test_no_state_within_the_error_changes_a_proved_token(seed: int) -> None:
             refused += 1
             continue
         proved += 1
-        # Moves the state towards the token with the smallest allowed error, which is the worst case, and in a random
-        # direction.
+        # Moves the hidden vector by the error in two directions: in the worst direction, which is towards the row of
+        # the token with the smallest allowed error, and in a random direction.
         rows = weights["head.weight"].astype(np.float64)
         towards = rows[nearest] - rows[first]
         for direction in (towards, random.normal(size=WIDTH)):
@@ -105,8 +107,8 @@ def test_tokens_that_the_row_norms_cannot_rule_out_are_checked_individually() ->
     logits = logits_of(weights, hidden)
     _, bears = leads(weights, logits)
     least = float(bears.min())
-    assert least > 1.0, "row norms alone prove only a hundredth of this error"
-    # The other 5 % allow for rounding errors, which are large because the rows are long.
+    assert least > 1.0, "with row norms alone the proof covers only a hundredth of this error"
+    # The factor 0.95 leaves 5 % for rounding errors, which are large because the rows are long.
     assert margin.proves(logits, hidden, 0.95 * least)
     assert not margin.proves(logits, hidden, 1.001 * least)
 

@@ -1,5 +1,5 @@
-"""Generates the cases of the fuzz: the requests and WebSockets of one connection. The bytes are mutated, and are sent
-whole, split or truncated."""
+"""Generates the cases of `http_fuzz`. A case has the requests and WebSocket messages of one connection. Some of the
+bytes are mutated. The client sends the bytes whole, split or truncated."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ Leaves = Literal["waits", "half-closes", "resets"]
 class Case:
     """The actions of a client on one connection.
 
-    The client sends the parts of a stage one after another, and lets the event loop run `turns` times between two
-    parts. The client waits for the answers before the next stage. `wait_turns`: the number of turns of the event loop
-    until the engine answers. `handshake`: the offset of a WebSocket's handshake in the first stage. `leaves`: the
-    client's last action.
+    `stages` has the stages in order, and each stage is a tuple of parts. After each part the client lets the event loop
+    run `turns` iterations. After each stage the client waits for the answers. `wait_turns` is the number of event loop
+    iterations until the engine answers. `handshake` is the offset of a WebSocket's handshake in the first stage.
+    `leaves` is the client's last action.
     """
 
     stages: tuple[tuple[bytes, ...], ...]
@@ -105,11 +105,11 @@ class Case:
         return self.sent[0]
 
     def with_data(self, *first: bytes) -> Case:
-        """Returns the case with the stages `first` in place of its first stage."""
+        """Returns the case with its first stage replaced by the stages `first`."""
         return replace(self, stages=(*((data,) for data in first), *self.stages[1:]))
 
     def without_upgrade(self) -> Case:
-        """Returns the case without CONNECT, and without upgrades to protocols other than WebSocket."""
+        """Returns the case without CONNECT requests, and without upgrades to protocols other than WebSocket."""
         data = re.sub(rb"(?i)\n *upgrade:(?! *websocket)[^\n]*(?=\n)", b"", self.data)
         return self.with_data(data.replace(b"CONNECT ", b"TRACE "))
 
@@ -118,14 +118,15 @@ class Case:
         return self.with_data(re.sub(rb"(?m)^([\w-]+:[^\r\n]*?)[ \t]+(?=\r?$)", rb"\1", self.data))
 
     def with_handshake_after_answers(self) -> Case:
-        """Returns the case with a client that waits for the answers before it sends the handshake."""
+        """Returns the case with the bytes before the handshake in a stage of their own. So the client waits for the
+        earlier answers before it sends the handshake."""
         if not self.handshake:
             return self
         return self.with_data(self.data[: self.handshake], self.data[self.handshake :])
 
 
 def make_case(seed: int, number: int) -> Case:
-    """Returns the case with this number. The same seed and number always make the same case."""
+    """Makes a random case. The same seed and number always give the same case."""
     rng = random.Random(f"{seed}/{number}")
     turns, wait_turns = rng.choice((0, 3, 10)), rng.choice((0, 0, 1, 5))
     if rng.random() < 0.2:
@@ -149,7 +150,7 @@ def make_case(seed: int, number: int) -> Case:
 
 
 def split(rng: random.Random, data: bytes) -> tuple[bytes, ...]:
-    """Splits the data into one part, several parts, or bytes."""
+    """Splits the data into one part, several parts, or single bytes."""
     if len(data) < 2 or rng.random() < 0.4:
         return (data,)
     if len(data) < 200 and rng.random() < 0.1:
@@ -159,7 +160,7 @@ def split(rng: random.Random, data: bytes) -> tuple[bytes, ...]:
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:
-    """Makes one change to the data."""
+    """Returns the data with one random change."""
     if not data:
         return data
     at = rng.randrange(len(data))
@@ -247,7 +248,7 @@ def in_chunks(rng: random.Random, body: bytes) -> bytes:
 
 
 def make_frames(rng: random.Random) -> bytes:
-    """Returns a client's frames: steps, whole or in fragments, pings, pongs, and sometimes a close."""
+    """Returns a client's frames: steps (whole or in fragments), pings, pongs, and sometimes a close frame."""
     frames = []
     for _ in range(rng.randrange(5)):
         text = make_body(rng, "/v1/sessions/a/tokens")

@@ -2,8 +2,8 @@
 
     python -m tests.service.net.http_fuzz --cases 20000
 
-Compares the responses, whether the connection stays open, and the requests to the engine. `RULES` and `CORRECTIONS`
-list the intended differences.
+Compares the responses, whether the connection stays open, and the requests that reach the engine. `RULES` and
+`CORRECTIONS` list the intended differences.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.server import protocols
 from wane.service.settings import Settings
 
-LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 4096}  # larger than every body, so Wane reads all of a body
-QUIET_TURNS = 40  # a client stops waiting after this many turns of the event loop without a byte
-CLOSED_S = 10.0  # the longest time for the cleanup of a closed connection
+# Larger than the body of every case, so Wane reads every body to its end.
+LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 4096}
+QUIET_TURNS = 40  # a client stops waiting after this many event loop iterations without a received byte
+CLOSED_S = 10.0  # the longest time, in seconds, that the server may need to clean up a closed connection
 
 
 # The servers.
 
 
 class EngineDelay:
-    """Replaces the fake engine's event. The wait ends after `turns` turns of the event loop."""
+    """Replaces the event for which the fake engine waits. The wait ends after `turns` event loop iterations."""
 
     def __init__(self, turns: int) -> None:
         self._turns = turns
@@ -54,7 +55,8 @@ class EngineDelay:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The bytes that a client received, whether its connection was closed, and the requests to the engine."""
+    """The bytes that a client received, whether the server closed the connection, and the requests that reached the
+    engine."""
 
     received: bytes
     closed: bool
@@ -62,7 +64,7 @@ class Seen:
 
 
 class Endpoint:
-    """A server over a fake engine, without a listening socket. `converse` makes its connections."""
+    """A server with a fake engine and without a listening socket. `converse` makes the connections."""
 
     def __init__(self, *, plain_uvicorn: bool) -> None:
         settings, metrics = Settings.model_validate(LIMITS), Metrics()
@@ -78,7 +80,8 @@ class Endpoint:
         return make(config=self.config, server_state=self.state, app_state={})
 
     async def converse(self, case: Case, quiet_s: float = 0.0) -> Seen:
-        """Plays a case on a new connection. Ignores the responses if the client resets the connection."""
+        """Carries out the client's actions of a case on a new connection. Ignores the responses if the client resets
+        the connection."""
         engine = self.registry.engine
         engine.asked.clear()
         engine.wait = cast(asyncio.Event, EngineDelay(case.wait_turns)) if case.wait_turns else None
@@ -112,8 +115,8 @@ def without_deadline(asked: object) -> str:
 
 
 class Client:
-    """The client's end of a connection. `quiet_s`: how long the client waits for more bytes after QUIET_TURNS turns of
-    the event loop."""
+    """The client's end of a connection. The client stops waiting when no byte has arrived for QUIET_TURNS event loop
+    iterations and for `quiet_s` seconds."""
 
     def __init__(self, connection: socket.socket, quiet_s: float) -> None:
         self.connection = connection
@@ -122,7 +125,7 @@ class Client:
         self.closed = False
 
     async def send(self, data: bytes, turns: int) -> None:
-        """Sends the data, and reads for `turns` turns of the event loop."""
+        """Sends the data, and reads for `turns` event loop iterations."""
         with suppress(ConnectionError):
             self.connection.send(data)
         for _ in range(turns):
@@ -130,7 +133,7 @@ class Client:
             self.read()
 
     def read(self) -> bool:
-        """Reads available bytes. Returns whether there were any."""
+        """Reads the bytes that are available. Returns whether it has read any."""
         try:
             some = self.connection.recv(1 << 16)
         except BlockingIOError:
@@ -142,7 +145,8 @@ class Client:
         return bool(some)
 
     async def read_until_quiet(self) -> None:
-        """Reads until the connection is closed, or no byte arrives for a while."""
+        """Reads until the connection is closed, or until no byte has arrived for QUIET_TURNS event loop iterations and
+        for `quiet_s` seconds."""
         loop = asyncio.get_running_loop()
         silent_turns, since_s = 0, loop.time()
         while not self.closed and (silent_turns < QUIET_TURNS or loop.time() - since_s < self.quiet_s):
@@ -164,8 +168,8 @@ UNSTEADY = frozenset({b"date", b"server"})
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response without the headers that change with every request. The body of a handshake's response consists of the
-    WebSocket's frames."""
+    """A response without the headers that differ for every request. For the response to a WebSocket handshake, `body`
+    has the frames of the WebSocket."""
 
     status: int
     headers: tuple[Header, ...]
@@ -177,7 +181,7 @@ class Response:
 
 
 def responses(received: bytes) -> list[Response]:
-    """Returns the responses in order. Fails if the bytes are not whole responses."""
+    """Returns the responses in these bytes, in order. Fails if the bytes are not a sequence of complete responses."""
     received = re.sub(rb"[0-9a-f]{32}", b"I" * 32, received)  # ids
     found = []
     while received:
@@ -201,7 +205,7 @@ def responses(received: bytes) -> list[Response]:
 
 
 def dechunked(data: bytes) -> tuple[bytes, bytes]:
-    """Returns a chunked body, and the bytes after it."""
+    """Returns a decoded chunked body, and the bytes after the body."""
     body, size = b"", -1
     while size:
         line, end, data = data.partition(b"\r\n")
@@ -250,8 +254,8 @@ class Compared:
         )
 
     def starts_alike(self, count: int) -> bool:
-        """Whether the first `count` responses of both servers are equal, and the engine requests of one server are a
-        prefix of the other server's."""
+        """Whether the first `count` responses of both servers are equal, and the list of one server's engine requests
+        is a prefix of the other server's list."""
         ours, theirs = responses(self.ours.received)[:count], responses(self.theirs.received)[:count]
         return ours == theirs and is_prefix(*sorted((self.ours.asked, self.theirs.asked), key=len))
 
@@ -261,9 +265,9 @@ def is_prefix(short: Sequence[object], long: Sequence[object]) -> bool:
 
 
 def malformed(both: Compared) -> bool:
-    """Whether the case has a malformed request. uvicorn answers a malformed request without delay, and drops the
-    unanswered requests before it. Wane answers the earlier requests first, and then refuses the malformed request with
-    a reason. Wane answers nothing after a request that closes the connection."""
+    """Whether a malformed request explains the difference. uvicorn answers a malformed request without delay, and drops
+    the unanswered requests before it. Wane answers the earlier requests first, and then refuses the malformed request
+    with a reason. Wane answers nothing after a request that closes the connection."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     return (
         bool(ours and theirs)
@@ -277,8 +281,8 @@ def malformed(both: Compared) -> bool:
 
 
 def last_by(status: int | None, body: bytes = b"") -> Callable[[Compared], bool]:
-    """Returns a rule. The rule holds if Wane's last response closes the connection, has this status and begins with
-    this body, and if both servers send the same responses before it."""
+    """Returns a rule with three conditions. Wane's last response closes the connection. It has this status, unless
+    `status` is None, and its body begins with `body`. Both servers send the same responses before the last response."""
 
     def applies(both: Compared) -> bool:
         ours = responses(both.ours.received)
@@ -295,16 +299,17 @@ def last_by(status: int | None, body: bytes = b"") -> Callable[[Compared], bool]
 
 
 def unread_body(both: Compared) -> bool:
-    """Wane closes the connection if it answers a request before its chunked body has ended. uvicorn reads the rest of
-    the body without a limit."""
+    """Whether an unread chunked body explains the difference. Wane closes the connection if it answers a request before
+    the request's chunked body has ended. uvicorn reads the rest of the body without a limit."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     at = len(ours) - 1
     return last_by(None)(both) and len(theirs) > at and ours[at].without(CLOSE) == theirs[at]
 
 
 def not_utf8(both: Compared) -> bool:
-    """After a text that is not UTF-8, Wane closes the WebSocket with a reason and waits for the client's close frame.
-    uvicorn fails without a reason if it has already received the client's close frame."""
+    """Whether a text that is not UTF-8 explains the difference. After such a text, Wane closes the WebSocket with a
+    reason and waits for the client's close frame. uvicorn fails without a reason if it has already received the
+    client's close frame."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     if not ours or len(ours) != len(theirs) or ours[:-1] != theirs[:-1] or ours[-1].status != SWITCHING:
         return False
@@ -315,8 +320,9 @@ def not_utf8(both: Compared) -> bool:
 
 
 def read_ahead(both: Compared) -> bool:
-    """Wane reads the next messages of a WebSocket while it computes an answer. uvicorn does not. So a frame that ends
-    the WebSocket takes effect earlier in Wane: Wane ends the WebSocket before it has answered all earlier messages."""
+    """Whether Wane's reading ahead explains the difference. Wane reads the next messages of a WebSocket while it
+    computes an answer. uvicorn does not. So Wane sees a frame that ends the WebSocket earlier, and ends the WebSocket
+    before it has answered all earlier messages."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     if not ours or len(ours) != len(theirs) or ours[:-1] != theirs[:-1] or ours[-1].status != SWITCHING:
         return False
@@ -338,23 +344,26 @@ RULES: dict[str, Callable[[Compared], bool]] = {
     "text that is not UTF-8": not_utf8,
     "WebSocket ended before all answers": read_ahead,
 }
-"""The rules of intended differences."""
+"""The rules of intended differences, by name. A rule returns whether the results of both servers differ as intended."""
 
 CORRECTIONS: dict[str, Callable[[Case], Case]] = {
     "CONNECT, or Upgrade to another protocol": Case.without_upgrade,
     "handshake after requests": Case.with_handshake_after_answers,
     "white space after a header": Case.without_space,
 }
-"""The known errors of uvicorn, and the change to a case that avoids each error. Wane must answer the original case like
-uvicorn answers the changed case.
+"""The known errors of uvicorn. Each value changes a case so that the error does not occur. Wane must answer the
+original case as uvicorn answers the changed case.
 
-If a request asks for an upgrade to a protocol other than WebSocket, uvicorn drops its body and all later bytes. uvicorn
-also drops all bytes after a CONNECT request. It starts a WebSocket before it has answered the requests before the
-handshake. It takes the white space after a header's value as a part of the value, contrary to RFC 9110, 5.5."""
+If a request asks for an upgrade to a protocol other than WebSocket, uvicorn drops the request's body and all later
+bytes. uvicorn also drops all bytes after a CONNECT request. uvicorn starts a WebSocket before it has answered the
+requests that precede the handshake. uvicorn treats the white space after a header's value as a part of the value,
+contrary to RFC 9110, 5.5.
+"""
 
 
 def corrections(case: Case) -> Iterator[tuple[str, Case]]:
-    """Yields the name and the result of every combination of corrections that changes the case."""
+    """Applies every combination of corrections to the case. Yields the name of the combination and the corrected case,
+    unless the case stays the same."""
     for count in range(1, len(CORRECTIONS) + 1):
         for names in combinations(CORRECTIONS, count):
             corrected = case
@@ -374,8 +383,8 @@ class Difference:
 
 
 class Fuzz:
-    """Plays cases on both servers. If the results differ, the case is played again, and the client waits for `sure_s`
-    for more bytes."""
+    """Runs cases on both servers. If the results of a case differ, runs the case again with a client that waits
+    `sure_s` seconds for more bytes."""
 
     def __init__(self, sure_s: float = 0.3) -> None:
         self.sure_s = sure_s
@@ -383,8 +392,8 @@ class Fuzz:
         self.theirs = Endpoint(plain_uvicorn=True)
 
     async def run(self, seed: int, numbers: Iterable[int]) -> tuple[Counter[str], list[Difference]]:
-        """Plays the cases with these numbers. Returns the number of equal cases, the number of cases of each rule, and
-        the unintended differences."""
+        """Runs the cases with these numbers. Returns the number of cases for each verdict ("same", or the name of a
+        rule or correction), and the unintended differences."""
         counted: Counter[str] = Counter()
         different = []
         for number in numbers:
@@ -397,7 +406,7 @@ class Fuzz:
         return counted, different
 
     async def play(self, case: Case, theirs: Case, quiet_s: float = 0.0) -> Compared:
-        """Plays `case` on Wane, and `theirs` on uvicorn."""
+        """Runs `case` on Wane's protocol classes, and `theirs` on uvicorn's."""
         return Compared(await self.ours.converse(case, quiet_s), await self.theirs.converse(theirs, quiet_s))
 
     async def verdict(self, case: Case, quiet_s: float = 0.0) -> str | None:
@@ -416,7 +425,7 @@ class Fuzz:
 
 
 def intended_rule(both: Compared) -> str | None:
-    """Returns the name of the first rule that holds, or None."""
+    """Returns the name of the first rule that explains the difference, or None."""
     return next((name for name, applies in RULES.items() if applies(both)), None)
 
 
@@ -437,7 +446,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def run(seed: int, cases: int) -> tuple[Counter[str], list[Difference]]:
-    """Plays cases on new servers."""
+    """Runs cases on new servers."""
     return await Fuzz().run(seed, range(cases))
 
 

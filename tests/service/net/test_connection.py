@@ -108,7 +108,7 @@ async def test_a_connection_that_sends_occasional_requests_stays_open() -> None:
         for _ in range(2):
             writer.write(GET)
             assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
-            await dialogue(server, b"")  # waits until the server closes another connection, which sends nothing
+            await dialogue(server, b"")  # another connection sends nothing; waits until the server closes it
         writer.write(GET)
         assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
         writer.close()
@@ -224,7 +224,7 @@ async def test_a_client_that_reads_slowly_stays_connected() -> None:
         with unread_socket(server) as connection:
             await loop.sock_connect(connection, server.address)
             asking = asyncio.create_task(loop.sock_sendall(connection, b"GET /openapi.json HTTP/1.1\r\n\r\n" * 100))
-            for _ in range(100):  # the server holds unsent answers for longer than send_timeout_s
+            for _ in range(100):  # during this loop the server has unsent answers for longer than send_timeout_s
                 assert await loop.sock_recv(connection, 2048)
                 await asyncio.sleep(0.025)
             assert len(server.server_state.connections) == 1
@@ -234,7 +234,7 @@ async def test_a_client_that_reads_slowly_stays_connected() -> None:
 
 @pytest.mark.parametrize("kind", ["events", "websocket"])
 def test_a_hundred_clients_that_read_nothing_are_disconnected_by_a_real_server(kind: str) -> None:
-    """The server sends each client some tens of KB, which fit into the kernel's buffers."""
+    """The answer to each client has some tens of KB. That is little enough for the kernel's buffers."""
     with live_server(WANE_BUNDLES=BUNDLE, WANE_SEND_TIMEOUT_S="1") as server, ExitStack() as stack:
         url = httpx.URL(server.url)
         body = json.dumps({"input": "The", "max_tokens": 100, "stream": True}).encode()

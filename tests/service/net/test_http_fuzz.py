@@ -1,5 +1,5 @@
-"""Wane's and uvicorn's protocol classes answer mutated requests the same. `python -m tests.service.net.http_fuzz` plays
-more cases."""
+"""Tests that Wane's and uvicorn's protocol classes give the same answers to mutated requests. `python -m
+tests.service.net.http_fuzz` runs more cases."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def engine_of(server: SlowClient) -> FakeEngine:
 
 @asynccontextmanager
 async def held(server: SlowClient) -> AsyncIterator[tuple[FakeEngine, asyncio.Event]]:
-    """Holds the engine's answers until the test sets the event, or until the end of the block."""
+    """Makes the engine wait before each answer until the test sets the yielded event, or until the end of the block."""
     engine = engine_of(server)
     engine.wait = wait = asyncio.Event()
     try:
@@ -57,7 +57,7 @@ async def held(server: SlowClient) -> AsyncIterator[tuple[FakeEngine, asyncio.Ev
 
 
 async def until_discarding(server: SlowClient) -> None:
-    """Waits until every connection of the server discards the bytes that it receives."""
+    """Waits until every connection of the server is in the state in which it discards received bytes."""
     await until(lambda: all(connection.discarding for connection in server.server_state.connections))  # type: ignore[union-attr]
 
 
@@ -163,7 +163,7 @@ async def test_a_disconnection_cancels_the_running_request_while_another_waits()
 
 
 async def send_step(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Reads the response to the WebSocket's handshake, and sends a step."""
+    """Reads the response to the WebSocket's handshake, sends a step, and reads the answer."""
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 101 ")
     writer.write(frame(0x81, b'{"tokens": [1]}'))
@@ -227,7 +227,8 @@ SMUGGLED = b"DELETE /v1/sessions/victim HTTP/1.1\r\nhost: wane\r\n\r\n"
 
 
 def with_upgrade(request: bytes) -> bytes:
-    """Returns the request with an offer to upgrade to HTTP/2, as a client sends it that supports both versions."""
+    """Returns the request with headers that offer an upgrade to HTTP/2. A client that supports HTTP/1.1 and HTTP/2
+    sends such headers."""
     return request.replace(b"host", H2C + b"host", 1)
 
 
@@ -240,7 +241,8 @@ def in_chunks(request: bytes) -> bytes:
 
 
 async def in_two(server: SlowClient, request: bytes, at: int) -> bytes:
-    """Sends a request in two packets, the second after the server has read the first. Returns the response."""
+    """Sends a request in two packets. Sends the second packet after the server has read the first packet. Returns the
+    response."""
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(request[:at])
     await until(

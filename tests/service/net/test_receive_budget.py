@@ -22,7 +22,8 @@ LINE = b"POST /v1/predict"
 
 
 def post(body: bytes, length: int | None = None) -> bytes:
-    """Returns a request with this content-length. It asks the server to close the connection after the answer."""
+    """Returns a POST request with the content-length `length`, by default the length of the body. The request asks the
+    server to close the connection after the answer."""
     head = LINE + b" HTTP/1.1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
     return head % (len(body) if length is None else length) + body
 
@@ -45,8 +46,8 @@ async def connected(server: SlowClient, first: bytes) -> AsyncIterator[asyncio.S
 
 @asynccontextmanager
 async def filled(server: SlowClient) -> AsyncIterator[None]:
-    """Opens two connections, and sends the largest body on each, except its last 100 bytes. This fills most of the
-    budget."""
+    """Opens two connections. Sends a body of the largest allowed size without its last 100 bytes on each connection.
+    These bytes use most of the receive budget."""
     almost = post(MOST[:-100], len(MOST))
     async with connected(server, almost), connected(server, almost):
         await until(lambda: server.receive_budget.taken >= 2 * (len(MOST) - 100))
@@ -74,7 +75,7 @@ async def test_received_bytes_are_counted_until_they_are_answered() -> None:
         for body in (LARGE, MOST, LARGE):
             async with connected(server, post(body).replace(b"connection: close\r\n", b"")) as reader:
                 assert (await reader.readline()).endswith(b" 200 OK\r\n")
-                await until(lambda: server.receive_budget.taken == 0)  # the connection stays open
+                await until(lambda: server.receive_budget.taken == 0)  # the connection is still open here
         async with connected(server, HANDSHAKE + frame(0x81, LARGE) * 10) as reader:
             for _ in range(10):
                 await reader.readuntil(b'"predictions"')

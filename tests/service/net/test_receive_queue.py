@@ -19,7 +19,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 @pytest.fixture(params=[EagerTask, asyncio.ensure_future], ids=["eager task", "task"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """A function that starts a coroutine and returns an awaitable."""
+    """The type of a function that starts a coroutine and returns an awaitable of the result."""
     kind: Run = request.param
     return kind
 

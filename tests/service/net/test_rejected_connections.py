@@ -1,4 +1,4 @@
-"""Tests that the server counts rejected connections for each reason, and logs them."""
+"""Tests that the server counts the rejected connections by reason, and logs each rejected connection."""
 
 from __future__ import annotations
 

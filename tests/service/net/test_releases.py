@@ -38,7 +38,7 @@ def test_the_limits_that_uvicorn_lacks_are_documented() -> None:
 
 @pytest.fixture(scope="module")
 def untested() -> Iterator[LiveServer]:
-    """The real server, which takes the installed uvicorn for an untested release."""
+    """The real server in a process that reports an untested version of uvicorn."""
     with live_server(plain_uvicorn=True, WANE_BUNDLES=BUNDLE, WANE_MAX_HEADER_BYTES="1024") as server:
         yield server
 

@@ -37,8 +37,8 @@ def fragmented(text: bytes) -> bytes:
 
 
 async def positions(pieces: list[bytes], count: int) -> list[int]:
-    """Sends the bytes of some steps in these pieces, one piece in each turn of the event loop. Returns the positions in
-    the answers."""
+    """Sends the bytes of some steps in these pieces, one piece in each event loop iteration. Returns the positions in
+    the first `count` or more answers."""
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(HANDSHAKE)
@@ -105,7 +105,7 @@ async def test_a_whole_message_within_another_message_is_an_error() -> None:
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(0)
-        said = await reader.read()  # until the server closes the connection
+        said = await reader.read()  # waits until the server closes the connection
         writer.close()
     assert b"expected a continuation frame" in said and said.count(b'"position"') <= 1
 
@@ -137,8 +137,8 @@ def test_a_short_text_is_read(size: int) -> None:
 
 @asynccontextmanager
 async def serving_texts(texts: list[bytes], refused: asyncio.Event) -> AsyncIterator[str]:
-    """Starts a server that sends these texts on every WebSocket. After the client disconnects, the server checks that
-    another send fails, and then sets `refused`."""
+    """Starts a server that sends these texts on every WebSocket. After the client has disconnected, the server checks
+    that another send fails, and sets the event `refused`."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         channel = scope[CHANNEL]
@@ -150,7 +150,7 @@ async def serving_texts(texts: list[bytes], refused: asyncio.Event) -> AsyncIter
             pass
         with pytest.raises(ClientDisconnected):
             await channel.send_text(b"late")
-        await channel.send_close(1000, "late")  # has no effect, and raises nothing
+        await channel.send_close(1000, "late")  # has no effect and raises no error, because the WebSocket is closed
         refused.set()
 
     named = protocols(Settings(), Metrics())

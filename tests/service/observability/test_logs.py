@@ -1,4 +1,4 @@
-"""Tests of the content of log lines, and of the time when they are written."""
+"""Tests of the content of log lines, and of the time at which the server writes log lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that Wane's histograms export the same text as prometheus_client's histograms."""
+"""Tests that Wane's histograms and prometheus_client's histograms export the same text."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def spans() -> Spans:
 
 @pytest.fixture
 def app(spans: Spans) -> Application:
-    """Replaces the fixture `app`, which has no tracing."""
+    """An application that records spans. It replaces the fixture `app` of conftest.py, which has no tracing."""
     registry = cast(ModelRegistry, FakeRegistry())
     return create_app(Settings(), registry, Metrics(), on_load_failure=never, tracing=spans.tracing)
 

@@ -1,4 +1,4 @@
-"""Tests of the choice of the requests that are traced, and of the spans of requests and batches."""
+"""Tests of the sampling of requests, and of the spans of requests and batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
 SAMPLED = Parent(int(TRACE, 16), int(SPAN, 16), sampled=True)
 NOT_SAMPLED = SAMPLED._replace(sampled=False)
-BELOW = SAMPLED._replace(trace_id=1)  # every sampling ratio above 0 samples this trace id
+BELOW = SAMPLED._replace(trace_id=1)  # a trace with this id is sampled at every ratio above 0
 ABOVE = SAMPLED._replace(trace_id=2**128 - 1)
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
 BATCH = Batch("m", "step", "cpu", items=3, failed=0, began_s=2.0, ended_s=2.5)

@@ -48,7 +48,8 @@ def some_tokens(engine: Engine, count: int) -> tuple[int, ...]:
 
 
 async def own_tokens(engine: Engine, count: int) -> tuple[int, ...]:
-    """Returns tokens that the model itself has generated. Most of them are among the hundred most probable."""
+    """Returns tokens that the model itself has generated. Most tokens are among the hundred most probable tokens at
+    their position."""
     request = GenerateRequest(some_tokens(engine, 10), max_tokens=count, seed=1)
     items = [item async for item in await engine.generate(request)]
     return tuple(item.token_id for item in items if isinstance(item, GeneratedToken))
@@ -161,8 +162,8 @@ async def test_sessions_in_one_batch_do_not_affect_each_other(engine: Engine) ->
 
 @pytest.mark.parametrize("token", [1336, 5, 2047])
 async def test_a_token_repeated_for_long_gets_no_false_proof(engine: Engine, token: int) -> None:
-    """After 367 repetitions of the token 1336, the most probable token of `lstm` differs between float32 and exact
-    arithmetic."""
+    """The token 1336 is a known difficult case. After 367 repetitions of it, the most probable next token of the model
+    `lstm` in float32 differs from that in exact arithmetic."""
     manifest, held = engine.manifest, (token,) * 367
     answer = await engine.submit(PredictRequest(held, mode=Mode.RECURRENT))
     reference = Reference(manifest.architecture, opened(FOLDER / manifest.name)[0].weights())

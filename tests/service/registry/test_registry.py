@@ -87,8 +87,8 @@ async def test_a_registry_that_shuts_down_is_unready_but_answers_until_it_is_clo
 
 
 class Gate:
-    """Holds every load of a bundle's graphs until the test opens the gate for all loads or for the next load. `names`
-    lists the loads that have begun."""
+    """Makes every load of a bundle's graphs wait until the test lets all loads or the next load continue. `names` lists
+    the models whose load has begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
@@ -104,7 +104,7 @@ class Gate:
         return self._open_graphs(bundle, settings)
 
     async def reached(self) -> None:
-        """Waits until one more load has started."""
+        """Waits until another load has begun. Each call waits for one load."""
         assert await asyncio.to_thread(self._begun.acquire, timeout=TIMEOUT_S)
 
 
@@ -290,7 +290,7 @@ async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_se
     assert not file.exists(), "the store opens before the first model is loaded"
     asking = asyncio.create_task(registry.wait_for())
     closing = asyncio.create_task(registry.close())
-    with pytest.raises(Unavailable, match="stopping"):  # the load has not ended yet
+    with pytest.raises(Unavailable, match="stopping"):  # fails before the load has ended
         await asking
     assert not closing.done()
     gate.opened.set()
@@ -480,7 +480,7 @@ async def test_a_graph_with_wrong_results_is_not_served(monkeypatch: pytest.Monk
 
 
 def edited(source: Path, folder: Path, *keys: str | int, value: object) -> Path:
-    """A copy of a bundle. Each test changes one field of its certificate."""
+    """A copy of a bundle. Each test changes one field of the copy's certificate."""
     path = shutil.copytree(source, folder / source.name)
     edit_manifest(path, "certificate", *keys, value=value)
     return path

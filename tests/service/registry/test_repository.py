@@ -16,7 +16,7 @@ from wane.service.settings import Settings
 
 
 class Loads:
-    """Records the requested loads."""
+    """A registry that records the requested loads."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -1,5 +1,5 @@
-"""Tests of replacing a model's version while sessions use it. The registry replaces a version, rejects it, keeps it for
-its sessions, or closes it when no session needs it."""
+"""Tests of replacing a model's version while sessions use the version. The registry serves the new version, or rejects
+it. The registry keeps the old version for its sessions, and closes the old version when no session needs it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ from wane.service.types import Answer, Mode, PredictRequest, StateSource, StepRe
 TOKENS = (5, 6, 7, 8)
 FLOAT32 = 1e-5
 SWAPS = 14
-KEPT_BYTES = 1e6  # the most that a swap may leak; a leaked graph has 4 MB, and a leaked engine 13 MB
-WITHHELD_BYTES = 30e6  # the most free memory after all swaps; 144 MB without garbage collection and malloc_trim
+# The most bytes that a swap may leak. A leaked graph has 4 MB, and a leaked engine has 13 MB.
+KEPT_BYTES = 1e6
+# The most bytes that may be free but not returned to the kernel after all swaps. Without garbage collection and
+# malloc_trim this number is 144 MB.
+WITHHELD_BYTES = 30e6
 
 
 @pytest.fixture
@@ -388,7 +391,8 @@ async def swap_by_turns() -> None:
         assert (await step(registry, session, 9)).position == SWAPS * len(TOKENS) + 1
         await registry.close()
     assert growth(running, kinds=2) <= 0, f"the number of threads after each swap is {running}"
-    kept = growth(used[2:], kinds=2)  # the first load of each model allocates memory that all later loads share
+    # Leaves out the first load of each model, which allocates memory that all later loads share.
+    kept = growth(used[2:], kinds=2)
     assert kept < KEPT_BYTES, f"each swap leaks {kept:,.0f} bytes; the bytes in use after each swap are {used}"
     assert withheld < WITHHELD_BYTES, (
         f"{withheld:,} bytes are free, but the C library has not returned them to the kernel"
@@ -396,6 +400,6 @@ async def swap_by_turns() -> None:
 
 
 def test_memory_and_threads_do_not_grow_over_many_swaps() -> None:
-    """The server itself must free the memory of a closed engine: it runs the garbage collector, and makes the C library
-    release free memory."""
+    """The server must free the memory of a closed engine. To do so, the server runs the garbage collector, and makes
+    the C library release free memory."""
     alone(swap_by_turns)

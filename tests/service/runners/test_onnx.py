@@ -15,7 +15,7 @@ from wane.service.runners.runner import DeviceError
 
 
 class NoSession:
-    """An inference session that always uses the CPU instead of the requested device."""
+    """A fake inference session that always uses the CPU, whatever device is requested."""
 
     asked: list[object]
 
@@ -63,7 +63,8 @@ def test_cuda_fails_and_auto_uses_the_cpu_if_cuda_does_not_start(
 
 
 async def run_the_largest_batch_of_each_runner() -> None:
-    """Runs a batch in each of two runners of one bundle. No other batch takes more memory."""
+    """Runs the largest allowed batch of the graph "scan", which takes the most memory, in each of two runners of one
+    bundle."""
     bundle = Bundle.open(PATHS[0])
     state = {tensor.name: np.zeros((64, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
     tokens = np.ones((64, MOST_POSITIONS["scan"] // 64), np.int64)

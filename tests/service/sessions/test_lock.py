@@ -15,8 +15,8 @@ async def until_settled() -> None:
 
 
 class LockHolders:
-    """Starts tasks that take a session's lock and hold it. `inside` lists the tasks that hold a lock. The event `go` of
-    a task makes it release the lock."""
+    """Starts tasks that acquire and hold a session's lock. `inside` lists the tasks that hold a lock. A task releases
+    the lock when the test sets the task's event in `go`."""
 
     def __init__(self) -> None:
         self.locks = SessionLocks()
@@ -75,7 +75,7 @@ async def test_a_waiter_that_is_cancelled_as_it_gets_the_lock_releases_the_lock(
     async with holders.locks.held("s"):
         gone, last = (holders.start(name) for name in "ab")
         await until_settled()
-    gone.cancel()  # the task already has the lock, but has not run yet
+    gone.cancel()  # the lock is already assigned to this task, but the task has not run yet
     await until_settled()
     assert gone.cancelled()
     assert holders.inside == ["b"]

@@ -1,4 +1,5 @@
-"""Tests of sessions whose steps the engine takes in columns: what it writes to the store, and when."""
+"""Tests of sessions whose steps the engine processes in columns, which are arrays with one row for each session. The
+tests check what is written to the store, and when."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ from wane.service.types import Mode, StepRequest
 
 TTL_S, HISTORY, BUDGET_BYTES = 64.0, 40, 2**20
 CAPACITY = 16
-WIDTH = 1  # the number of values in a state; the output layer's input has as many
+WIDTH = 1  # the number of values in a state, and also in the output layer's input
 
 
 def outputs(rows: int) -> Mapping[str, Array]:
-    """Returns the outputs of a run with this number of rows."""
+    """Returns the outputs of a fake run with this number of rows."""
     return {HIDDEN: np.ones((rows, WIDTH), np.float32), f"{NEXT}h": np.ones((rows, WIDTH), np.float32)}
 
 
 class Bench:
-    """Sessions in a store and in columns, without an engine."""
+    """A store and the columns of its sessions, without an engine."""
 
     def __init__(self, file: Path | None = None, budget_bytes: int = BUDGET_BYTES) -> None:
         self.clock = Clock()
@@ -49,7 +50,7 @@ class Bench:
         self.store.write = note  # type: ignore[method-assign,assignment]
 
     async def start(self, session: str) -> None:
-        """Creates a session, and appends its first token, 5. From now on its steps are taken in columns."""
+        """Creates a session, and appends the token 5. From now on the session's steps are processed in columns."""
         await self.store.create(SessionRecord(session, "m", "1", Mode.AUTO, 0, TokenHistory.start(0, 300)))
         created = self.store.get_cached(session)
         assert created is not None
@@ -159,7 +160,7 @@ async def test_full_buffers_of_one_batch_are_each_written_once_even_if_the_store
     bench.store.budget_bytes = bench.store.used_bytes + 100
     positions = dict.fromkeys(names, 1)
     for _ in range(RECENT + 3):
-        # The order of the store's shards determines which sessions stay in columns.
+        # Which sessions stay in columns depends on the order in which the store evicts from its shards.
         in_columns = [name for name in names if bench.resident.slot(name) is not None]
         if not in_columns:
             break
@@ -197,7 +198,8 @@ async def test_a_full_store_evicts_any_number_of_buffered_sessions() -> None:
         clock.now_s += 0.001
         resident.commit(np.array([cache.slot_of(name)]), [name], np.array([6]), outputs(1))
     store.budget_bytes = store.used_bytes
-    assert await store.get(names[-1]) is not None  # writing this session evicts other sessions
+    # The read writes this session to the store, and the store then evicts other sessions.
+    assert await store.get(names[-1]) is not None
     assert await store.get(names[0]) is None
     assert store.used_bytes <= store.budget_bytes
 
@@ -238,7 +240,8 @@ async def test_another_engine_continues_exactly_where_a_buffered_session_is(make
     answer = await new.engine.submit(StepRequest("a", (10,), expected_position=5))
     assert answer.position == 6
     assert answer.predictions[0].token_id == new.runner.logits([0, *tokens, 10]).argmax()
-    again = await old.engine.submit(StepRequest("a", (11,)))  # a request still uses the old engine
+    # Like a request that began before the swap, this step uses the old engine.
+    again = await old.engine.submit(StepRequest("a", (11,)))
     assert again.position == 7
     assert again.predictions[0].token_id == new.runner.logits([0, *tokens, 10, 11]).argmax()
     await old.engine.drain()

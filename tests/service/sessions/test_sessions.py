@@ -20,7 +20,7 @@ TOKENS = tuple(range(10, 30))
 
 @pytest.fixture
 def harness(make_harness: MakeHarness) -> EngineHarness:
-    """A harness with a certified model. Its sessions keep 16 tokens."""
+    """A harness with a certified model. The store keeps the last 16 tokens of each session."""
     return make_harness(certified=True, window=4, max_window=140)
 
 

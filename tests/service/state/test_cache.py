@@ -16,7 +16,7 @@ def make_residents(slots: int = 8) -> StateCache:
 
 
 def keep(state_cache: StateCache, session: str, touched_s: float = 0.0, value: float = 0.0) -> int:
-    """Makes a state resident that has `value` in every unit. Returns its slot."""
+    """Stores a resident state with `value` in every unit for the session. Returns the state's slot."""
     with state_cache.lease() as slot:
         outputs = {"next.a": np.full((1, 2), value), "next.b": np.full((1, 3, 1), value), "hidden": np.zeros((1, 4))}
         state_cache.scatter([slot], outputs)
@@ -50,8 +50,8 @@ def test_the_least_recently_used_session_is_evicted_first() -> None:
     state_cache = StateCache(STATE, 4, 8 * SLOT_BYTES, lambda: evicted.append(None))
     for name in "abcdef":
         keep(state_cache, name)
-    assert state_cache.find("a", 1.0) is not None  # a use of a, so b is now the least recently used
-    assert state_cache.peek("b") is not None  # this is no use, so b is still the least recently used
+    assert state_cache.find("a", 1.0) is not None  # `find` counts as a use of a, so b is now the least recently used
+    assert state_cache.peek("b") is not None  # `peek` does not count as a use, so b is still the least recently used
     with state_cache.lease():
         assert state_cache.peek("b") is None
         assert state_cache.peek("a") is not None

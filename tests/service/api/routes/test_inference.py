@@ -1,4 +1,5 @@
-"""The routes of the Open Inference Protocol: errors in the protocol's shape, keys, sequences that meet other requests.
+"""Tests of the routes of the Open Inference Protocol: the requests to the engine, the protocol's error format, health,
+and keys.
 
 `tests/clients/test_tritonclient.py` compares the numbers with the native API."""
 
@@ -48,7 +49,7 @@ def error(response: httpx.Response, status: int = 400, code: str = "invalid_requ
     return assert_error(response, status, code)
 
 
-# What is asked of the engine
+# Requests to the engine
 
 
 async def test_a_prediction_asks_for_what_the_outputs_need(client: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -255,7 +256,7 @@ async def test_keys_separate_the_sequences_of_their_owners() -> None:
         assert [cast(StepRequest, one).session for one in models.engine.asked] == ["alice/fake:7", "bob/fake:7"]
 
 
-# Over a socket
+# With a real socket
 
 
 def test_a_binary_request_over_the_dispatcher(http: httpx.Client) -> None:

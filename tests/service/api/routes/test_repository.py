@@ -1,4 +1,5 @@
-"""Tests of the model repository over HTTP. Its failures have the document format of the repository protocol."""
+"""Tests of the model repository over HTTP. The server describes an error in the document format of the repository
+protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ ROUTES = ("/v2/repository/index", "/v2/repository/models/fake/load", "/v2/reposi
 
 
 def assert_error(response: httpx.Response, status: int, code: str) -> str:
-    """Checks all fields of an error document. Returns its message."""
+    """Checks all fields of an error response's document. Returns the error message."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     document: dict[str, Any] = response.json()

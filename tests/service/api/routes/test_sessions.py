@@ -1,4 +1,4 @@
-"""Tests of the creation of sessions over HTTP, also with a history, and of its repetition."""
+"""Tests of the creation of sessions over HTTP: with a history, without one, and with a repeated request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def session(http: httpx.Client) -> Iterator[str]:
 
 @pytest.fixture
 def curve(http: httpx.Client) -> list[float]:
-    """The bounds in the certificate. The first is for a window of one token."""
+    """The certificate's error bound for every window length. Item 0 is the bound for a window of one token."""
     bounds: list[float] = http.get(f"/v1/models/{MODEL}").json()["certificate"]["error_bound"]
     return bounds
 

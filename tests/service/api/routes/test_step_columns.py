@@ -1,4 +1,5 @@
-"""Tests of answers to many steps in the columns format. Compares them with the documents of the same steps."""
+"""Tests that an answer in the columns format, which has one list for each field, equals the documents of the same
+steps."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ async def server(harness: EngineHarness) -> AsyncIterator[ServerHarness]:
 
 
 def body(*steps: tuple[str, object], form: str = "columns", **fields: Any) -> Document:
-    """Returns a body with one-token steps. Every step also has these fields."""
+    """Returns a request body with one-token steps. Adds `fields` to every step."""
     document: Document = {"steps": [{"session": name, "tokens": [token], **fields} for name, token in steps]}
     return document | {"format": form}
 
 
 def documents(columns: Document) -> list[Document]:
-    """Returns one document for each step, with the values of its row in the columns."""
+    """Returns one document for each step. Its values are the step's values in the columns."""
     names = [name for name in columns if name not in ("token_id", "logprob", "error", "latency")]
     found: list[Document] = []
     for row, error in enumerate(columns["error"]):
@@ -44,7 +45,7 @@ def documents(columns: Document) -> list[Document]:
 
 
 def comparable(result: Document, columns: Document) -> Document:
-    """Returns the fields of a step's document that the columns format also has."""
+    """Returns a step's document in the form that `documents` returns, for the comparison."""
     if "error" in result:
         return {"error": without_time(result["error"])}
     names = [name for name in columns if name not in ("token_id", "logprob", "error", "latency")]

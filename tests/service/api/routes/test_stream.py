@@ -123,7 +123,8 @@ async def test_messages_received_during_an_answer_keep_their_order(
     engine.wait = asyncio.Event()
     async with opened(server) as socket:
         await socket.send(json.dumps({"tokens": [1]}))
-        await engine.waiting.wait()  # otherwise the read-ahead may be full, and the server would not read the ping
+        # Otherwise the server might count the first message as unprocessed, and would not read the ping.
+        await engine.waiting.wait()
         for length in range(2, MOST_EARLY + 1):
             await socket.send(json.dumps({"tokens": [1] * length}))
         await (await socket.ping())  # a pong proves that the server has received the messages
@@ -374,7 +375,7 @@ def session(http: httpx.Client) -> Iterator[str]:
 
 
 def comparable(document: dict[str, Any]) -> dict[str, Any]:
-    """Returns an answer without its latency and its session's name."""
+    """Returns an answer without the fields for the latency and for the session's name."""
     return {name: value for name, value in document.items() if name not in ("latency", "session")}
 
 

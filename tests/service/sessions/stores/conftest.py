@@ -15,7 +15,8 @@ MakeStore = Callable[..., Awaitable[RedisStore]]
 
 @pytest.fixture(scope="session")
 def common(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A Redis server for all tests that neither stop nor fill it. Every test has its own namespace."""
+    """A Redis server that the tests share, except the tests that stop or fill their server. Every test uses its own
+    namespace."""
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
@@ -28,14 +29,14 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def settings_of(**changes: Any) -> dict[str, Any]:
-    """Arguments for a `RedisStore`."""
+    """Returns arguments for a `RedisStore`."""
     usual = {"namespace": "n", "session_history_tokens": 4, "ttl_s": 100.0, "budget_bytes": 2**20, "timeout_s": 5.0}
     return {**usual, "metrics": Metrics(), **changes}
 
 
 @pytest.fixture
 async def make_store(request: pytest.FixtureRequest) -> AsyncIterator[MakeStore]:
-    """Opens stores at an address, and closes them after the test."""
+    """A function that opens a store at an address. The fixture closes the stores after the test."""
     stores: list[RedisStore] = []
 
     async def make(url: str, **changes: Any) -> RedisStore:

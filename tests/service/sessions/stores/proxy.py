@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """Forwards bytes to a port. `sever` stops the forwarding, and `mend` starts it again."""
+    """A proxy that forwards bytes to a port. `sever` stops the forwarding, and `mend` starts the forwarding again."""
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -40,12 +40,12 @@ class Proxy:
         self._whole.clear()
 
     def hold_answers(self) -> None:
-        """Forwards requests but no answers, until `mend` is called."""
+        """From now on forwards requests but no answers, until a call of `mend`."""
         self.answers_held = True
 
     def mend(self) -> None:
-        """Forwards the bytes of new connections. Closes all earlier connections. Bytes that were not forwarded never
-        arrive."""
+        """Closes all open connections, and forwards the bytes of new connections. Discards the bytes that the proxy has
+        not forwarded."""
         self._drop()
         self.answers_held = False
         self._whole.set()

@@ -1,5 +1,5 @@
-"""A real redis-server that tests can kill and restart. It has its own port and its own folder. Also has helpers for
-tests that need real programs."""
+"""A real redis-server that tests can kill and restart. The server has its own port and its own folder. The module also
+has functions for tests that need other real programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 REQUIRED = "WANE_REQUIRE_STACK"
 READY = "Ready to accept connections"
 TIMEOUT_S = 120
-"""The longest time that a test waits."""
+"""The longest time, in seconds, that a test waits for an event."""
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 """Options that make Redis write every command to the disk before it answers."""
 
@@ -35,17 +35,19 @@ def program(name: str) -> str:
 
 
 def free_port() -> int:
-    """Returns a free TCP port of this machine."""
+    """Returns the number of a free TCP port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
 
 
 class RedisServer:
-    """A redis-server process. `start` after `kill` or `stop` restarts it with the same port, folder and options."""
+    """A redis-server process. A call of `start` after `kill` or `stop` restarts redis-server with the same port, folder
+    and options."""
 
     def __init__(self, folder: Path, options: Sequence[str] = DURABLE, port: int | None = None) -> None:
-        """Does not start the server. `options`: command-line options, after the options for the port and the folder."""
+        """The constructor does not start the server. `options` has the command-line options that follow the options for
+        the port and the folder."""
         self.program = program("redis-server")
         self.folder = folder
         self.options = tuple(options)
@@ -105,7 +107,7 @@ class RedisServer:
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Sends SIGCONT, which ends a `pause`."""
+        """Sends SIGCONT, so the server continues after `pause`."""
         self.process.send_signal(signal.SIGCONT)
 
     def _end(self, sign: signal.Signals) -> None:
@@ -124,7 +126,7 @@ class RedisServer:
 
 @contextmanager
 def redis_server(folder: Path, options: Sequence[str] = DURABLE, port: int | None = None) -> Iterator[RedisServer]:
-    """Runs a server during the block."""
+    """Runs a redis-server process during the block."""
     server = RedisServer(folder, options, port)
     server.start()
     try:

@@ -1,4 +1,4 @@
-"""Tests of the file that passes the sessions of a process to the next process."""
+"""Tests of the file in which a process saves its sessions for the next process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = LastStep(1, b"t" * 16, b"key")
 
 
 def names(folder: Path) -> list[str]:
-    """The sessions of a store."""
+    """Returns the names of the files in the folder."""
     return sorted(one.name for one in folder.iterdir())
 
 
@@ -45,9 +45,10 @@ def test_saved_sessions_are_loaded_unchanged_in_order_of_last_use(tmp_path: Path
     dump_file.save(path, records(), lambda: 1000.0)
     assert dump_file.load(path, 9, lambda: 1000.0) == records()[::-1]
     assert [one.idle_s for one in dump_file.load(path, 9, lambda: 1007.0)] == [16.0, 8.5]
-    # The wall clock was set back between the processes.
+    # Here the wall clock was set back between the write and the load of the file.
     assert [one.idle_s for one in dump_file.load(path, 9, lambda: 7.0)] == [9.0, 1.5]
-    assert [len(one.tail) for one in dump_file.load(path, 2)] == [3, 1]  # <eos> is cut off with the first token
+    # A history loses <eos> only together with its first token.
+    assert [len(one.tail) for one in dump_file.load(path, 2)] == [3, 1]
     assert names(tmp_path) == ["sessions"]
 
 
@@ -132,7 +133,8 @@ async def test_a_store_opens_with_the_sessions_of_a_closed_store(tmp_path: Path)
     assert await after.get("b~:.-") is None
     assert (await after.count("m"), await after.count("n")) == (1, 0)
     assert after.used_bytes == entry_bytes("a", len(found.tail.data))
-    assert names(tmp_path) == ["sessions.read"]  # the sessions of the file continue in this process
+    # The file is renamed, because its sessions now continue in this process.
+    assert names(tmp_path) == ["sessions.read"]
     assert await after.append(found, (7,), STEP)
 
 

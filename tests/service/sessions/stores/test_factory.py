@@ -1,4 +1,4 @@
-"""Tests of the store that the settings select, and of its password file."""
+"""Tests of the choice of the session store by the settings, and of the file with the store's password."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of the local fallback while the store is unreachable. When the store is reachable again, its sessions replace
-conflicting local sessions."""
+"""Tests of the local store that replaces Redis while Redis is unreachable. When Redis is reachable again, its sessions
+replace conflicting local sessions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.stack
 
 
 class FallbackStoreHarness(FallbackStore):
-    """A `FallbackStore`. Tests can read its metrics, its Redis store and its clock."""
+    """A `FallbackStore` whose metrics, Redis store and clock are attributes that tests can read."""
 
     def __init__(self, url: str) -> None:
         self.metrics = Metrics()
@@ -37,11 +37,11 @@ class FallbackStoreHarness(FallbackStore):
         super().__init__(self.shared, 100.0, self.metrics, self.clock)
 
     async def until_settled(self) -> None:
-        """Waits until the store is reachable, and every local session is written or discarded."""
+        """Waits until Redis is reachable, and until every local session is written to Redis or discarded."""
         await until(lambda: self.standing.reachable and not self.standing.not_durable)
 
     async def until_written(self) -> None:
-        """Waits for the writes that began when the store became reachable."""
+        """Waits until the task that started when Redis became reachable has written or discarded the local sessions."""
         assert self._settling is not None
         await self._settling
 
@@ -110,7 +110,8 @@ async def test_the_tokens_in_the_store_replace_local_tokens_and_the_next_step_co
         assert caught.value.position == 2
         after = await step(store, 8)  # the store raises the conflict only once
         assert (after.position, after.durable, after.tail.ids().tolist()) == (3, True, [0, 5, 7, 8])
-        assert not follows(after.revision, lost.revision)  # the state of the lost tokens is not used either
+        # The engine must not use the state after the lost tokens either.
+        assert not follows(after.revision, lost.revision)
         assert store.sample("wane_sessions_conflict_discarded_total") == 1
 
 
@@ -157,7 +158,7 @@ async def test_a_step_of_another_replica_is_not_mistaken_for_the_unacknowledged_
         await step(store, 5)
         between.sever()
         await step(store, 6)
-        await step(other, 6)  # a different step with the same token
+        await step(other, 6)  # this replica's step with the same token is a different step
         between.mend()
         await store.until_settled()
         with pytest.raises(PositionConflict):
@@ -289,7 +290,8 @@ async def test_a_session_created_from_a_history_during_an_outage_is_written(serv
         here = await step(store, 5)
         assert await store.append(here, (6,), STEP, SNAPSHOT)
         async with Redis.from_url(f"redis://127.0.0.1:{server.port}/0") as redis:
-            await redis.delete(store.shared.keys("s")[0])  # imitates a session that has expired before its state
+            # Deletes the session but not its state, as if the session had expired first.
+            await redis.delete(store.shared.keys("s")[0])
         assert await store.get("s") is None
         server.kill()
         with suppress(Unavailable):

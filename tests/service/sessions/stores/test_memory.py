@@ -24,12 +24,12 @@ def record(session: str = "s", model: str = "m") -> SessionRecord:
 
 
 async def append(store: MemoryStore, session: str, tokens: tuple[int, ...], step: LastStep) -> SessionRecord | None:
-    """Appends tokens to the session as the store has it."""
+    """Appends tokens to the store's current record of the session."""
     return await store.append(await store.get(session) or record(session), tokens, step)
 
 
 async def rewind(store: MemoryStore, session: str, position: int) -> SessionRecord | None:
-    """Rewinds the session as the store has it."""
+    """Rewinds the store's current record of the session."""
     there = await store.get(session)
     assert there is not None
     return await store.rewind(session, there.revision, position)
@@ -208,7 +208,7 @@ async def test_sessions_over_the_budget_evict_the_session_that_is_idle_longest()
     for name, model in (("a", "m"), ("b", "n"), ("c", "m")):
         clock.now_s += 1
         await store.create(record(name, model))
-    await store.touch("a")  # now b is the session that is idle longest
+    await store.touch("a")  # now the session b has been idle longest
     await append(store, "c", (1, 2, 3, 4), STEP)
     assert ended == []
     await append(store, "a", (1,), STEP)

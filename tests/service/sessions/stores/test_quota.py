@@ -1,4 +1,4 @@
-"""Tests of the quota of an owner's sessions, in every store."""
+"""Tests, for every store, of the quota that limits an owner's number of sessions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_each_owner_has_a_quota_and_one_session_over_it_is_rejected() -> N
         assert await store.create(of_alice(number), 3)
     with pytest.raises(QuotaExceeded, match="alice has 3 sessions"):
         await store.create(of_alice(3), 3)
-    assert not await store.create(of_alice(2), 3)  # the session already exists, so it does not count again
+    assert not await store.create(of_alice(2), 3)  # the session already exists, so this creation does not count
     assert await store.create(in_memory("bob/0"), 1)
     assert await store.create(in_memory("alice"))
 
@@ -137,14 +137,14 @@ async def test_sessions_created_without_a_quota_during_an_outage_are_not_counted
 
 
 async def counted(store: RedisStore, owner: str) -> set[str]:
-    """Returns the sessions that Redis counts for the owner."""
+    """Returns the names of the sessions that Redis counts for the owner."""
     key = store.counting(f"{owner}/any")[1]
     return {name.decode() for name in await store.trips.do("ZRANGE", key, 0, -1)}
 
 
 def withhold_commands(trips: RedisPipeline, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Argument, ...]]:
-    """Withholds all commands that the store sends without waiting for the answer. Returns the list of these
-    commands."""
+    """Replaces the method that sends a command without waiting for the answer. The replacement only appends the command
+    to a list. Returns the list."""
     held: list[tuple[Argument, ...]] = []
     monkeypatch.setattr(trips, "tell", lambda *command: held.append(command))
     return held
@@ -239,7 +239,7 @@ async def test_a_session_removed_as_expired_just_before_creation_counts(
         assert await one.create(record("alice/1"), 1)
 
     before_creating(other, give_up, monkeypatch)
-    assert await other.create(record("alice/0"), 1)  # one session over the quota while the store creates both
+    assert await other.create(record("alice/0"), 1)  # one session over the quota, because the two creations overlap
     assert await one.delete("alice/1")
     with pytest.raises(QuotaExceeded):
         await one.create(record("alice/2"), 1)
@@ -278,6 +278,6 @@ async def test_every_session_counts_under_concurrent_creation_and_deletion(
         *(create_and_delete(store, [f"alice/{number % 5}" for number in range(60)]) for store in stores)
     )
     alive = {f"alice/{number}" for number in range(5) if await stores[0].get(f"alice/{number}")}
-    async with asyncio.timeout(TIMEOUT_S):  # commands whose answer the store does not wait for may be in flight
+    async with asyncio.timeout(TIMEOUT_S):  # the stores may have sent commands that Redis has not executed yet
         while not alive <= await counted(stores[0], "alice"):
             pass

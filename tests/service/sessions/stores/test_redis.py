@@ -227,7 +227,8 @@ async def test_a_state_is_kept_until_the_session_is_rewound_to_before_the_state(
 async def test_an_idle_session_expires_and_a_session_in_use_does_not(
     common: RedisServer, make_store: MakeStore
 ) -> None:
-    store = await make_store(common.url, ttl_s=30_000.0)  # a delay of a minute does not affect this test
+    # The time to live is so long that a delay of a minute does not affect this test.
+    store = await make_store(common.url, ttl_s=30_000.0)
     here = await begin(store)
     await store.append(here, (5, 6), STEP, SNAPSHOT)
     keys = store.keys("s")
@@ -239,7 +240,7 @@ async def test_an_idle_session_expires_and_a_session_in_use_does_not(
         assert found.idle_s == pytest.approx(20_000, abs=300)
         assert await redis.pttl(keys[0]) <= 10_000_000  # a read does not reset the time to live
         await store.touch("s")
-        assert await store.get("s")  # Redis has received the touch by then
+        assert await store.get("s")  # Redis answers this read after the touch, so the touch has taken effect
         for key in keys:
             assert 29_000_000 < await redis.pttl(key) <= 30_000_000
         await redis.pexpire(keys[0], 1)
@@ -294,7 +295,8 @@ async def test_acknowledged_changes_survive_a_killed_redis(server: RedisServer, 
     found = await store.get("s")
     assert found is not None
     assert (found.position, found.tail.ids().tolist()) == (20, [21, 22, 23, 24])
-    after = await store.append(here, (25,), STEP)  # the restarted Redis does not have the script either
+    # The restarted Redis does not have the store's script, so the store must send the script again.
+    after = await store.append(here, (25,), STEP)
     assert after is not None
     assert after.position == 21
 
@@ -322,7 +324,7 @@ async def test_the_first_change_after_a_restart_starts_a_new_branch_of_revisions
 
 
 async def last_save(server: RedisServer) -> object:
-    """Returns the time of the server's start or last save, in whole seconds."""
+    """Returns the time of the server's last save, or of its start if it has not saved since, in whole seconds."""
     async with Redis.from_url(server.url) as redis:
         return await redis.lastsave()
 
@@ -332,7 +334,7 @@ async def test_an_append_with_a_lost_answer_is_not_applied_twice(server: RedisSe
         store = await make_store(f"redis://127.0.0.1:{between.port}/0")
         direct = await make_store(server.url)
         here = await begin(store)
-        here = await store.append(here, (5,), STEP) or here  # now Redis has the script
+        here = await store.append(here, (5,), STEP) or here  # after this append Redis has the store's script
         between.hold_answers()
         appending = asyncio.create_task(store.append(here, (7,), STEP))
 
@@ -343,7 +345,8 @@ async def test_an_append_with_a_lost_answer_is_not_applied_twice(server: RedisSe
         async with asyncio.timeout(TIMEOUT_S):
             while not await arrived():
                 pass
-        # This closes the connection. The store sends the append again, and finds that Redis has applied it.
+        # `mend` closes the connection. The store then sends the append again, and finds that Redis has already applied
+        # the append.
         between.mend()
         after = await appending
         assert after is not None
@@ -364,7 +367,7 @@ async def test_a_cut_network_is_detected_and_then_commands_fail_immediately(
         assert not store.standing.reachable
         with pytest.raises(Unavailable):  # fails immediately, because the store sends nothing
             await store.append(here, (7,), STEP)
-        await store.touch("s")  # a touch raises no error
+        await store.touch("s")  # a touch raises no error if Redis is unreachable
         between.mend()
         await until(lambda: store.standing.reachable)
         assert await store.append(here, (7,), STEP)
@@ -428,7 +431,7 @@ async def test_the_store_is_read_before_a_step_if_other_replicas_also_step_its_s
         found = await other.get("s")
         assert found is not None
         await other.append(found, (7,), STEP)
-        await one.append(here, (8,), STEP)  # this append loses the race
+        await one.append(here, (8,), STEP)  # fails, because the other replica has appended first
         here = one.get_cached("s") or here
     assert one.get_cached("s", to_step=True) is None
     assert one.get_cached("s") is not None
