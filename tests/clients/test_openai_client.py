@@ -562,10 +562,8 @@ async def test_an_event_model_has_sessions(events: tuple[EngineHarness, ServerHa
             body = {"session": "e", "expected_position": position}
             answer = await client.completions.create(model="fake", prompt=name, max_tokens=1, extra_body=body)
             assert (
-                (answer.position == position + 1
-                and answer.choices[0].text in harness.vocabulary.texts[1:])
-                or answer.choices[0].text == ""
-            )
+                answer.position == position + 1 and answer.choices[0].text in harness.vocabulary.texts[1:]
+            ) or answer.choices[0].text == ""
 
 
 # Failures of the server
