@@ -11,7 +11,7 @@ from wane.models.vocabulary import Vocabulary
 from wane.service.api.schemas.completions import ChoiceDocument, LogprobsDocument
 from wane.service.engine.generate import TextPieces
 from wane.service.engine.stream import Stream
-from wane.service.types import Finish, GeneratedToken, Prediction, Score
+from wane.service.types import Finish, FinishReason, GeneratedToken, Prediction, Score
 
 T = TypeVar("T")
 
@@ -67,8 +67,8 @@ class Choice:
 
     def ended(self, finish: Finish | None) -> ChoiceDocument:
         """Returns the last part. None: the choice is the prompt alone."""
-        reason = "length" if finish is None else finish.finish_reason.value
-        return {"index": self.index, "text": "", "logprobs": None, "finish_reason": reason}
+        stopped = finish is not None and finish.finish_reason is FinishReason.STOP
+        return {"index": self.index, "text": "", "logprobs": None, "finish_reason": "stop" if stopped else "length"}
 
     def _add(
         self, logprobs: LogprobsDocument, token: int, logprob: float, places: Sequence[Prediction], offset: int
