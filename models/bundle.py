@@ -28,6 +28,7 @@ from wane.models.bundle_checks import (
     check_certificate,
     check_hash,
     check_names,
+    check_served,
     read_manifest,
     read_vocabulary,
 )
@@ -83,6 +84,7 @@ class Bundle:
     def open(cls, path: Path) -> Bundle:
         """Like `read`, but leaves the certificate to `verify_certificate`. Raises BundleError."""
         manifest = read_manifest(path)
+        check_served(path, manifest)
         check_names(path, manifest)
         for name, expected in sorted(manifest.files.items()):
             check_hash(path / name, expected)

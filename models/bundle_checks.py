@@ -73,6 +73,13 @@ def read_manifest(path: Path) -> Manifest:
         raise BundleError(f"{file}: {'; '.join(problems)}") from error
 
 
+def check_served(path: Path, manifest: Manifest) -> None:
+    """Raises BundleError if the manifest asks for something that no server of this release does."""
+    for field, value in (("unknown", "skip"), ("start", "zero")):
+        if getattr(manifest, field) == value:
+            raise BundleError(f"{path / MANIFEST}: {field}: {value!r} is not supported by this release")
+
+
 def check_names(path: Path, manifest: Manifest) -> None:
     """Raises BundleError unless every used file has a hash, every name is plain and every role has a graph."""
     file = path / MANIFEST

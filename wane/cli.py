@@ -28,9 +28,7 @@ COMMANDS = {
     "key": Command("create an API key", "wane.service.cli.key"),
     "train": Command("train a model, or resume a run", "wane.training.cli", "train"),
     "evaluate": Command("measure a run's perplexity, recurrent and as windows", "wane.training.cli", "train"),
-    "export": Command(
-        "write a run, or a bundle again, as a bundle that `wane serve` loads", "wane.training.cli", "train"
-    ),
+    "export": Command("write a run or a bundle as a bundle that `wane serve` loads", "wane.training.cli", "train"),
     "cache": Command("fit a cache language model to a bundle", "wane.training.cli", "train"),
     "audit": Command("audit a checkpoint, and write it as a bundle", "wane.training.cli", "train"),
 }

@@ -97,3 +97,11 @@ def edit_manifest(path: Path, *keys: str | int, value: Any) -> None:
         target = target[key]
     target[keys[-1]] = value
     file.write_text(json.dumps(manifest))
+
+
+def remove_field(path: Path, field: str) -> None:
+    """Removes one field of a bundle's manifest.json."""
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest[field]
+    file.write_text(json.dumps(manifest))

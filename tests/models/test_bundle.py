@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.bundles import edit_manifest, small_architecture, write_small_bundle
+from tests.models.bundles import edit_manifest, remove_field, small_architecture, write_small_bundle
 from wane.models.bundle import Bundle, BundleError, BundleExistsError, verify_graphs, write_bundle
 from wane.models.manifest import Perplexity, Quality, Role
 from wane.models.parity import Tensors
@@ -81,13 +81,27 @@ def test_a_missing_file_is_named(path: Path, name: str) -> None:
 def test_a_newer_manifest_is_refused(path: Path) -> None:
     edit_manifest(path, "schema_version", value=7)
     edit_manifest(path, "a_field_of_the_future", value=True)
-    refused(path, "written by a newer Wane (schema_version 7, this one reads 3)")
+    refused(path, "written by a newer Wane (schema_version 7, this one reads 4)")
+
+
+def test_a_manifest_of_schema_3_is_read(path: Path) -> None:
+    edit_manifest(path, "schema_version", value=3)
+    for field in ("unknown", "start"):
+        remove_field(path, field)
+    manifest = Bundle.read(path).manifest
+    assert (manifest.schema_version, manifest.unknown, manifest.start) == (3, "refuse", "token")
+
+
+@pytest.mark.parametrize(("field", "value"), [("unknown", "skip"), ("start", "zero")])
+def test_a_manifest_that_asks_for_what_is_not_served_is_refused(path: Path, field: str, value: str) -> None:
+    edit_manifest(path, field, value=value)
+    refused(path, f"{field}: '{value}' is not supported by this release")
 
 
 def test_an_older_manifest_is_refused_with_advice_to_export_again(path: Path) -> None:
     edit_manifest(path, "schema_version", value=2)
     edit_manifest(path, "certificate", value={"all_layers": True})
-    refused(path, "written by an older Wane (schema_version 2, this one reads 3): export it again")
+    refused(path, "written by an older Wane (schema_version 2, this one reads 3 to 4): export it again")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,55 @@ def test_an_export_replaces_a_bundle_of_the_same_version_only_on_request(
     assert json.loads((bundle / "manifest.json").read_text())["version"] == "2"
 
 
+def test_a_bundle_is_exported_again_as_its_next_version(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run_folder), "--bundles", str(tmp_path / "first")]) == 0
+    first = tmp_path / "first" / "tiny"
+    assert main(["export", str(first), "--bundles", str(tmp_path / "second")]) == 0
+    second = tmp_path / "second" / "tiny"
+    assert json.loads((second / "manifest.json").read_text())["version"] == "2"
+    assert (first / "weights.safetensors").read_bytes() == (second / "weights.safetensors").read_bytes()
+    capsys.readouterr()
+    assert main(["export", str(first), "--bundles", str(tmp_path / "third"), "--data", str(tmp_path)]) == 2
+    assert "--data evaluates a run" in capsys.readouterr().out
+
+
+def test_a_cache_is_fitted_to_a_bundle(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(run_folder), "--bundles", str(tmp_path / "plain")]) == 0
+    before = json.loads((tmp_path / "plain" / "tiny" / "manifest.json").read_text())
+    capsys.readouterr()
+    data = json.loads((run_folder / "experiment.json").read_text())["data"]["path"]
+    command = ["cache", str(tmp_path / "plain" / "tiny"), "--data", data, "--length", "16"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("no cache", "16", "2,048"))
+
+    assert main([*command, "--bundles", str(tmp_path / "cached")]) == 0
+    manifest = json.loads((tmp_path / "cached" / "tiny" / "manifest.json").read_text())
+    assert (manifest["version"], manifest["cache"]["length"]) == ("2", 16)
+    quality, alone = manifest["quality"], before["quality"]["recurrent"]["valid"]["per_token"]
+    assert quality["without_cache"]["valid"]["per_token"] == pytest.approx(alone, rel=1e-4)
+    assert quality["recurrent"]["valid"]["per_token"] <= alone * 1.0001
+
+
+def test_a_cache_is_fitted_to_half_of_data_that_the_bundle_was_not_trained_on(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run_folder), "--bundles", str(tmp_path / "plain")]) == 0
+    other = tmp_path / "other.txt"
+    other.write_text("the cat sat on the mat\n" * 200, encoding="utf-8")
+    command = ["cache", str(tmp_path / "plain" / "tiny"), "--data", str(other)]
+    capsys.readouterr()
+    assert main([*command, "--bundles", str(tmp_path / "cached")]) == 0
+    manifest = json.loads((tmp_path / "cached" / "tiny" / "manifest.json").read_text())
+    quality = manifest["quality"]
+    assert quality["recurrent"]["test"]["per_token"] < quality["without_cache"]["test"]["per_token"] / 2
+    other.write_text("too short\n", encoding="utf-8")
+    assert main(command) == 2
+    assert "too few to fit a cache" in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_export_is_refused_before_the_run_is_evaluated(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
