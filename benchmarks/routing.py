@@ -104,7 +104,7 @@ def begin(port: int, sessions: Sequence[str], random: Random) -> None:
 
 
 def steps(sessions: Sequence[str], random: Random) -> Iterator[bytes]:
-    """Yields steps of one random token each, endlessly: one step for each session, then again from the first session."""
+    """Yields steps of one random token each, endlessly: one for each session, then again from the first session."""
     for session in cycle(sessions):
         yield http_request(f"/v1/sessions/{session}/tokens", f'{{"tokens":[{random.randrange(1, VOCABULARY)}]}}')
 

@@ -64,7 +64,7 @@ def target_rows(results: Results) -> Iterator[list[str]]:
 
 
 def comparison_rows(results: Results, model: str) -> Iterator[list[str]]:
-    """Yields a row for each load that was measured or refused on this checkout's server and on the baseline's server."""
+    """Yields a row for each load that was measured or refused on the servers of this checkout and of the baseline."""
     found = {(one.contender, one.load): one for one in results.comparisons if one.model == model}
     for ours, theirs in zip(wanes(), wanes(name=NAME), strict=True):
         for load in loads_of(ours, model):

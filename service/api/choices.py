@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from wane.models.vocabulary import Vocabulary
 from wane.service.api.schemas.completions import ChoiceDocument, LogprobsDocument
@@ -68,8 +68,7 @@ class Choice:
     def ended(self, finish: Finish | None) -> ChoiceDocument:
         """Returns the last part. `finish` is None if the choice is the prompt alone."""
         stopped = finish is not None and finish.finish_reason is FinishReason.STOP
-        reason: Literal["stop", "length"] = "stop" if stopped else "length"
-        return {"index": self.index, "text": "", "logprobs": None, "finish_reason": reason}
+        return {"index": self.index, "text": "", "logprobs": None, "finish_reason": "stop" if stopped else "length"}
 
     def _add(
         self, logprobs: LogprobsDocument, token: int, logprob: float, places: Sequence[Prediction], offset: int

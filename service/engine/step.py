@@ -163,8 +163,6 @@ class SessionSteps:
                 )
             await self._sessions.touch(session)
             mode = routing.of_session(request.mode, record.mode)
-            if request.window is not None and mode is not Mode.WINDOW:
-                raise InvalidRequest(f"window is given, but the session answers by mode {mode}", "window")
             input_ids = context_ids = record.tail.ids()
             history: list[int] = input_ids[max(len(input_ids) - record.position, 0) :].tolist()
             if mode is Mode.WINDOW:

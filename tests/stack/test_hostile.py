@@ -114,7 +114,7 @@ async def said(port: int, chunks: Sequence[bytes], every_s: float = 0.0) -> int:
 
 
 def reset_peak(pid: int) -> None:
-    """Resets the process's peak memory to its current memory, because loading a model uses more memory than serving it."""
+    """Resets the process's peak memory to its current memory. Loading a model uses more memory than serving it."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 

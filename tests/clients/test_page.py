@@ -1,0 +1,36 @@
+"""The Python examples of docs/openai.md run."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+
+import pytest
+
+from tests.clients.alone import ROOT, run
+from tests.service.live_server import LiveServer
+
+PAGE = (ROOT / "docs" / "openai.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+def test_the_examples_of_the_openai_package_run(live: LiveServer) -> None:
+    if find_spec("openai") is None:
+        pytest.skip("openai is not installed: see the extra clients")
+    program = "\n".join(block for block in BLOCKS if "client" in block)
+    program += "\nimport json; print(json.dumps([answer.choices[0].text, first.position, second.position]))"
+    text, first, second = run(here(program, live))
+    assert text and 0 < first < second
+
+
+def test_the_example_of_litellm_runs(live: LiveServer) -> None:
+    if find_spec("litellm") is None:
+        pytest.skip("litellm is not installed: see the extra clients")
+    (block,) = [block for block in BLOCKS if "litellm" in block]
+    program = block.replace("litellm.text_completion(", "answer = litellm.text_completion(")
+    assert run(here(program + "\nimport json; print(json.dumps(answer.choices[0].text))", live))
+
+
+def here(program: str, live: LiveServer) -> str:
+    """Returns a program that asks the test's server and its model."""
+    return program.replace("http://127.0.0.1:8000", live.url).replace("gated-stable", "rnn-stable")
