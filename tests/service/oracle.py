@@ -44,10 +44,12 @@ class OracleRunner:
         self._names = [tensor.name for tensor in architecture.state_tensors()]
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """Returns the names of the outputs of the graphs "window" and "step". The graph "step" does not output the
-        largest logits."""
+        """Returns the names of the outputs of the graphs "window", "step" and "scan". The graph "step" does not output
+        the largest logits."""
         if role == "step":
             return ["logits", "hidden"]
+        if role == "scan":
+            return ["logprobs", "hidden"]
         assert role == "window"
         names = ["logits", "hidden"]
         if self._radius is not None:
