@@ -236,8 +236,8 @@ class CacheMixture:
     def _that_add(self, found: CacheShares, needed: NDArray[np.float64]) -> NDArray[np.int64]:
         """Returns the ascending keys of all tokens to which the cache may add at least `needed`, the row's probability
         (B)."""
-        rows = np.flatnonzero(found.each * self.length >= needed)  # in all other rows, even N occurrences of a token
-        # add less than `needed`
+        # In all other rows, even N occurrences of a token add less than `needed`.
+        rows = np.flatnonzero(found.each * self.length >= needed)
         if not len(rows) or not len(found.keys):
             return found.following
         stride = self.vocabulary_size + 1

@@ -49,8 +49,7 @@ class CellInfo:
 
     @property
     def input_tensors(self) -> tuple[str, str]:
-        """The names of the two tensors that multiply and shift the input: the weight (gates * H, I) and the bias (gates
-        * H)."""
+        """The names of the weight (gates * H, I) and the bias (gates * H) that apply to the input."""
         return ("weight", "bias") if self.input_gated else ("weight_ih_l0", "bias_ih_l0")
 
     @property

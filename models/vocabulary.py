@@ -132,8 +132,8 @@ class Vocabulary:
         breaks = text.count("\n")
         if self.kind == "words":
             return breaks
-        return breaks - (breaks - len(text.encode())) // self._longest_bytes  # the floor of a negative quotient: rounds
-        # up
+        # The floor of a negative quotient rounds the number of tokens up.
+        return breaks - (breaks - len(text.encode())) // self._longest_bytes
 
     def encode_lines(self, lines: list[str]) -> list[list[int]]:
         """Returns the token ids of lines without line breaks, encoded in parallel. Adds no `<eos>`.

@@ -6,9 +6,9 @@ state that the graph returned last. The state of the convolution blocks is an ex
 run. The step's error therefore contains the whole error of these blocks, whose receptive field is finite.
 
 The measurement depends on the choice of steps. Random tokens never cause the largest error. If a token is repeated, the
-state s of a cell with factor f converges to a fixed point. In float32 it stops at a distance of up to about u |s| / (1
-- f) from this point, on the side from which it approaches. A step also rounds more if the state is large, and cycles
-that resonate with the recurrence may cause large states. The sequences are therefore:
+state s of a cell with factor f converges to a fixed point. In float32 it stops on the side from which it approaches, up
+to about u |s| / (1 - f) away from this point. A step's error is also larger if the state is large, and cycles that
+resonate with the recurrence may cause large states. The sequences are therefore:
 
 - Tokens repeated for 4 / (1 - factor) steps, up to 4,096. Each follows two different sequences.
 - Cycles of two and three tokens.
