@@ -140,8 +140,8 @@ class _Examined:
         if reach is None:
             return {}, last[:0]
         states, last = self.adversary.states(reach, last, FLIPS, self.generator)
-        if self.architecture.front is None:  # rounds the states to float32; the factor keeps the rounded states
-            # reachable
+        if self.architecture.front is None:
+            # rounds the states to float32; the factor keeps the rounded states reachable
             states = {name: (value * (1 - 2.0**-20)).astype(np.float32).astype(float) for name, value in states.items()}
         return states, last
 

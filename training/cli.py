@@ -43,14 +43,17 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("run", type=Path, help="run folder")
     command.add_argument("--data", type=Path, help="overrides data.path")
     command.add_argument(
-        "--positions", type=_positive, default=POSITIONS, help="window positions per split (default: %(default)s)"
+        "--positions",
+        type=_positive,
+        default=POSITIONS,
+        help="number of window positions per split (default: %(default)s)",
     )
 
     command = commands.add_parser("export")
     command.add_argument(
         "run", type=Path, help="run folder, evaluated first if it has no evaluation; or the folder of a bundle"
     )
-    command.add_argument("--bundles", type=Path, required=True, help="folder of bundles; the bundle is BUNDLES/NAME")
+    command.add_argument("--bundles", type=Path, required=True, help="folder of bundles; writes BUNDLES/NAME")
     command.add_argument("--data", type=Path, help="overrides data.path")
     command.add_argument(
         "--version", type=_version, help="version number in the manifest (default: 1, or the one after a bundle's)"
@@ -58,8 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--precision",
         choices=get_args(Precision),
-        help="number format of the matrix products; int8 writes NAME-int8, uncertified (default: float32, or a "
-        "bundle's own)",
+        help="number format of the matrix products; int8 writes NAME-int8, without a certificate (default: float32, "
+        "or a bundle's own)",
     )
     command.add_argument("--replace", action="store_true", help=REPLACE)
 

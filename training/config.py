@@ -130,7 +130,7 @@ class ProofConfig(Frozen):
     window: Whole | None = Field(
         default=None,
         description="length, in tokens, of the window that must prove the prediction; absent: `chunk`. "
-        "If it is longer than the chunk, the chunk's average gates are assumed for it",
+        "A window longer than the chunk is assumed to have the chunk's average gates",
     )
     weight: Finite = Field(
         gt=0, description="increase of the loss, in nats, for each factor of e by which a prediction misses its proof"
@@ -176,13 +176,17 @@ class TrainingConfig(Frozen):
         default=100, ge=0, strict=True, description="number of warm-up steps, in which the learning rate rises from 0"
     )
     decay_steps: int = Field(
-        default=0, ge=0, strict=True, description="number of steps in which `plateau` falls to 0; other schedules: 0"
+        default=0,
+        ge=0,
+        strict=True,
+        description="number of steps in which the learning rate of `plateau` falls to 0; other schedules: 0",
     )
     patience: int = Field(
         default=0,
         ge=0,
         strict=True,
-        description="number of evaluations without improvement after which `plateau` falls; 0: never",
+        description="number of evaluations without improvement after which the learning rate of `plateau` falls; "
+        "0: never",
     )
     weight_decay: Finite = Field(default=0.0, ge=0, description="weight decay of the matrices")
     clip_norm: Finite = Field(default=1.0, gt=0, description="largest 2-norm of the gradient")

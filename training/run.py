@@ -194,7 +194,9 @@ def quality_table(name: str, found: Quality) -> Table:
     table.add_row("recurrent, same positions", *(cell(split, None) for split in found.window))
     table.add_row("recurrent, whole split", *(_perplexity(found.recurrent[split]) for split in found.window))
     if (alone := found.without_cache) is not None:
-        table.add_row("the same without the cache", *(_perplexity(alone[split]) for split in found.window))
+        table.add_row(
+            "recurrent, whole split, without the cache", *(_perplexity(alone[split]) for split in found.window)
+        )
     return table
 
 
