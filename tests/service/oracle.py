@@ -41,9 +41,11 @@ class OracleRunner:
         self._names = [tensor.name for tensor in architecture.state_tensors()]
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """Returns the outputs of windows and of steps. Steps do not output the largest logits."""
+        """Returns the outputs of windows, steps and scans. Steps do not output the largest logits."""
         if role == "step":
             return ["logits", "hidden"]
+        if role == "scan":
+            return ["logprobs", "hidden"]
         assert role == "window"
         names = ["logits", "hidden"]
         if self._radius is not None:
