@@ -2,13 +2,12 @@
 
     python -m benchmarks.protocols [--rounds N] [--seconds S] [--only NAME ...] [--json FILE] [--page FILE]
 
-One server serves one model. Each round measures the two routes of a pair one after the other, with the same number of
-connections. The order of the two routes changes from round to round. Each connection sends its next request after the
-answer to the last one. Both routes answer the same sequence with the same number of tokens. All processes share the
-machine.
+One server serves one model. Each round measures the two routes of a pair one after the other. The order of the two
+routes changes from round to round. Each connection sends its next request after the answer to the last one. Both routes
+do the same work: the same predictions, or continuations of the same prompts by the same number of tokens. All processes
+share the machine.
 
-`PAIRS` lists the pairs. To measure another pair, such as completions and `/v1/generate`, add an entry to `PAIRS`. The
-function `units` of a pair returns the amount of work in an answer, such as its number of tokens.
+`PAIRS` lists the pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import json
 import os
 import selectors
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ PAGE, FIGURES, NAME = Path("docs/benchmarks.md"), Path("docs/figures/protocols.j
 CONNECTIONS = (1, 32)
 TOKENS = 64
 LISTED = 16
+PROMPTS, PROMPT_TOKENS, GENERATED = 32, 32, 64
 SEQUENCES = 64  # number of different sequences, so that no answer is a copy of the answer before it
 TIMEOUT_S = 30.0
 COLUMNS = ("what", "connections", "native, a second", "protocol, a second", "protocol / native", "target")
@@ -43,25 +43,28 @@ COLUMNS = ("what", "connections", "native, a second", "protocol, a second", "pro
 
 @dataclass(frozen=True)
 class Route:
-    """A route of a server. `requests` has the bytes of requests with different sequences for the same work. The body of
-    every valid answer contains `wanted`."""
+    """A route of a server. `requests` has the bytes of requests for the same work. The body of every valid answer
+    contains `wanted`, and counts as `units`. `connections` is the number of connections, if it differs from that of the
+    measurement."""
 
     path: str
     requests: Sequence[bytes]
     wanted: bytes
+    units: int = 1
+    connections: int | None = None
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A protocol's route and the native route with which it is compared. `units` returns the amount of work in the body
-    of an answer, as a number of `unit`. `target` is the smallest accepted ratio of the protocol's rate to the native
-    rate."""
+    """A protocol's route and the native route with which it is compared. `unit` names what the routes' `units` count.
+    `target` is the smallest accepted ratio of the protocol's rate to the native rate. `connections` are the numbers of
+    connections that are measured."""
 
     unit: str
     native: Route
     protocol: Route
     target: float
-    units: Callable[[bytes], float] = lambda _: 1.0
+    connections: Sequence[int] = CONNECTIONS
 
 
 def post(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
@@ -100,16 +103,43 @@ def infer() -> Route:
     return Route(path, [post(path, body, headers) for body in bodies], b'"top_logprobs"')
 
 
+def prompts() -> list[list[int]]:
+    """Returns the prompts that both routes of the second pair continue."""
+    return [sequence[:PROMPT_TOKENS] for sequence in sequences()[:PROMPTS]]
+
+
+def generate() -> Route:
+    """Returns the native route for generation, with one prompt per request."""
+    path = "/v1/generate"
+    bodies = [
+        json.dumps({"tokens": prompt, "max_tokens": GENERATED, "seed": 1}, separators=(",", ":"))
+        for prompt in prompts()
+    ]
+    return Route(path, [post(path, body.encode()) for body in bodies], b'"length"', units=GENERATED)
+
+
+def complete() -> Route:
+    """Returns OpenAI's route for completions, with all prompts in one request on one connection."""
+    path = "/v1/completions"
+    body = {"model": MODEL, "prompt": prompts(), "max_tokens": GENERATED, "seed": 1}
+    request = post(path, json.dumps(body, separators=(",", ":")).encode())
+    return Route(path, [request], b'"length"', units=PROMPTS * GENERATED, connections=1)
+
+
 PAIRS: Mapping[str, Pair] = {
     "`infer` with binary tensors beside `/v1/predict`": Pair("requests", predict(), infer(), target=0.9),
+    f"{PROMPTS} prompts in one request of `/v1/completions` beside {PROMPTS} connections of `/v1/generate`": Pair(
+        "tokens", generate(), complete(), target=0.9, connections=(PROMPTS,)
+    ),
 }
 
 
-def rate(port: int, route: Route, connections: int, seconds: float, units: Callable[[bytes], float]) -> float:
+def rate(port: int, route: Route, connections: int, seconds: float) -> float:
     """Returns the rate of a route, in units per second. Raises BadAnswer if an answer lacks `route.wanted` or takes too
     long."""
+    connections = route.connections or connections
     opened = [connect(port) for _ in range(connections)]
-    total, number = 0.0, 0
+    total, number = 0, 0
     with selectors.DefaultSelector() as selector:
         try:
             for one in opened:
@@ -129,7 +159,7 @@ def rate(port: int, route: Route, connections: int, seconds: float, units: Calla
                         continue
                     if route.wanted not in body:
                         raise BadAnswer(f"{route.path} answered {body[:300]!r}")
-                    total += units(body)
+                    total += route.units
                     if time.perf_counter() - begun < seconds:
                         sender.sendall(route.requests[number % len(route.requests)])
                         number += 1
@@ -144,7 +174,7 @@ def rate(port: int, route: Route, connections: int, seconds: float, units: Calla
 def measure(names: Sequence[str], rounds: int, seconds: float) -> list[dict[str, Any]]:
     """Returns the figures of each pair at each number of connections."""
     rates: dict[tuple[str, int], dict[str, list[float]]] = {
-        (name, connections): {"native": [], "protocol": []} for name in names for connections in CONNECTIONS
+        (name, connections): {"native": [], "protocol": []} for name in names for connections in PAIRS[name].connections
     }
     with live_server(WANE_BUNDLES=str(BUNDLE)) as server:
         port = int(server.url.rpartition(":")[2])
@@ -153,7 +183,7 @@ def measure(names: Sequence[str], rounds: int, seconds: float) -> list[dict[str,
                 pair = PAIRS[name]
                 sides = [("native", pair.native), ("protocol", pair.protocol)]
                 for side, route in sides if turn % 2 else reversed(sides):
-                    measured = rate(port, route, connections, seconds if turn else seconds / 4, pair.units)
+                    measured = rate(port, route, connections, seconds if turn else seconds / 4)
                     if turn:  # the first round is a warm-up
                         found[side].append(measured)
     return [
@@ -194,7 +224,8 @@ def main() -> None:
     options = parser.parse_args()
     how = (
         f"{cpu()}, {os.cpu_count()} cores; `python -m benchmarks.protocols`, {options.rounds} rounds of "
-        f"{options.seconds:g} s a route; median (least to most); `{MODEL}`, {TOKENS} tokens a request, {LISTED} listed"
+        f"{options.seconds:g} s a route; median (least to most); `{MODEL}`, {TOKENS} tokens a prediction, {LISTED} "
+        f"listed; {PROMPT_TOKENS} tokens a prompt, {GENERATED} generated"
     )
     found = measure(options.only, options.rounds, options.seconds)
     origin = provenance("benchmarks.protocols", "onnxruntime", "numpy", bundles=[MODEL])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 
@@ -9,7 +10,19 @@ import numpy as np
 import pytest
 
 from benchmarks.bench.connections import READ_AT_ONCE, HttpAnswers, connect
-from benchmarks.protocols import BUNDLE, LISTED, SEQUENCES, Route, infer, lines, predict, rate
+from benchmarks.protocols import (
+    BUNDLE,
+    LISTED,
+    PROMPTS,
+    SEQUENCES,
+    Route,
+    complete,
+    generate,
+    infer,
+    lines,
+    predict,
+    rate,
+)
 from benchmarks.summary import Spread
 from tests.service.live_server import live_server
 
@@ -38,8 +51,15 @@ def test_both_routes_list_the_same_tokens(port: int) -> None:
         assert ids == [one["token_id"] for one in native]
 
 
+def test_completions_are_the_texts_of_generate(port: int) -> None:
+    choices = json.loads(answer(port, complete(), 0))["choices"]
+    assert len(choices) == len(generate().requests) == PROMPTS
+    for number in (0, PROMPTS - 1):
+        assert choices[number]["text"] == json.loads(answer(port, generate(), number))["text"]
+
+
 def test_a_rate_counts_units(port: int) -> None:
-    assert rate(port, infer(), 2, 0.05, lambda _: 10.0) > 0
+    assert rate(port, dataclasses.replace(infer(), units=10**9), 2, 0.05) > 10**8
 
 
 def test_the_table_has_medians_and_spreads() -> None:
