@@ -1,4 +1,4 @@
-"""Random input for every parser, and random requests to every route of a started server.
+"""Random input for every parser and for the body of a completion, and random requests to every route of a server.
 
     scripts/fuzz [--parsers N] [--requests N] [--seed N] [--only NAME ...]
 
@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 import time
 
-from tests.fuzz import http
+from tests.fuzz import completions, http
 from tests.fuzz.parsers import PARSERS, fuzz
 
-HTTP = "http"
+HTTP, COMPLETIONS = "http", "completions"
+TARGETS = (*PARSERS, COMPLETIONS, HTTP)
+COMPLETION_SHARE = 0.05
+"""Completions that are run, as a share of the cases of the parsers. A completion takes some milliseconds."""
 
 
 def main() -> None:
@@ -24,7 +27,7 @@ def main() -> None:
     parser.add_argument("--parsers", type=int, default=100_000, help="cases of all parsers together")
     parser.add_argument("--requests", type=int, default=2000, help="requests over HTTP")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=[*PARSERS, HTTP], default=[*PARSERS, HTTP], metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=TARGETS, default=TARGETS, metavar="NAME")
     options = parser.parse_args()
     for name in options.only:
         begun = time.monotonic()
@@ -34,6 +37,9 @@ def main() -> None:
             what = f"{found.statuses.total()} answers: " + ", ".join(
                 f"{status} {count}x" for status, count in sorted(found.statuses.items())
             )
+        elif name == COMPLETIONS:
+            statuses = completions.fuzz(max(1, round(options.parsers * COMPLETION_SHARE)), options.seed)
+            what = ", ".join(f"{status} {count}x" for status, count in sorted(statuses.items()))
         else:
             what = f"{fuzz(name, options.parsers, options.seed)} cases"
         print(f"{what}; {time.monotonic() - begun:.0f} s")  # noqa: T201

@@ -11,7 +11,7 @@ import json
 from typing import Any, cast
 
 import httpx
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.service.conftest import never
@@ -115,10 +115,11 @@ def check(response: httpx.Response) -> None:
     assert document["error"].keys() == {"message", "type", "param", "code"}
 
 
-def fuzz(cases: int) -> dict[int, int]:
+def fuzz(cases: int, first_seed: int = 0) -> dict[int, int]:
     """Sends random bodies. Returns the number of answers by status."""
     served, seen = Served(), dict[int, int]()
 
+    @seed(first_seed)
     @settings(max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(BODIES)
     def one(body: Any) -> None:

@@ -143,9 +143,12 @@ class Completion:
     async def whole(self, request: Request) -> dict[str, object]:
         """Returns the answer with every choice."""
         parts: list[list[ChoiceDocument]] = [[] for _ in self._choices]
-        async with aclosing(self.parts()) as found:
-            async for part in found:
-                parts[part["index"]].append(part)
+        try:
+            async with aclosing(self.parts()) as found:
+                async for part in found:
+                    parts[part["index"]].append(part)
+        finally:
+            await self.aclose()
         self._note(request)
         return {
             **self._head,
