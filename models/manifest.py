@@ -185,13 +185,13 @@ class WindowPerplexity(Frozen):
 
 
 class Quality(Frozen):
-    """The claimed perplexity by split. `recurrent` is that of the uninterrupted run over the whole split, and `windows`
-    is that of windows at sampled positions.
+    """The claimed perplexities by split. All are of the mixture with the cache, if there is one. `recurrent`: the
+    perplexity of the uninterrupted run over the whole split. `window`: the perplexities of windows at sampled
+    positions.
 
     `window_within_half_percent`: the smallest evaluated k such that, for all evaluated windows of at least k tokens,
-    the validation perplexity per token is within 0.5 % of the recurrent one. It is null if there is no such k. All
-    perplexities are of the mixture with the cache, if there is one. `without_cache`: the recurrent perplexities of the
-    network alone over the whole split.
+    the validation perplexity per token is within 0.5 % of the recurrent one. It is null if there is no such k.
+    `without_cache`: the recurrent perplexities of the network alone over the whole split.
     """
 
     tokens: dict[str, NotNegative]

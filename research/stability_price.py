@@ -8,11 +8,12 @@ They have two purposes:
 
 - price: a Gated network and a tanh-RNN for every lambda from 0.7 to none (unconstrained). The smallest lambda and none
   have three seeds, the other values one seed.
-- distance: the tanh-RNN with lambda 0.9 and unconstrained, with recurrent and with truncated training (every chunk
-  starts from the zero state) from the same initial weights. The optimisers are AdamW and projected gradient descent
-  with the learning rate alpha / t in step t. For the latter, Miller and Hardt ("Stable recurrent models", 2019,
-  proposition 2) prove that the weights of both trainings stay close if the model is stable. In this experiment the
-  truncated model sees the tokens of the chunk up to its position, between one token and the whole chunk.
+- distance: two tanh-RNNs, one with lambda 0.9 and one unconstrained. Each is trained twice from the same initial
+  weights: recurrent, and truncated (every chunk starts from the zero state). The optimisers are AdamW and projected
+  gradient descent with the learning rate alpha / t in step t. For the latter, Miller and Hardt ("Stable recurrent
+  models", 2019, proposition 2) prove that the weights of both trainings stay close if the model is stable. In this
+  experiment a truncated prediction reads the tokens from the start of its chunk to its position, so from one token to
+  the whole chunk.
 
 A finished run is not trained again, and an interrupted run resumes. `--report` trains nothing. Perplexities are
 measured on the validation split, in recurrent mode, with the run's best weights. k(1e-3) is the smallest window length

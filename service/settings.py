@@ -111,7 +111,9 @@ class Settings(BaseModel):
         "answers further bodies with 429; at least twice max_body_bytes, even if set lower",
     )
     max_window: int | None = Field(
-        default=None, ge=1, description="largest k of a request; a model's own limit applies if it is smaller"
+        default=None,
+        ge=1,
+        description="largest window in tokens that a request may ask for; a model's own limit applies if it is smaller",
     )
     max_generated_tokens: int = Field(
         default=4096, ge=1, description="largest number of tokens that one request may generate"

@@ -45,7 +45,7 @@ ROOM = 2.0
 """`carry` tests whether the current errors times this factor bound all later errors."""
 
 MAX_STEPS = 4096
-"""The largest number of steps after which `carry` stops the search for a bound."""
+"""`carry` gives up if it has found no bound after this many steps."""
 
 SETTLING, SETTLED = 1 << 12, 1e-11
 """The largest number of steps that reduce a bound, and the relative change at which the reduction stops."""

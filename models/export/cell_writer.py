@@ -72,7 +72,8 @@ class CellWriter(ABC):
 
 
 class InputGatedWriter(CellWriter):
-    """A cell `s' = f(x) s + (1 - f(x)) z(x)`. `models/export/radius.py` can bound its windows."""
+    """Writes a cell `s' = f(x) s + (1 - f(x)) z(x)`. `models/export/radius.py` can bound the error of a window of such
+    cells."""
 
     @abstractmethod
     def gates_of(self, x: str) -> tuple[str, str]:

@@ -155,7 +155,7 @@ class RequestPolicy:
         asked = given.decode("latin-1")
         if not re.fullmatch(TIMEOUT, asked):
             raise InvalidRequest(
-                f"{TIMEOUT_HEADER} must be a whole number of milliseconds from 1, not {truncate_repr(asked)}",
+                f"{TIMEOUT_HEADER} must be a whole number of milliseconds, at least 1, not {truncate_repr(asked)}",
                 TIMEOUT_HEADER,
             )
         return min(int(asked), self.request_timeout_ms) / 1000

@@ -263,7 +263,7 @@ class ModelRegistry:
         engines = [*self.list(), *self.retired_engines.lingering]
         return {"device": self.device, "models": [await engine.report() for engine in engines]}
 
-    # Loads and unloads while the server runs
+    # Loading and unloading models while the server runs
 
     async def load_model(self, name: str, deadline: float | None = None) -> Engine:
         """Serves the current bundle of a model. Replaces another loaded version. Does nothing if this bundle is loaded

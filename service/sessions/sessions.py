@@ -51,7 +51,7 @@ class StepKind(Enum):
 
 
 def last_step(record: SessionRecord, request: StepRequest) -> LastStep:
-    """Returns the `LastStep` of the session after the step is appended to `record`."""
+    """Returns the `LastStep` that the session has after the step. `record` is the session before the step."""
     return LastStep(record.position, of_tokens(request.tokens), of_key(request.idempotency_key))
 
 

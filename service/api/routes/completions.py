@@ -1,4 +1,5 @@
-"""OpenAI's text completions: a translation of `/v1/generate`, `/v1/score` and a session's step."""
+"""OpenAI's text completions. A request is translated into calls of the engine for `/v1/generate`, `/v1/score` and a
+session's step."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from wane.service.sessions.stores.memory import Packing, entry_bytes, tail_bytes
 from wane.service.sessions.stores.store import SessionRecord, Snapshot
 
 SNAPSHOTS = 256  # largest number of cached snapshots, from records that were read and not used yet
-# A step with an outdated cached session reads the session again, which updates the cache. If half of all steps do so, a
-# quarter to a third of the lookups find an outdated session.
+# The share of outdated lookups above which steps do not use the cache. A step that finds an outdated session looks it
+# up again after reading it from the store. So the share is a quarter to a third if half of all steps find an outdated
+# session.
 MOVED_OFTEN = 0.25
 EMA_ALPHA = 1 / 16  # weight of the latest lookup in the moving average
 

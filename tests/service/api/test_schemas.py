@@ -188,7 +188,7 @@ BODIES = [
 
 
 TENSORS = ["/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer"]
-"""The paths that the tests above leave out. Their bodies have rules that a schema cannot express, such as the number of
+"""The paths that `BODIES` leaves out. Their bodies have rules that a schema cannot express, such as the number of
 values that a shape requires."""
 
 
