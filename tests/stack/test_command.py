@@ -68,7 +68,7 @@ def test_a_service_that_fails_to_start_ends_the_command_with_its_log(tmp_path: P
         f"--bundles={tmp_path / 'nothing'}",
     )
     try:
-        command.until_said("bundles is")
+        command.until_said("bundles: ")
         assert command.process.wait(WAIT_S) == 2
     finally:
         command.end()

@@ -29,7 +29,7 @@ def next_version(folder: Path) -> Path:
     """Writes a bundle with the same name and the next version."""
     path = shutil.copytree(OTHER, folder / MODEL)
     edit_manifest(path, "name", value=MODEL)
-    edit_manifest(path, "version", value="2")
+    edit_manifest(path, "version", value="3")
     return path
 
 
@@ -50,7 +50,7 @@ async def test_no_request_fails_while_each_replica_loads_a_new_version(
                 asking = Connection(replica.port)
                 reply = await asking.ask("POST", f"/v2/repository/models/{MODEL}/load")
                 asking.close()
-                assert reply.status == 200 and reply.document["version"] == "2", reply
+                assert reply.status == 200 and reply.document["version"] == "3", reply
             await stepped(clients, 2)
         assert failures(clients) == []
         assert await histories(clients, stack.store, SESSION_HISTORY_TOKENS) == []
@@ -60,7 +60,7 @@ async def test_no_request_fails_while_each_replica_loads_a_new_version(
         assert versions == sorted(versions), "a session returned to the old version"
         rebuilt = [one for one in client.answers.values() if one["state"] == "rebuilt"]
         assert len(rebuilt) <= 1, "a session was rebuilt more than once for one new version"
-    for version, bundle in (("1", old), ("2", served)):
+    for version, bundle in (("2", old), ("3", served)):
         answers = [
             {position: answer for position, answer in client.answers.items() if answer["model_version"] == version}
             for client in clients
