@@ -200,7 +200,8 @@ async def test_a_full_store_evicts_any_number_of_buffered_sessions() -> None:
     store.budget_bytes = store.used_bytes
     # The read writes this session to the store, and the store then evicts other sessions.
     assert await store.get(names[-1]) is not None
-    assert await store.get(names[0]) is None
+    # The oldest session of a shard is evicted first. The shard of a name depends on the process's hash seed.
+    assert any([await store.get(name) is None for name in names[: len(names) // 10]])
     assert store.used_bytes <= store.budget_bytes
 
 
