@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.clients.alone import run
+from tests.clients.alone import run, skip_without
 from tests.service.live_server import LiveServer
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("litellm") is None, reason="litellm is not installed: see the extra clients"),
+    skip_without("litellm"),
     pytest.mark.slow,
 ]
 

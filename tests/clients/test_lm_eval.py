@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.clients.alone import ROOT, run
+from tests.clients.alone import ROOT, run, skip_without
 from tests.service.live_server import LiveServer
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed: see the extra clients"),
+    skip_without("lm_eval"),
     pytest.mark.slow,
 ]
 

@@ -11,13 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.clients.alone import import_client
 from tests.clients.conftest import KEY
 from tests.service.engine_harness import EngineHarness, MakeHarness, name_vocabulary
 from tests.service.live_server import LiveServer
 from tests.service.server_harness import ServerHarness, served
 from wane.service import errors
 
-openai = pytest.importorskip("openai")
+openai = import_client("openai")
 
 MODEL = "rnn-stable"
 PROMPT = "The history of the"

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 
-import pytest
-
-from tests.clients.alone import ROOT, run
+from tests.clients.alone import ROOT, run, skip_without
 from tests.service.live_server import LiveServer
 
 PAGE = (ROOT / "docs" / "openai.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
+@skip_without("openai")
 def test_the_examples_of_the_openai_package_run(live: LiveServer) -> None:
-    if find_spec("openai") is None:
-        pytest.skip("openai is not installed: see the extra clients")
     program = "\n".join(block for block in BLOCKS if "client" in block)
     program += "\nimport json; print(json.dumps([answer.choices[0].text, first.position, second.position]))"
     text, first, second = run(here(program, live))
     assert text and 0 < first < second
 
 
+@skip_without("litellm")
 def test_the_example_of_litellm_runs(live: LiveServer) -> None:
-    if find_spec("litellm") is None:
-        pytest.skip("litellm is not installed: see the extra clients")
     (block,) = [block for block in BLOCKS if "litellm" in block]
     program = block.replace("litellm.text_completion(", "answer = litellm.text_completion(")
     assert run(here(program + "\nimport json; print(json.dumps(answer.choices[0].text))", live))
