@@ -41,8 +41,11 @@ class TopPlaces:
         cache: CacheMixture | None,
         *,
         has_hiddens: bool,
+        start_tokens: int,
     ) -> None:
-        """`cache` is that of the model, if it has one. `has_hiddens`: scans output `hiddens`."""
+        """`cache` is that of the model, if it has one. `has_hiddens`: scans output `hiddens`. `start_tokens`: the number
+        of tokens that the model reads before a sequence."""
+        self._start_tokens = start_tokens
         self._batcher = batcher
         self._forward = forward
         self._vocabulary = vocabulary
@@ -62,7 +65,7 @@ class TopPlaces:
         by the scan, float64 (n). `hiddens`: float32 (n, H), as the scan of these tokens output them."""
         assert request.top_k is not None, "a score without lists asks for them: this is a bug"
         cache = self._cache if request.cache else None
-        starts = 0 if request.truncated else 1  # the start token is not in a cache
+        starts = 0 if request.truncated else self._start_tokens  # the start token is not in a cache
         lists: list[tuple[Prediction, ...]] = []
         results = self._steps(input_ids, first, len(scored), ticket)
         if hiddens is not None and self.has_hiddens:
