@@ -117,8 +117,8 @@ class Filter:
     """Which tokens an answer of a model of events lists. The probabilities stay those of the whole distribution.
 
     `exclude` are never listed. If `exclude_seen`, the known tokens of the sequence are not listed either. If
-    `candidates` is not None, only they are listed. Unless `include_end`, `<eos>` is not listed. `<unk>` is never listed.
-    `unknown` are the names in `candidates` that the vocabulary lacks.
+    `candidates` is not None, only they are listed. Unless `include_end`, `<eos>` is not listed. `<unk>` is never
+    listed. `unknown` are the names in `candidates` that the vocabulary lacks.
     """
 
     exclude: tuple[int, ...] = ()
@@ -141,8 +141,9 @@ class PredictRequest:
     use is invalid. If `truncated`, the tokens are the end of a longer sequence, and the start token is not fed. If
     `prove`, search for a proof of the most probable token when its margin is too small for a proof. If `cache`, mix the
     network's distribution with the distribution of the model's cache, if the model has a cache. If `logits`, the answer
-    has `logits`. `filter` selects the tokens that the answer lists. `unknown` are the names of the request's events that
-    the vocabulary lacks. If they were skipped, there may be no tokens left: the answer is then that of an empty sequence.
+    has `logits`. `filter` selects the tokens that the answer lists. `unknown` are the names of the request's events
+    that the vocabulary lacks. If they were skipped, there may be no tokens left: the answer is then that of an empty
+    sequence.
     """
 
     tokens: tuple[int, ...] = ()
@@ -272,8 +273,8 @@ class GenerateRequest:
     sampled. The same `seed` gives the same text. `sample` is the index of a sample; samples of one seed differ. The
     text ends before the first of the `stop` strings. Mode auto means recurrent, or the session's own mode. `window` is
     for mode window. If `truncated`, the tokens are the end of a longer sequence, and the start token is not fed.
-    `PredictRequest` describes `cache` and `unknown`. `engine/logits.py` describes `presence_penalty`, `frequency_penalty` and
-    `logit_bias`.
+    `PredictRequest` describes `cache` and `unknown`. `engine/logits.py` describes `presence_penalty`,
+    `frequency_penalty` and `logit_bias`.
     `top_logprobs` is the number of most probable tokens to list at the position of each token; None: no list.
     """
 

@@ -555,8 +555,8 @@ class StepColumns:
     def _without_unlisted(
         self, ids: NDArray[np.int64], values: NDArray[np.floating]
     ) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
-        """Returns the arguments (B, K) without the tokens that are not listed, in the same order: (B, K - U), where U is
-        the number of unlisted tokens."""
+        """Returns the arguments (B, K) without the tokens that are not listed, in the same order: (B, K - U). U is the
+        number of unlisted tokens."""
         is_unlisted = np.isin(ids, self._unlisted)
         order = np.argsort(is_unlisted, axis=1, kind="stable")[:, : ids.shape[1] - len(self._unlisted)]
         return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)

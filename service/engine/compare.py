@@ -48,21 +48,21 @@ async def compare(
     ticket: Ticket,
     share: Share,
 ) -> Comparison:
-    """`start_tokens` are those of the manifest. Runs all modes one after another, and repeats this `repeat` times, so that other load on the machine affects all
+    """Runs all modes one after another, and repeats this `repeat` times, so that other load on the machine affects all
     modes equally. Reports progress to `share`. Searches for bounds and proofs as for a request with `prove: true`. The
-    latencies do not include this search.
+    latencies do not include this search. `start_tokens` are those of the manifest.
 
-    Raises InvalidRequest if there is no token to run."""
+    Raises InvalidRequest if there is no token to run.
+    """
     input_ids = sequence(start_tokens, request.tokens)
     if not len(input_ids):
         raise InvalidRequest(NOTHING_TO_COMPARE, "events")
     position = len(request.tokens)
-    with pool.lease() as slot, pool.lease() as after:
-        before = slot
+    with pool.lease() as leased, pool.lease() as after:
+        before = ZERO
         if len(input_ids) > 1:
+            before = leased
             await forward.full(input_ids[:-1], ticket, write=before)
-        else:
-            before = ZERO
 
         def of_window(k: int) -> Callable[[], Awaitable[RunResult]]:
             return lambda: forward.window(tail(input_ids, position, k), ticket)

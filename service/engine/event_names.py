@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from wane.models.manifest import Manifest, Unknown
 from wane.models.vocabulary import UNK, Vocabulary
-from wane.service.errors import InvalidRequest, TooLarge, truncate_repr
+from wane.service.errors import InvalidRequest, truncate_repr
 from wane.service.settings import Settings
 from wane.service.types import NO_FILTER, Filter
 
@@ -22,8 +22,8 @@ Event = str | int
 class EventTokens(NamedTuple):
     """The tokens of the events of a request.
 
-    `unknown` are the names that the vocabulary lacks, in the request's order. `skipped` are the places of skipped events
-    among the request's events, ascending. They have no token.
+    `unknown` are the names that the vocabulary lacks, in the request's order. `skipped` are the places of skipped
+    events among the request's events, ascending. They have no token.
     """
 
     tokens: tuple[int, ...]
@@ -40,8 +40,9 @@ class EventNames:
         self._vocabulary = vocabulary
         self._most = settings.max_filter_events
 
-    def check_text(self, field: str = "input") -> None:
-        """Raises InvalidRequest, whose message shows how to write events, if the model reads events and not text."""
+    def check_text(self, field: str = "input", instead: str | None = None) -> None:
+        """Raises InvalidRequest if the model reads events and not text. The message says what to give `instead`. By
+        default, it shows how to write events."""
         vocabulary = self._vocabulary
         if vocabulary.kind != "events":
             return
@@ -49,10 +50,8 @@ class EventNames:
         names = [
             name for index, name in enumerate(vocabulary.texts[: EXAMPLES + len(unlisted)]) if index not in unlisted
         ]
-        example = json.dumps(names[:EXAMPLES], ensure_ascii=False)
-        raise InvalidRequest(
-            f'{field} is text, but model {self._model} reads events: write "events": {example} instead', field
-        )
+        instead = instead or f'write "events": {json.dumps(names[:EXAMPLES], ensure_ascii=False)} instead'
+        raise InvalidRequest(f"{field} is text, but model {self._model} reads events: {instead}", field)
 
     def check_events(self, field: str) -> None:
         """Raises InvalidRequest if `field`, which is only for models of events, is given for a model that reads
@@ -84,7 +83,7 @@ class EventNames:
         """Returns the filter with these events. A name in `exclude` that the vocabulary lacks has no effect. For such a
         name in `candidates`, `unknown` decides as in `tokens`, but none is read as `<unk>`.
 
-        Raises InvalidRequest like `tokens`, and TooLarge if a list is too long.
+        Raises InvalidRequest like `tokens`, and if a list is too long.
         """
         lists, flags = (
             {"exclude": exclude, "candidates": candidates},
@@ -99,7 +98,7 @@ class EventNames:
         self.check_events(given[0])
         for name, events in lists.items():
             if events is not None and len(events) > self._most:
-                raise TooLarge(f"{name} has {len(events)} events, but at most {self._most} are taken")
+                raise InvalidRequest(f"{name} holds {len(events)} values, but must hold at most {self._most}", name)
         excluded = self._find(exclude or (), "skip", "exclude")
         if candidates is None:
             return Filter(excluded.tokens, exclude_seen, None, include_end)

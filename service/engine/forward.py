@@ -72,7 +72,8 @@ class RunResult:
 
     @property
     def most(self) -> int:
-        """The largest `count` for which `largest` returns tokens: the number of largest logits that the graph outputs."""
+        """The largest `count` for which `largest` returns tokens. It is the number of largest logits that the graph
+        outputs."""
         ids = self.row.output(TOP_IDS)
         return 0 if ids is None else len(ids)
 

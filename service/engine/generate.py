@@ -33,7 +33,6 @@ from wane.service.types import (
     id_of,
 )
 
-
 NOTHING_TO_CONTINUE = (
     "there is nothing to continue: the model starts from the zero state, and predicts nothing before the first event"
 )

@@ -106,13 +106,14 @@ class SessionSteps:
                 prove=request.prove,
                 cache=request.cache,
                 logits=request.logits,
-                filter=request.filter,
+                wanted=request.filter,
                 unknown=request.unknown,
             )
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
         """Appends tokens and answers, or replays the last answer. A step without tokens appends nothing, and is not
-        remembered as the last step. If another writer commits first, retries with the new record. `is_locked`: the caller holds the session's lock. The step always releases the lock.
+        remembered as the last step. If another writer commits first, retries with the new record. `is_locked`: the
+        caller holds the session's lock. The step always releases the lock.
 
         Raises UnknownSession, PositionConflict."""
         sessions = self._sessions
@@ -145,7 +146,7 @@ class SessionSteps:
                         prove=request.prove,
                         cache=request.cache,
                         logits=request.logits,
-                        filter=request.filter,
+                        wanted=request.filter,
                         unknown=request.unknown,
                         token_logprobs=token_logprobs,
                         replayed=replayed,
@@ -247,13 +248,13 @@ class SessionSteps:
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         # A run from a resident or stored state needs only the new tokens. Sampled answers for shadows, mixtures with a
         # cache and lists without the seen tokens need the earlier tokens too.
-        builder, filter = self._answer_builder, request.filter
+        builder, wanted = self._answer_builder, request.filter
         if (
             base is None
             or mode is not Mode.RECURRENT
             or builder.sampler is not None
             or builder.cache is not None
-            or filter.exclude_seen
+            or wanted.exclude_seen
         ):
             input_ids = np.concatenate([self._input_ids(record), np.array(request.tokens, np.int64)])
         else:
@@ -262,7 +263,7 @@ class SessionSteps:
         if base is None and routing.is_free(request.mode, record.mode):
             context_ids, dropped_tokens = self._rebuilding(position, input_ids, dropped_tokens)
         held = len(record.tail) + len(request.tokens)
-        ranking = self._ranking(filter, input_ids, position)
+        ranking = self._ranking(wanted, input_ids, position)
         plan = self._plan(mode, position, None, held, rebuilt, dropped_tokens, ranking, cache=request.cache)
         # A step in mode window also advances an existing state, unless window is the session's own mode.
         keeps = base is not None and own is not Mode.WINDOW
@@ -319,7 +320,7 @@ class SessionSteps:
             durable=committed.durable,
             logits=request.logits,
             token_logprobs=token_logprobs,
-            unknown=request.unknown + filter.unknown,
+            unknown=request.unknown + wanted.unknown,
         )
 
     async def _answer_again(
@@ -335,7 +336,7 @@ class SessionSteps:
         prove: bool,
         cache: bool,
         logits: bool,
-        filter: Filter,
+        wanted: Filter,
         unknown: tuple[str, ...],
         token_logprobs: tuple[float | None, ...] | None = None,
         replayed: bool | None = None,
@@ -347,7 +348,7 @@ class SessionSteps:
         bound is already known.
         """
         input_ids = context_ids = self._input_ids(record)
-        unknown += filter.unknown
+        unknown += wanted.unknown
         if not len(input_ids):
             k = None if mode is Mode.RECURRENT else window or self._limits.window
             return self._answer_builder.nothing(
@@ -359,7 +360,7 @@ class SessionSteps:
                 replayed=replayed,
                 durable=record.durable,
                 unknown=unknown,
-                has_seen=filter.exclude_seen,
+                has_seen=wanted.exclude_seen,
                 cache=cache,
             )
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
@@ -371,7 +372,7 @@ class SessionSteps:
         dropped_tokens = record.dropped_tokens if base is None else base.dropped_tokens
         if base is None and free:
             context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)
-        ranking = self._ranking(filter, input_ids, record.position)
+        ranking = self._ranking(wanted, input_ids, record.position)
         plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, ranking, cache=cache)
         mixes = cache and self._answer_builder.cache is not None
         # A run that outputs a radius may give a smaller bound. So may the network's weight in a mixture.
@@ -509,12 +510,12 @@ class SessionSteps:
         ids = record.tail.ids()
         return ids if record.dropped_tokens or self._manifest.start_tokens else ids[1:]
 
-    def _ranking(self, filter: Filter, input_ids: NDArray[np.int64], position: int) -> Ranking:
+    def _ranking(self, wanted: Filter, input_ids: NDArray[np.int64], position: int) -> Ranking:
         """Returns the ranking for a filter, of a session at `position` with the input `input_ids`."""
         known: list[int] = []
-        if filter.exclude_seen:
+        if wanted.exclude_seen:
             known = input_ids[max(len(input_ids) - position, 0) :].tolist()
-        return self._answer_builder.rankings.of(filter, known)
+        return self._answer_builder.rankings.of(wanted, known)
 
     def _base(self, record: SessionRecord, *, needed: bool) -> tuple[CachedState | None, bool]:
         """Returns the state to continue from, or None, and whether the answer's state counts as rebuilt.

@@ -43,8 +43,8 @@ class TopPlaces:
         has_hiddens: bool,
         start_tokens: int,
     ) -> None:
-        """`cache` is that of the model, if it has one. `has_hiddens`: scans output `hiddens`. `start_tokens`: the number
-        of tokens that the model reads before a sequence."""
+        """`cache` is that of the model, if it has one. `has_hiddens`: scans output `hiddens`. `start_tokens`: the
+        number of tokens that the model reads before a sequence."""
         self._start_tokens = start_tokens
         self._batcher = batcher
         self._forward = forward

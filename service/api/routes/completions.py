@@ -263,7 +263,8 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     for one in given:
         if isinstance(one, str):
             await asyncio.sleep(0)  # many short texts do not block the event loop, its deadlines and disconnections
-        tokens.append(await tokens_of(engine, one, until))
+            engine.events.check_text("prompt", "give token ids, or send events to /v1/generate")
+        tokens.append((await tokens_of(engine, one, until)).tokens)
         total += len(tokens[-1])
     most = settings(request).max_scored_tokens
     if total > most:

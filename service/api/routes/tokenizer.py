@@ -34,6 +34,7 @@ async def tokenize(request: Request) -> Response:
     body = await decode(request, TokenizeBody)
     engine = await model_engine(request, body.model)
     tokens: list[int] = []
+    engine.events.check_text("prompt", "give the names of events in the field `events` of a request")
     with until_hangup(request):
         for number, part in enumerate(body.prompt.split(EOS)):
             if number:
