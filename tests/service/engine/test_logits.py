@@ -36,9 +36,7 @@ def graph_outputs(logits: NDArray[np.float32]) -> dict[str, Array]:
     return {TOP_IDS: ids, TOP_LOGITS: np.take_along_axis(logits, ids, axis=1), LOG_SUM_EXP: total}
 
 
-def predictions(
-    logits: NDArray[np.float32], count: int, top: dict[str, Array] | None = None
-) -> tuple[Prediction, ...]:
+def predictions(logits: NDArray[np.float32], count: int, top: dict[str, Array] | None = None) -> tuple[Prediction, ...]:
     """Returns the predictions of a run that output these logits and the arrays `top`."""
     row = Row(Outputs({"logits": logits[None], **(top or {})}), 0, None, None)
     return listed(Ranking(len(logits)).largest(RunResult(row), count), count, VOCABULARY)
