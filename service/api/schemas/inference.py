@@ -230,7 +230,7 @@ class TextDocument(TypedDict):
 
 
 class ModelConfigDocument(TypedDict):
-    """Triton's model configuration. `max_batch_size` is 0 because `dims` are whole shapes, with the batch."""
+    """Triton's model configuration. `max_batch_size` is 0 because `dims` includes the batch dimension."""
 
     name: str
     platform: str
