@@ -167,7 +167,8 @@ def _kinds(annotation: Any) -> Iterator[str]:
 
 
 def _metadata(annotation: Any) -> list[Any]:
-    """Returns the limits of the first of the type's arguments that has limits."""
+    """Returns the limits in a type's annotation. For a union, returns the limits of the first "
+    "member that has limits."""
     found = getattr(annotation, "__metadata__", None)
     if found is not None:
         return [limit for one in found for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]

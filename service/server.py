@@ -94,7 +94,10 @@ def refuse_more_workers(environment: Mapping[str, str]) -> None:
     requests, because sessions are in the memory of one process."""
     workers = environment.get("WEB_CONCURRENCY", "1")
     if workers.strip() != "1":
-        raise SettingsError(f"WEB_CONCURRENCY is {workers}, but one process is one replica: start more processes")
+        raise SettingsError(
+            f"WEB_CONCURRENCY is {workers}, but each process is a replica with one worker: unset it, and "
+            "start more processes"
+        )
 
 
 def spare_the_collector() -> None:

@@ -23,13 +23,15 @@ SURROUNDINGS = {
 """Environment variables for Ray and its workers."""
 
 BELIEVED = "FORWARDED_ALLOW_IPS"
-"""The environment variable with the trusted proxies of Ray's own proxies, which are uvicorn servers. By default, these
-servers trust any client on the same machine."""
+"""The environment variable that names the proxies that uvicorn trusts. Ray's own proxies are uvicorn servers. By
+default, they trust any client on the same machine."""
 
-# About Ray's minimum, which suffices because requests and answers are not in the object store.
+# The size of Ray's object store. It is close to Ray's minimum, because requests and answers do not use the object
+# store.
 OBJECT_STORE_BYTES = 80 * 2**20
 NAMESPACE = "serve"
-# Ray does not leave this state of an application by itself. It does leave UNHEALTHY, because it restarts replicas.
+# The status of an application that Ray could not deploy. Ray does not try again. The status UNHEALTHY can end, because
+# Ray restarts unhealthy replicas.
 FAILED = "DEPLOY_FAILED"
 
 

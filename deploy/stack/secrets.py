@@ -37,7 +37,8 @@ RANDOM_BYTES = 32
 
 COMMANDS = (
     *("EVAL", "EVALSHA", "GET", "GETRANGE", "SET", "DEL", "PTTL", "PEXPIRE", "LASTSAVE", "PING"),
-    *("TIME", "ZADD", "ZCARD", "ZINCRBY", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),  # for the quotas of API keys
+    *("TIME", "ZADD", "ZCARD", "ZINCRBY", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),  # used for the quotas of sessions that
+    # API keys have
 )
 """The commands of Redis that Wane and its scripts use: docs/sessions.md lists them."""
 
@@ -80,7 +81,7 @@ def redis_acl(wane: str, admin: str) -> str:
 def main() -> None:
     """Creates missing secrets and prints their names."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "secrets")
-    print(f"{folder}: made {', '.join(make(folder)) or 'nothing: all files exist'}")
+    print(f"{folder}: created {', '.join(make(folder)) or 'no files, because all files exist'}")
 
 
 if __name__ == "__main__":
