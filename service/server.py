@@ -111,8 +111,8 @@ def spare_the_collector() -> None:
 def protocols(
     settings: Settings, metrics: Metrics, dispatcher: Dispatcher | None = None, *, plain_uvicorn: bool = False
 ) -> dict[str, Any]:
-    """Returns uvicorn's options for protocol classes and trusted proxies. By default, uvicorn trusts the forwarding
-    headers of local clients.
+    """Returns uvicorn's options for protocol classes and trusted proxies. The options for proxies are always set,
+    because uvicorn trusts the forwarding headers of local clients by default.
 
     `plain_uvicorn` selects uvicorn's own protocol classes, which are slower and have no limits for slow clients.
     """

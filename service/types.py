@@ -243,11 +243,11 @@ class GenerateRequest:
 
     A `temperature` of 0 always selects the most probable token. If `top_k` and `top_p` are None, every token can be
     sampled. The same `seed` gives the same text. `sample` is the index of one of several samples. Samples with the same
-    seed and different indices are independent. The text ends before the first of the `stop` strings. Mode auto means
-    recurrent, or the session's own mode. `window` is for mode window. If `truncated`, the tokens are the end of a
-    longer sequence, and the start token is not fed. `PredictRequest` describes `cache`. `engine/logits.py` describes
-    `presence_penalty`, `frequency_penalty` and `logit_bias`. `top_logprobs` is the number of most probable tokens to
-    list at the position of each token. If `top_logprobs` is None, no tokens are listed.
+    seed and different indices use different random numbers. The text ends before the first of the `stop` strings. Mode
+    auto means recurrent, or the session's own mode. `window` is for mode window. If `truncated`, the tokens are the end
+    of a longer sequence, and the start token is not fed. `PredictRequest` describes `cache`. `engine/logits.py`
+    describes `presence_penalty`, `frequency_penalty` and `logit_bias`. `top_logprobs` is the number of most probable
+    tokens to list at the position of each token. If `top_logprobs` is None, no tokens are listed.
     """
 
     tokens: tuple[int, ...] = ()

@@ -56,8 +56,8 @@ class Signals:
 
 @contextmanager
 def store(folder: Path) -> Iterator[None]:
-    """Provides the session store during the block. It is the store in WANE_STORE, or a new Redis, whose address is set
-    in the environment."""
+    """A context manager that provides the session store during its `with` block. It is the store in WANE_STORE, or a
+    new Redis, whose address is set in the environment."""
     if "WANE_STORE" in os.environ:
         yield
         return

@@ -40,9 +40,9 @@ class DeployFailed(Exception):
 
 
 class Cluster:
-    """Runs the cluster during the block. `port` is the port for clients, by default the port in the configuration.
-    `cpus` is the number of cores that Ray may use, by default all cores of the machine. `folder` is for Ray's logs and
-    sockets, by default Ray's own folder."""
+    """A context manager that runs the cluster during its `with` block. `port` is the port for clients, by default the
+    port in the configuration. `cpus` is the number of cores that Ray may use, by default all cores of the machine.
+    `folder` is for Ray's logs and sockets, by default Ray's own folder."""
 
     def __init__(self, configuration: Path, port: int | None, cpus: int | None, folder: Path | None) -> None:
         self.configuration = configuration
@@ -103,7 +103,9 @@ class Cluster:
             ]
         running = replicas and all(application["status"] == "RUNNING" for _, application in applications)
         options = details["http_options"]
-        ready = f"ready at http://{options['host']}:{options['port']}" if running else "on the way"
+        ready = (
+            f"ready at http://{options['host']}:{options['port']}" if running else "not all replicas are running yet"
+        )
         return f"{', '.join(replicas) or 'no replica'}: {ready}"
 
     def _read(self) -> Any:

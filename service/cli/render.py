@@ -109,7 +109,7 @@ if TYPE_CHECKING:
 
 COLOURS = {"recurrent": "#0072b2", "window": "#d55e00"}  # the palette of Okabe and Ito, for colour-blind readers
 FORMATS = (".png", ".svg", ".pdf")
-FLOOR = 1e-9  # the height at which a value of 0 is drawn, because a logarithmic axis has no zero
+FLOOR = 1e-9  # smaller values are drawn at this height, because a logarithmic axis has no zero
 
 
 def save(compared: Measurements, path: Path) -> None:
