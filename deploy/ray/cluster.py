@@ -103,9 +103,7 @@ class Cluster:
             ]
         running = replicas and all(application["status"] == "RUNNING" for _, application in applications)
         options = details["http_options"]
-        ready = (
-            f"ready at http://{options['host']}:{options['port']}" if running else "not all replicas are running yet"
-        )
+        ready = f"ready at http://{options['host']}:{options['port']}" if running else "not all replicas run yet"
         return f"{', '.join(replicas) or 'no replica'}: {ready}"
 
     def _read(self) -> Any:

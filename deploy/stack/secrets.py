@@ -12,8 +12,8 @@ file. Existing files are not changed.
     redis_admin_password        the password of Redis's user `admin`, which has all permissions; no container has it
     grafana/grafana_password    the password of Grafana's user admin
 
-Only its owner can enter the folder. The files in it are readable by all, because a container's user is not their owner.
-Further keys: `wane key NAME >> secrets/wane/api_keys`.
+Only the folder's owner can enter the folder. All users may read the files in the folder, because a container's user is
+not the owner of the files. Further keys: `wane key NAME >> secrets/wane/api_keys`.
 """
 
 from __future__ import annotations

@@ -71,7 +71,10 @@ INFER_BODY["requestBody"]["content"]["application/octet-stream"] = {
 }
 INFER: dict[str, Any] = INFER_BODY | headers(
     {
-        HEADER_LENGTH: ("bytes of the JSON before the binary tensors", {"pattern": anchored("0*[1-9][0-9]{0,14}")}),
+        HEADER_LENGTH: (
+            "the length in bytes of the JSON header, which precedes the binary tensors",
+            {"pattern": anchored("0*[1-9][0-9]{0,14}")},
+        ),
         ENCODING: ("of the body", {"enum": ["gzip", "deflate", "identity"]}),
     }
 )
