@@ -233,7 +233,7 @@ def _first_failure(found: Sequence[Any], model: type[Body]) -> InvalidRequest:
     """Returns the error for the first invalid field, with the field's path."""
     same_field = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
     places = [_place(one["loc"], model) for one in same_field]
-    deepest = max(places, key=len)  # the union branch whose error has the longest path
+    deepest = max(places, key=len)  # selects the union branch whose error has the longest path
     here = [one for one, place in zip(same_field, places, strict=True) if place == deepest]
     field, complaint = "".join(deepest).removeprefix("."), _complaint(here)
     if field:

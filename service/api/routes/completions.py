@@ -163,8 +163,8 @@ class Completion:
         }
 
     async def parts(self) -> AsyncGenerator[ChoiceDocument, None]:
-        """Yields the parts of all choices as soon as their tokens are generated. The caller must close "
-        "the generator."""
+        """Yields the parts of all choices as soon as their tokens are generated. The caller must close
+        the generator."""
         for choice in self._choices:
             prompt = self._prompts[choice.index // self._samples]
             if prompt.text is not None:
@@ -346,8 +346,8 @@ def check(request: Request, body: CompletionBody, prompts: int, samples: int) ->
 
 
 async def engine_of(request: Request, body: CompletionBody, session: str) -> Engine:
-    """Returns the session's engine. If the session does not exist and the expected position is 0, "
-    "creates the session."""
+    """Returns the session's engine. If the session does not exist and the expected position is 0,
+    creates the session."""
     try:
         return await session_engine(request, session, body.model)
     except UnknownSession:

@@ -78,7 +78,8 @@ class StepBody(SequenceBody):
 
     expected_position: Natural | None = Field(
         default=None,
-        description="the position of the session before the step. If it differs, the answer is "
+        description="the session's expected position before the step. If the session has another position, the "
+        "answer is "
         "409. The header x-wane-position has the same effect",
     )
     top_k: TopK = 5
