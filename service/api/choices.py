@@ -87,8 +87,8 @@ class Choice:
         logprobs["text_offset"].append(offset)
 
     def _name(self, token: int) -> str:
-        """Returns a token's text. If the token alone is not valid UTF-8, returns its bytes in OpenAI's notation, such as
-        `bytes:\\xe2\\x80`."""
+        """Returns a token's text. If the token alone is not valid UTF-8, returns its bytes in OpenAI's notation, such
+        as `bytes:\\xe2\\x80`."""
         partial = self._vocabulary.partials[token]
         if partial is None:
             return self._vocabulary.texts[token]
