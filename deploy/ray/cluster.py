@@ -1,5 +1,6 @@
-"""Runs a local Ray cluster of one node without a dashboard, and Ray Serve on it. Like the `serve` command, it uses
-`ray.serve._private` to send a configuration to the controller, because the public API requires the dashboard for that.
+"""Runs a local Ray cluster of one node without a dashboard, and Ray Serve on it. Like Ray's command `serve`, this
+module sends a configuration to Ray's controller through `ray.serve._private`. The public API for this requires the
+dashboard.
 """
 
 from __future__ import annotations

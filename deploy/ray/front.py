@@ -1,6 +1,6 @@
-"""Middleware in each of Ray's proxies, before the proxy's router. It sets the session header of a request, and answers
-a request that Ray leaves unanswered. Ray calls the function `middlewares`, because the environment variable
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH has its import path. Ray's router hashes the header `x-session-id`.
+"""Middleware in each of Ray's proxies, before the proxy's router. The middleware sets the session header of a request,
+and answers a request that Ray leaves unanswered. Ray calls the function `middlewares`, whose import path is the value
+of the environment variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH. Ray's router hashes the header `x-session-id`.
 """
 
 from __future__ import annotations
