@@ -57,7 +57,8 @@ class Signals:
 @contextmanager
 def store(folder: Path) -> Iterator[None]:
     """A context manager that provides the session store during its `with` block. If the environment variable WANE_STORE
-    has the address of a store, uses that store. Otherwise, starts Redis and sets the variable to the address of this Redis."""
+    has the address of a store, uses that store. Otherwise, starts Redis and sets the variable to the address of
+    this Redis."""
     if "WANE_STORE" in os.environ:
         yield
         return

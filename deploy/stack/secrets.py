@@ -6,7 +6,7 @@ file. Existing files are not changed.
     wane/api_keys               hashes of API keys: `client`, and `prometheus` with access to metrics only
     client_key                  the API key of `client`
     prometheus/metrics_key      the API key of `prometheus`
-    redis/redis_acl             users of Redis, with hashes of their passwords; Wane's user has only the needed permissions
+    redis/redis_acl             users of Redis, with hashes of passwords; Wane's user has only the needed permissions
     redis/redis_password        the password of Wane's user
     wane/redis_password         the same password
     redis_admin_password        the password of Redis's user `admin`, which has all permissions; no container has it
