@@ -42,14 +42,14 @@ from wane.service.types import (
     id_of,
 )
 
-RETRIES = 3  # largest number of retries of a step after another writer committed first
+RETRIES = 3  # largest number of retries of a step whose commit failed because another writer changed the session
 NO_TOKENS = np.empty(0, np.int64)
 REBUILD_EMA_ALPHA = 1 / 64  # weight of the latest request in the moving average of `share_found`
-MOST_USES = 1e3  # upper limit of the expected number of uses of a rebuilt state
+MOST_USES = 1e3  # upper limit of the expected number of later steps that use a rebuilt state
 
 
 class SessionSteps:
-    """Answers requests to sessions. Only this part of the engine both accesses sessions and runs the model."""
+    """Answers requests to sessions. No other class of the engine both accesses sessions and runs the model."""
 
     def __init__(
         self,
@@ -150,8 +150,9 @@ class SessionSteps:
     async def begin(
         self, request: GenerateRequest, session: str, ticket: Ticket, held: ExitStack
     ) -> tuple[Source, RunResult]:
-        """Runs a session for a generation that continues it. Returns the source of the next tokens and the first
-        result. `held` keeps the states. The session stays as it is, except that a rebuilt state becomes resident.
+        """Prepares a generation that continues a session. Returns the source of the generation's distributions and the
+        first result. Closing `held` releases the slots of the states. The session stays as it is, except that a rebuilt
+        state becomes resident.
 
         Raises UnknownSession, PositionConflict, InvalidRequest."""
         async with self._sessions.locks.held(session):
@@ -168,7 +169,7 @@ class SessionSteps:
             if mode is Mode.WINDOW:
                 held_tokens, known = len(input_ids), record.position - record.dropped_tokens
                 plan = self._plan(mode, record.position, request.window, held_tokens, False, record.dropped_tokens)
-                assert plan.window is not None, "a window without a k: this is a bug"
+                assert plan.window is not None, "the plan of a window part has no k: this is a bug"
                 start = Prompt(history, record.position, known, StateSource.WINDOW, session)
                 window = WindowSource(self._forward, input_ids, start, plan.window, ticket)
                 return window, await window.prompt()
@@ -198,7 +199,7 @@ class SessionSteps:
         return RecurrentSource(self._forward, input_ids, start, slot, ticket, read=read), result
 
     def seconds(self, request: StepRequest) -> float:
-        """Returns the expected seconds of a step's runs; 0 if the step is short."""
+        """Returns the expected seconds of a step's runs. Returns 0 for a short step, which the backlog does not count."""
         tokens = len(request.tokens)
         return self._cost_model.full(tokens) if tokens > PIECE_TOKENS else 0.0
 
@@ -336,7 +337,8 @@ class SessionSteps:
             context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)
         plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, cache=cache)
         mixes = cache and self._answer_builder.cache is not None
-        # A run that outputs a radius may give a smaller bound. So may the network's weight in a mixture.
+        # The bound may become smaller: the run may output a radius, and in a mixture with a cache the network's weight
+        # is below 1.
         if not mixes and (not self._has_radius_output or plan.state is StateSource.RESIDENT):
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
@@ -388,7 +390,7 @@ class SessionSteps:
         before_ids = record.tail.ids()[: -len(request.tokens)]
         if not len(before_ids):
             raise InvalidRequest(
-                f"token_logprobs of a replay need a token before it, but the session keeps only its last "
+                f"token_logprobs of a replayed step need a token before the step, but the session keeps only its last "
                 f"{len(record.tail)} tokens",
                 "token_logprobs",
             )
@@ -402,10 +404,11 @@ class SessionSteps:
         request: StepRequest,
         ticket: Ticket,
     ) -> tuple[float, ...]:
-        """Returns the log-probability of each of the step's tokens, run one after the other.
+        """Returns the log-probability of each of the step's tokens. Runs the tokens one after the other.
 
         `before_ids` are the known tokens before the step, and `position` is the session's position before the step.
-        `base` is a state to continue from; the caller holds its slot.
+        `base` is a state to continue from, whose slot the caller retains. If it is None, the state before the step is
+        computed from `before_ids`.
         """
         forward, tokens = self._forward, np.array(request.tokens, np.int64)
         cache = self._answer_builder.cache if request.cache else None
