@@ -44,8 +44,9 @@ States = Mapping[str, Array]
 class ChunkBatch:
     """The states and log-probabilities of one segment's cells.
 
-    tokens, targets: int64 (n), where n is at most the number of tokens of the layout; targets for scan only. Cells are
-    numbered along the sequence: cell g is part g % layout.cells of chunk g // layout.cells."""
+    `tokens`: int64 (n), the segment's tokens, at most as many as the layout has. `targets`: int64 (n), the tokens whose
+    log-probabilities the graph `scan` computes; None for the graph `advance`. Cells are numbered from 0 along the
+    segment. Cell g is number g % layout.cells of chunk g // layout.cells."""
 
     def __init__(
         self,
@@ -94,8 +95,8 @@ class ChunkBatch:
         return {name: value[cell : cell + 1] for name, value in self._ends.items()}
 
     def residual(self, cell: int) -> float:
-        """Returns the largest difference of any unit at the joint before `cell`, which must not be the first cell. 0:
-        there is no joint."""
+        """Returns the largest difference of any unit of the state at the joint before `cell`, which must not be the
+        first cell. Returns 0 if there is no joint."""
         return max(float(_apart(value[cell], self._ends[name][cell - 1]).max()) for name, value in self._starts.items())
 
     def residuals(self) -> NDArray[np.float64]:
@@ -192,10 +193,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Limits the joints of a run: the difference at each joint is at most `limit`, and `judge`, if given, returns True
-    for the plan of the run.
+    """Limits the joints of a run. The difference of the two states at each joint must be at most `limit`. If `judge` is
+    given, it must return True for the plan of the run.
 
-    enough: number of tokens of warm-up after which any difference at a joint is accepted.
+    `enough`: if the warm-up has at least this number of tokens, any difference at a joint is accepted.
     """
 
     limit: float
@@ -216,10 +217,10 @@ class ChunkedRunner:
         self._reach = 0 if manifest.architecture.front is None else manifest.architecture.front.reach
 
     def layout(self, role: Role, tokens: int, demand: Demand, least: int = 0) -> ChunkLayout | None:
-        """Returns the layout of the next segment of a sequence, of which `tokens` tokens remain. None: a run in order
-        is faster.
+        """Returns the layout of the next segment of a sequence that has `tokens` tokens left to run. None: a run in
+        order is faster.
 
-        least: the minimum number of tokens of warm-up, unless `demand.enough` is smaller.
+        `least`: the minimum number of tokens of warm-up. `demand.enough` may be smaller, and is then used.
         """
         seen = self._throughput.warm_up(demand.limit)
         known = [] if seen is None else [max(seen, least)]
@@ -342,7 +343,8 @@ class ChunkedRunner:
         return sum(work.length for work in works)
 
     async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
-        """Runs every cell again whose joint exceeds the limit, from the state at the end of the previous cell.
+        """Runs a cell again, from the state at the end of the previous cell, if the difference at the joint before the
+        cell exceeds the limit.
 
         Returns the number of repeated cells. again: the slot for the repeated cells. last: the slot of the last chunk.
         """
@@ -366,7 +368,8 @@ class ChunkedRunner:
         return repeated
 
     async def _together(self, works: Sequence[Work], ticket: Ticket) -> list[Row]:
-        """Runs work items of one request concurrently. Only the first item is admitted and timed."""
+        """Runs work items of one request concurrently. Only the first item uses `ticket`, so the request is admitted
+        and timed only once."""
         others = ticket.beside()
         items: list[WorkItem] = []
         try:

@@ -16,7 +16,10 @@ from wane.service.errors import DeadlineExceeded, Unavailable
 T = TypeVar("T")
 
 
-STILL_COMMITS = "the deadline passed while the step ran, and the step still commits: retry the step with the same position or key to get its answer"
+STILL_COMMITS = (
+    "the deadline passed while the step ran, and the step still commits: retry it with the same position or key to get "
+    "its answer"
+)
 
 
 class Pending(EagerTask[T]):

@@ -199,7 +199,8 @@ class SessionSteps:
         return RecurrentSource(self._forward, input_ids, start, slot, ticket, read=read), result
 
     def seconds(self, request: StepRequest) -> float:
-        """Returns the expected seconds of a step's runs. Returns 0 for a short step, which the backlog does not count."""
+        """Returns the expected seconds of a step's runs. Returns 0 for a step of few tokens, which the
+        backlog does not count."""
         tokens = len(request.tokens)
         return self._cost_model.full(tokens) if tokens > PIECE_TOKENS else 0.0
 
@@ -442,10 +443,11 @@ class SessionSteps:
     def _rebuilding(
         self, position: int, input_ids: NDArray[np.int64], dropped_tokens: int, tolerance: float | None = None
     ) -> tuple[NDArray[np.int64], int]:
-        """Returns the tokens from which the state after `input_ids` is rebuilt, and the number of the sequence's first
-        tokens that the rebuilt state will not have read.
+        """Returns the tokens from which a session's state is rebuilt, and the number of the sequence's first tokens that
+        the rebuilt state will not have read.
 
-        `input_ids` ends at `position` and lacks the first `dropped_tokens` tokens."""
+        `input_ids` holds the sequence up to `position`, without its first `dropped_tokens` tokens.
+        """
         found = self._share_found()
         k = routing.rebuilt_from(
             self._manifest.certificate,

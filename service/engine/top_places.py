@@ -45,7 +45,8 @@ class TopPlaces:
         *,
         has_hiddens: bool,
     ) -> None:
-        """`cache` is the model's cache, if it has one. `has_hiddens` says whether the graph `scan` outputs `hiddens`."""
+        """`cache` is the model's cache, if it has one. `has_hiddens` says whether the graph `scan` outputs
+        `hiddens`."""
         self._batcher = batcher
         self._forward = forward
         self._vocabulary = vocabulary

@@ -72,7 +72,7 @@ class ModelRegistry:
         self.retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
         self.lifecycle = ModelLifecycle(self._repository, self.retired_engines, settings, metrics)
         self._engines = self.lifecycle.engines
-        # by model name, the error of a failed last load
+        # by model name: the error of the model's last load, if that load failed
         self.failures: Mapping[str, LoadFailed] = self.lifecycle.failures
         self._watching: asyncio.Task[None] | None = None
 

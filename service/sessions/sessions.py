@@ -51,7 +51,8 @@ class StepKind(Enum):
 
 
 def last_step(record: SessionRecord, request: StepRequest) -> LastStep:
-    """Returns the `LastStep` that the session has after the step. `record` is the session before the step."""
+    """Returns the `LastStep` that the session will have once the step is appended. `record` is the session before the
+    step."""
     return LastStep(record.position, of_tokens(request.tokens), of_key(request.idempotency_key))
 
 
@@ -93,12 +94,13 @@ def has_last_key(record: SessionRecord, request: StepRequest) -> bool:
 
 def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
     """Returns a PositionConflict that contains the session's position."""
-    asked = "other clients kept changing it" if start is None else f"the step starts at {start}"
+    asked = "other clients kept changing the session" if start is None else f"the step starts at {start}"
     return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
 
 
 class SessionsReport(TypedDict):
-    """The numbers of sessions with a state in memory (`resident`) and without (`parked`), and of rebuilt states."""
+    """`resident` is the number of sessions with a state in memory, and `parked` the number of sessions without one. The
+    last field is the number of rebuilt states."""
 
     resident: int
     parked: int
@@ -168,7 +170,7 @@ class Sessions:
                 raise SessionExists(f"session {given!r} exists already with other options or after a step")
             await self._store.touch(session)
             return there._replace(idle_s=0.0), False
-        self._state_cache.drop(session)  # an earlier session with this id may have been at the same revision
+        self._state_cache.drop(session)  # an earlier session with this id may have left its state
         return (self._store.get_cached(session) or record)._replace(idle_s=0.0), True
 
     async def read(self, session: str) -> SessionRecord:
@@ -236,7 +238,8 @@ class Sessions:
         return cached if behind else None
 
     def kept(self, record: SessionRecord) -> Snapshot | None:
-        """Returns the store's snapshot of the session, if this model made it and `record` holds all later tokens."""
+        """Returns the store's snapshot of the session. Returns None if the snapshot was made with other weights or
+        graphs, or if `record` does not hold all later tokens."""
         snapshot = record.snapshot
         if (
             snapshot is None
@@ -269,7 +272,7 @@ class Sessions:
         )
 
     def count_state_replay(self) -> None:
-        """Counts a resident state that was brought up to date with tokens that another process had appended."""
+        """Counts a resident state to which the tokens appended by another process were applied."""
         self._state_replays.inc()
 
     def count_rebuilt(self) -> None:
@@ -340,14 +343,16 @@ class Sessions:
         return await self._store.count(self._model)
 
     async def counts(self) -> SessionsReport:
-        """Returns the numbers of sessions with and without a resident state, and of rebuilt states."""
+        """Returns the number of sessions with a resident state, the number of sessions without one, and the number of
+        rebuilt states."""
         count = await self.expire()
         cached = len(self._state_cache)
         return {"resident": cached, "parked": max(count - cached, 0), "rebuilt": self.rebuilt}
 
 
 def _is_as_created(there: SessionRecord, record: SessionRecord) -> bool:
-    """Returns whether session `there` has no step yet and is equal to `record`."""
+    """Returns whether the stored session `there` equals the new session `record`. A session that has made a step is not
+    equal."""
     kept = there.model, there.vocabulary, there.mode, there.position, there.tail
     return there.last is None and kept == (record.model, record.vocabulary, record.mode, record.position, record.tail)
 
