@@ -153,7 +153,7 @@ FEWEST_STEPS = 16
 """Smallest number of tokens of each chunk in a run."""
 
 WORTHWHILE = 0.9
-"""Chunks run in parallel if this is expected to take less than this fraction of the time of a run in order."""
+"""Chunks run in parallel if their expected time is less than this fraction of the expected time of a run in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,7 @@ class Backlog:
             before_s, left_s = self.pace * (shorter_s + share.left_s * (len(shares) - index)), share.deadline - now
             if before_s <= left_s < MARGIN * (before_s + self.pace * min(share.left_s, new.left_s)):
                 self._refuse(
-                    f"the request may take {own_s:.1f} s, and a request that was admitted before it would miss its "
+                    f"the request may take {own_s:.1f} s, and would make a request that was admitted earlier miss its "
                     "deadline",
                     before_s,
                 )

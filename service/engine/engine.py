@@ -125,7 +125,7 @@ class Engine:
         None. `direction` proves most probable tokens that `margin` does not prove, if a request sets `prove`.
         `shadow_runner` runs the same model to repeat sampled live answers in the other mode; if it is None, no live
         answers are sampled. `bits` is a digest of the graphs' results on this machine. A state from the store is reused
-        only if it was computed by the same model files and with an equal digest.
+        only if `bits` and the model's files were the same when the state was computed.
 
         Raises ValueError if the settings do not fit the model.
         """

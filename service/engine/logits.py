@@ -82,7 +82,7 @@ def most_probable(
 
 
 FORCE, FORBID = 100.0, -100.0
-"""A token with the bias FORCE is drawn instead of all tokens without it. A token with the bias FORBID is never drawn.
+"""If any token has the bias FORCE, only tokens with that bias are drawn. A token with the bias FORBID is never drawn.
 """
 
 

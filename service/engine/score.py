@@ -110,8 +110,8 @@ class Scorer:
         self.propagation: Propagation | None = None
         self._certificate = manifest.certificate
         self._state = manifest.state
-        self._least: float | None = None  # the error bound of a run whose states differ only by rounding at the joints;
-        # None until it is computed
+        # The error bound of a run whose states differ only by rounding at the joints. None until it is computed.
+        self._least: float | None = None
         self.parallel = parallel
         self._pool = pool
         self._cost_model = cost_model

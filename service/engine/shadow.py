@@ -85,7 +85,8 @@ class Case:
 
 
 class Shadow:
-    """Samples, runs and compares one model's shadows. All methods must be called on the event loop's thread."""
+    """Samples one model's live answers, repeats them as shadows, and compares the answers. All methods must be called
+    on the event loop's thread."""
 
     def __init__(
         self,

@@ -265,8 +265,8 @@ class Sessions:
         return cached
 
     def keep(self, record: SessionRecord, slot: int, dropped_tokens: int) -> None:
-        """Makes the state in `slot` the session's resident state. It lacks the first `dropped_tokens` tokens of the
-        session."""
+        """Makes the state in `slot` the session's resident state. The state has not read the session's first
+        `dropped_tokens` tokens."""
         self._state_cache.put(
             record.session, CachedState(slot, record.revision, dropped_tokens, record.position), self._clock()
         )
