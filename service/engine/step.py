@@ -443,7 +443,7 @@ class SessionSteps:
     def _rebuilding(
         self, position: int, input_ids: NDArray[np.int64], dropped_tokens: int, tolerance: float | None = None
     ) -> tuple[NDArray[np.int64], int]:
-        """Returns the tokens from which a session's state is rebuilt, and the number of first tokens that the rebuilt
+        """Returns the tokens from which a session's state is rebuilt, and how many of the sequence's first tokens that
         state will not have read.
 
         `input_ids` holds the sequence up to `position`, without its first `dropped_tokens` tokens.

@@ -5,7 +5,7 @@ The gradient proof also bounds the total variation.
 **Margin proof** (`MarginProof`). The logit of token a is l_a = W_a . h + c_a, where h is the output layer's input, W_a
 the token's row of the output layer's matrix, and c_a its bias. Let E bound the 2-norm distance between the h of the
 answer's run and the h of the never-interrupted model. The lead l_a - l_b of token a over token b then differs by at
-most |W_a - W_b|_2 E between the two. So the most probable token a is proved if, for every other token b,
+most |W_a - W_b|_2 E between the two models. So the most probable token a is proved if, for every other token b,
 
     l_a - l_b  >  |W_a - W_b|_2 E + rounding of the four logits.
 

@@ -99,8 +99,8 @@ def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
 
 
 class SessionsReport(TypedDict):
-    """`resident` is the number of sessions with a state in memory, and `parked` the number of sessions without one. The
-    last field is the number of rebuilt states."""
+    """`resident` is the number of sessions with a state in memory, and `parked` the number of sessions without one.
+    `rebuilt` is the number of states that were rebuilt."""
 
     resident: int
     parked: int

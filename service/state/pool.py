@@ -157,8 +157,8 @@ class StatePool:
             return {name: self.arrays[name].take(rows, 0) for name in self._names}
         states = {name: room[name][: len(rows)] for name in self._names}
         for name, values in states.items():
-            self.arrays[name].take(rows, 0, values, "clip")  # in its other modes, `take` with `out` makes an additional
-            # copy
+            # `take` with `out` makes an additional copy in all modes except "clip" and "wrap".
+            self.arrays[name].take(rows, 0, values, "clip")
         return states
 
     def gather_hidden(self, slots: Sequence[int]) -> NDArray[np.float32]:

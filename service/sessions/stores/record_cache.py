@@ -11,8 +11,8 @@ from wane.service.sessions.stores.store import SessionRecord, Snapshot
 
 SNAPSHOTS = 256  # largest number of cached snapshots; a snapshot is dropped when its session changes
 # Steps do not use the cache if the share of outdated sessions among the calls of `saw` exceeds this value. The share is
-# a quarter to a third if half of all steps find an outdated session. Such a step calls `saw` once with `moved`, and
-# once or twice without it, after it has read the session again.
+# a quarter to a third if half of all steps find an outdated session. Such a step calls `saw` once with moved=True. It
+# then reads the session again, and calls `saw` once or twice with moved=False.
 MOVED_OFTEN = 0.25
 EMA_ALPHA = 1 / 16  # weight of the latest call of `saw` in the moving average
 

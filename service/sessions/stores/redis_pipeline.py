@@ -162,8 +162,8 @@ class RedisPipeline:
         try:
             try:
                 replies = await self.send([call.command for call in calls])
-            except ConnectionError:  # the commands are sent again, because an idle connection may be closed although
-                # Redis is reachable
+            except ConnectionError:
+                # The commands are sent again, because an idle connection may be closed although Redis is reachable.
                 for call in calls:
                     call.again = True
                 replies = await self.send([call.command for call in calls])
