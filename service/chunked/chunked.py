@@ -182,8 +182,9 @@ class ChunkPlan:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Progress of a run. `done`: the number of tokens run so far. `logprobs`: float64 (n), the log-probabilities of the
-    next n tokens; None until their whole segment has run. `hiddens`: float32 (n, H), the output layer's input after
-    each token, if the tokens ran in order and the graph outputs it."""
+    next n tokens, which follow those of earlier pieces; None until the whole segment of these tokens has run.
+    `hiddens`: float32 (n, H), the output layer's input after each token, if the tokens ran in order and the graph
+    outputs it."""
 
     done: int
     plan: ChunkPlan
@@ -312,7 +313,7 @@ class ChunkedRunner:
     async def _warm_up(
         self, tokens: NDArray[np.int64], start: int, layout: ChunkLayout, slots: Sequence[int], ticket: Ticket
     ) -> None:
-        """Runs the warm-up tokens before every chunk except the first, from the zero state."""
+        """Warms up every chunk except the first: runs the tokens before the chunk from the zero state."""
         starts = [start + chunk * layout.length for chunk in range(1, layout.chunks)]
         for back in range(layout.warm_up, 0, -layout.warm_up_steps):
             end = max(back - layout.warm_up_steps, 0)

@@ -151,8 +151,8 @@ class SessionSteps:
         self, request: GenerateRequest, session: str, ticket: Ticket, held: ExitStack
     ) -> tuple[Source, RunResult]:
         """Prepares a generation that continues a session. Returns the source of the generation's distributions and the
-        first result. Closing `held` releases the slots of the states. The session stays as it is, except that a rebuilt
-        state becomes resident.
+        first result. Closing `held` releases the slots of the states. Appends no token to the session. A rebuilt state
+        becomes resident.
 
         Raises UnknownSession, PositionConflict, InvalidRequest."""
         async with self._sessions.locks.held(session):
@@ -478,7 +478,8 @@ class SessionSteps:
         return tokens if base.position == record.position else np.concatenate([self._missed(record, base), tokens])
 
     def _missed(self, record: SessionRecord, base: CachedState) -> NDArray[np.int64]:
-        """Returns the session's tokens that the state `base` has not read."""
+        """Returns the session's tokens after the position of the state `base`. Counts the state if there are such
+        tokens."""
         missed = record.position - base.position
         if not missed:
             return NO_TOKENS

@@ -192,9 +192,10 @@ class Sessions:
         await self._store.touch(session)
 
     def look(self, request: StepRequest) -> SessionRecord | None:
-        """Returns the session as this process last saw it, if the step is new and the session's state is available. The
-        commit then checks whether the session is still the same. Returns None if the session must be read from the
-        store: see `check_out`.
+        """Returns the session as this process last saw it. The commit then checks whether the session is still the
+        same. Returns None if the session must be read from the store (`check_out`): because this process does not know
+        the session, because the step may be a replay or a conflict, or because the store may have a snapshot that
+        replaces a missing state.
 
         Raises PositionConflict.
         """
@@ -272,7 +273,7 @@ class Sessions:
         )
 
     def count_state_replay(self) -> None:
-        """Counts a resident state to which the tokens appended by another process were applied."""
+        """Counts a state that was behind the session and was brought up to date with the session's later tokens."""
         self._state_replays.inc()
 
     def count_rebuilt(self) -> None:
@@ -321,7 +322,7 @@ class Sessions:
                 first, last = record.earliest, record.position
                 reach = f"position {last} only" if first == last else f"positions {first} to {last}"
                 raise InvalidRequest(f"position is {position}, but the session can be rewound to {reach}", "position")
-            if position == record.position:  # the state and the last step stay as they are
+            if position == record.position:  # the session keeps its state and its last step
                 await self._store.touch(session)
                 return record._replace(idle_s=0.0)
             rewound = await self._store.rewind(session, record.revision, position)
