@@ -1,10 +1,12 @@
 """Runs steps of one token in columns. The data of a batch of steps, from the states to the answers, is in arrays with
 one row for each step.
 
-A step is taken in columns if the session's state is resident, no other request holds the session's lock, and the step
-has no idempotency key, asks for no window and is not traced. The general procedure (`step.py`) takes the step instead
-if it is a replay or a conflict, if its state has been evicted, or if the run of its batch fails. The tests compare the
-answers of steps in columns with those of the general procedure.
+A step is taken in columns under three conditions: the session's state is resident, no other request holds the session's
+lock, and live answers are not sampled for shadows. The step itself must have no idempotency key, must not be traced,
+must not set mode window or both, and must not ask for a proof, for logits, for the tokens' log-probabilities or for an
+answer without the cache. The general procedure (`step.py`) takes the step instead if it is a replay or a conflict, if
+its state has been evicted, or if the run of its batch fails. The tests compare the answers of steps in columns with
+those of the general procedure.
 
 A step that has entered a batch is committed, even if its client has disconnected.
 """

@@ -467,7 +467,8 @@ class Engine:
         return [result for result in results if result is not None]
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Returns one log-probability for each token of the request. Raises InvalidRequest, TooLarge."""
+        """Returns one log-probability for each token of the request; None for the first token of a truncated text.
+        Raises InvalidRequest, TooLarge."""
         logprobs: list[float | None] = []
         error_bounds: list[float | None] = []
         places: list[tuple[Prediction, ...] | None] = []

@@ -240,7 +240,7 @@ class ModelLifecycle:
     def _changed(self, task: asyncio.Task[Engine]) -> None:
         self.tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller may have disconnected
+            task.exception()  # marks the error as retrieved, because the caller may have disconnected
 
     async def _load(self, name: str) -> Engine:
         async with self.lock:
