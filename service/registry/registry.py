@@ -321,8 +321,9 @@ class ModelRegistry:
         self._metrics.ready.set(0)
 
     async def close(self) -> None:
-        """Rejects new requests and requests that wait for a model. Waits for the requests in flight, then closes every
-        engine. A second call waits until the first call has ended."""
+        """Rejects new requests and requests that wait for a model. Waits for the requests in flight, but not longer
+        than the setting `drain_timeout_ms`. Then closes every engine. A second call waits until the first call has
+        ended."""
         if self._closing is None:
             self._status = "draining"
             self._metrics.ready.set(0)
