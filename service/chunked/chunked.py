@@ -133,10 +133,12 @@ IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}
 """The number of tokens in one run of a sequence that runs in order."""
 
 REPEATED_CHUNKS = 0.25
-"""Number of repeated cells per chunk of a segment. If it is exceeded, the warm-up of the next segments is doubled."""
+"""Limit on the number of repeated cells per chunk. If a segment exceeds the limit, the warm-up of the next segments is
+doubled."""
 
 REPEATED_CELLS = 0.5
-"""Fraction of a segment's cells that are repeated. If it is exceeded, the rest of the sequence runs in order."""
+"""Limit on the repeated fraction of a segment's cells. If a segment exceeds the limit, the rest of the sequence runs in
+order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +356,8 @@ class ChunkedRunner:
             return 0
         repeated, resumed = 0, -1
         for cell in range(1, segment.cells):
-            # A repeated cell changes the difference at the joint after it.
+            # The difference at the joint after a repeated cell is computed again, because the repeated cell has another
+            # last state.
             if (segment.residual(cell) if cell == resumed else residuals[cell]) <= limit:
                 continue
             before = segment.end(cell - 1)

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.engine.bounds import Bound
 from wane.service.engine.logits import log_softmax

@@ -102,7 +102,7 @@ class Engine:
     """Serves one version of one model. Every method must be called on the event loop's thread.
 
     Every method that answers may raise Overloaded, Unavailable (while draining) and DeadlineExceeded in addition to its
-    own errors. If a caller is cancelled, its work that has not entered a batch is withdrawn.
+    own errors. If a caller is cancelled, the caller's work that has not entered a batch is withdrawn.
     """
 
     def __init__(

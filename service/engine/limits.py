@@ -69,8 +69,8 @@ class Limits:
             )
 
     def preferences(self, request: GenerateRequest) -> None:
-        """Raises InvalidRequest if `logit_bias` contains a token that is not in the vocabulary, if it forbids every
-        token, or if `top_logprobs` is over the limit."""
+        """Raises InvalidRequest if `logit_bias` contains a token that is not in the vocabulary, if `logit_bias` forbids
+        every token, or if `top_logprobs` is over the limit."""
         if request.top_logprobs is not None and request.top_logprobs > self._settings.top_k_limit:
             raise InvalidRequest(
                 f"top_logprobs is {request.top_logprobs}, but must be at most {self._settings.top_k_limit}",

@@ -14,8 +14,8 @@ COST_TOLERANCE = 1.1
 """Measured costs within this factor count as equal. The candidate with the smaller bound is then chosen."""
 
 UNASKED = 1e-3
-"""If the request has no tolerance, `auto` runs the model's default window only if its error bound is at most this
-value."""
+"""If the request has no tolerance, `auto` runs the model's default window only if the window's error bound is at most
+this value."""
 
 Cost = Callable[[int | None], float]
 """Returns the expected seconds of a run over the last k tokens, or over all tokens for None."""
@@ -35,11 +35,12 @@ def ways(
     """Returns the windows that `auto` tries for `position` tokens without a state. None stands for all tokens.
 
     A window of k tokens contains the sequence's last k tokens. `window` is the requested k, `own` is the model's
-    default k, and `largest` is the largest allowed k. `auto` chooses k as follows. With neither a tolerance nor a
-    requested k: the default k, if the certificate's curve at that k is at most UNASKED. With only a requested k: that
-    k. With only a tolerance: the smallest k whose value of the curve meets the tolerance. With both: the requested k,
-    if its value of the curve meets the tolerance. In all other cases `auto` runs all tokens. It also runs all tokens if
-    that does not cost more than the window, because an answer from all tokens has the smallest bound.
+    default k, and `largest` is the largest allowed k. `auto` chooses k as follows. If the request has neither a
+    tolerance nor a k, `auto` chooses the default k, provided that the certificate's curve at that k is at most UNASKED.
+    If the request has only a k, `auto` chooses that k. If the request has only a tolerance, `auto` chooses the smallest
+    k at which the curve meets the tolerance. If the request has both, `auto` chooses the requested k, provided that the
+    curve at that k meets the tolerance. In all other cases `auto` runs all tokens. It also runs all tokens if that does
+    not cost more than the window, because an answer from all tokens has the smallest bound.
 
     `has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run. This bound may be far
     below the curve. The first window is then an attempt: its answer is returned if the bound that its run outputs meets

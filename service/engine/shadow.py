@@ -237,7 +237,8 @@ class Shadow:
         yield self._answer_builder.apart(case.plan, *pair)
 
     def _piece(self, work: Iterator[Agreement | None]) -> tuple[Agreement | None, float]:
-        """Runs the next piece on the shadow's thread. Returns its result and its processor time in seconds."""
+        """Runs the next piece on the shadow's thread. Returns the piece's result, and the piece's processor time in
+        seconds."""
         begun_s = time.thread_time() + self._runner.cpu_s
         found = next(work)
         return found, time.thread_time() + self._runner.cpu_s - begun_s

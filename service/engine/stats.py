@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import numpy as np
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.batching.cost_model import Costs
 from wane.service.engine.agreement import AgreementBySource, AgreementStatistics, Source, violates

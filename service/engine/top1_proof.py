@@ -203,8 +203,8 @@ class MarginProof:
         return first_is_proved(first, weight, added, moves, lead_moved)
 
     def rounding(self, tokens: NDArray[np.intp] | slice | int, length: float) -> NDArray[np.float64]:
-        """Returns a bound for each of `tokens`: on the sum of the float32 rounding errors of the token's logit in two
-        runs, if the 2-norm of h is at most `length` in both runs."""
+        """Returns, for each of `tokens`, a bound of the sum of the float32 rounding errors of the token's logit in two
+        runs. `length` must bound the 2-norm of h in both runs."""
         result: NDArray[np.float64] = np.asarray(self._of_norm[tokens] * length + self._of_bias[tokens])
         return result
 

@@ -222,8 +222,8 @@ class ModelRegistry:
         return self._engine_of(session, kind, model)
 
     def resident_engine(self, session: str) -> Engine | None:
-        """Returns the engine that has the session's state in its cache. Returns None if no engine has it, or if the
-        server is shutting down."""
+        """Returns the engine that has the session's state in its cache. Returns None if no engine has the state, or if
+        the server is shutting down."""
         if self._status != "draining":
             for engine in self._engines.values():
                 if engine.has_state(session):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.errors import (
     IdempotencyKeyReused,

@@ -435,7 +435,7 @@ class MemoryStore:
         left = EXPIRED_AT_ONCE
         for shard in shards:
             while left and (session := shard.over(now_s)) is not None:
-                if self._find(session) is None:  # its write buffer may have a more recent time of use
+                if self._find(session) is None:  # the session's write buffer may have a more recent time of use
                     self._forget(session)
                 left -= 1
 
@@ -445,7 +445,7 @@ class MemoryStore:
             oldest = [oldest for shard in self._shards if (oldest := shard.oldest()) is not None]
             session, packed = min(oldest, key=lambda entry: touched_s(entry[1]))
             buffer = self._buffered.pop(session, None)
-            if buffer is not None:  # its write buffer may have a more recent time of use
+            if buffer is not None:  # the session's write buffer may have a more recent time of use
                 self._write(session, *buffer.flush(session))
                 continue
             self._forget(session)
