@@ -17,8 +17,9 @@ models are contractive and others are not.
   this rounding.
 - The window, in float64. A window is read alone, and after different pasts: those of all these histories, and pasts
   that are adversarial to this window. Every run with a past must end within the radius around the window's end. Every
-  lead must change by at most its bound of the direction proof. Every proved top-1 token must be the most probable one.
-  The total variation between each run's distribution and the window's must be within its bound of the direction proof.
+  lead (difference between two logits) must change by at most the direction proof's bound of this change. Every proved
+  top-1 token must be the most probable one. The total variation between each run's distribution and the window's
+  distribution must be at most the direction proof's bound of this total variation.
 
 The file of `--output` contains the results so far. If the program is started again, it skips the models in this file.
 """
@@ -149,8 +150,8 @@ def report_windows(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[list[float]]]:
-    """Returns the ratio of the observed distance to the bound, by cell and kind of history. Each value has one list per
-    k, with one number per model."""
+    """Returns the ratios of the observed distance to the bound, by cell and kind of history. Each value has one list
+    for each k in SHOWN, and this list has one ratio per model."""
     shares: dict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[] for _ in SHOWN])
     for cell in CELLS:
         for kind in KINDS:

@@ -78,6 +78,7 @@ def full(servers: Iterable[int], weight: int = WEIGHT) -> dict[int, int]:
 
 
 def starting(age_s: float, slowstart_s: float, weight: int = WEIGHT) -> int:
-    """Returns the number of points of a server in slow start. Its weight grows in sixteen steps over `slowstart_s`."""
+    """Returns the number of points of a server in slow start. The server's weight grows in sixteen steps over
+    `slowstart_s` seconds."""
     steps = POINTS if age_s >= slowstart_s else int((POINTS * int(age_s) + slowstart_s - 1) // slowstart_s)
     return max(1, weight * steps)
