@@ -1,6 +1,6 @@
-"""A gradient-based adversary. A window reads only the last tokens of a run (after the cut), from the zero state. The
-adversary searches for tokens and initial states that maximise the distance between the run's and the window's input to
-the output layer (`hidden`) at their common last token.
+"""A gradient-based adversary. A run first reads a past. A window starts from the zero state at the end of the past (the
+cut), and reads only the tokens after the cut. The adversary searches for tokens and initial states that maximise the
+distance between the run's and the window's input to the output layer (`hidden`) at their common last token.
 
 Tokens are discrete and have no gradient. Each position therefore has a mixture of all tokens' embeddings, and the
 gradient is taken with respect to the mixture's weights (`shares`). The search has two methods:

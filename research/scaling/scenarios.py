@@ -89,7 +89,7 @@ def lost(setting: Setting, share: float, queue: str = "fair", after_s: float = A
 
 
 def p99_over_time(slices: list[Result]) -> list[float | None]:
-    """Returns, for each time slice, the p99 latency in ms of the steps with resident states, rounded to two decimals."""
+    """Returns the p99 latency in ms of the steps with resident states for each time slice, rounded to two decimals."""
     return [None if one["resident_p99_ms"] is None else round(one["resident_p99_ms"], 2) for one in slices]
 
 

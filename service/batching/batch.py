@@ -155,7 +155,8 @@ class WindowTrace:
 
 class Row:
     """One item's part of a run's outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T), and the largest
-    logits. All values are finite. An output that the graph does not have is None. The arrays are views, made on access.
+    logits. All values are finite. An output that the graph does not have is None. Each array is a view of the batch's
+    array, created on access.
 
     radius: the window graph's bound for longer histories. In exact arithmetic, the final hidden state of every history
     that ends in the window's tokens is within this 2-norm distance of `hidden`. None if there is no bound. trace: None

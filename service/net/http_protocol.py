@@ -232,7 +232,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                 self.begin(*self.held)
             if self.in_flight is not None and len(self.pipeline) <= 1:
                 # uvicorn pauses reading while a pipelined request waits. While reading is paused, the server would
-                # notice neither a disconnection nor further bytes of the body.
+                # notice neither a disconnection nor further bytes of the waiting request's body.
                 self.flow.resume_reading()
 
     def take_in(self, data: bytes) -> None:

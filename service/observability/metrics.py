@@ -102,11 +102,11 @@ class Histogram(Collector):
         yield family
 
 
-# Bounds of the durations of requests, from 20 microseconds (the wait in an idle queue) to a minute (twice the default
-# of request_timeout_ms). From 0.1 ms to 10 ms, the range of steps and windows, each bound exceeds the previous bound by
-# a third to two thirds. In this range the largest relative error of a quantile is therefore two thirds. Outside this
-# range each bound is 2 to 3 times the previous bound. Bounds are round numbers, so the number of requests that took
-# longer than 5 ms is exact.
+# Bucket bounds for the durations of requests, from 20 microseconds (the wait in an idle queue) to a minute (twice the
+# default of request_timeout_ms). From 0.1 ms to 10 ms, the range of steps and windows, each bound exceeds the previous
+# bound by a third to two thirds. In this range the largest relative error of a quantile is therefore two thirds.
+# Outside this range each bound is 2 to 3 times the previous bound. Bounds are round numbers, so the number of requests
+# that took longer than 5 ms is exact.
 REQUEST_SECONDS = (
     *(0.000_02, 0.000_05),
     *(0.000_1, 0.000_15, 0.000_2, 0.000_3, 0.000_5, 0.000_7),
@@ -114,17 +114,17 @@ REQUEST_SECONDS = (
     *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
 )
-# Bounds of the durations of runs. Runs are shorter than requests, so the bounds end at 1 s.
+# Bucket bounds for the durations of runs. Runs are shorter than requests, so the bounds end at 1 s.
 RUN_SECONDS = REQUEST_SECONDS[:21]
-# Bounds of batch sizes: powers of two up to 1024. The setting max_batch_size limits the size of a batch.
+# Bucket bounds for batch sizes: powers of two up to 1024. The setting max_batch_size limits the size of a batch.
 BATCH_ITEMS = tuple(float(2**power) for power in range(11))
-# Bounds of the share of a batch's positions that are padding. The share is at most one half
+# Bucket bounds for the share of a batch's positions that are padding. The share is at most one half
 # (`service/batching/batch.py`).
 PADDING_SHARE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
-# Bounds of the total variation distance of two distributions, which is in [0, 1]. There is one bound per power of ten,
-# from 1e-8 (float32 rounding) to 1 (disjoint distributions).
+# Bucket bounds for the total variation distance of two distributions, which is in [0, 1]. There is one bound per power
+# of ten, from 1e-8 (float32 rounding) to 1 (disjoint distributions).
 TOTAL_VARIATION = tuple(10.0**-power for power in range(8, -1, -1))
-# Bounds for error bounds: the bounds of total variation, and a bucket for exact answers.
+# Bucket bounds for the error bounds of answers: those for the total variation distance, and a bucket for exact answers.
 ERROR_BOUND = (0.0, *TOTAL_VARIATION)
 
 
