@@ -6,9 +6,8 @@ The models cover every cell, plain and residual blocks, and one to three layers.
 models are contractive and others are not.
 
 - The curve e_k, the certificate's bound of the distance after k common tokens. Random and adversarial histories
-(`research/histories.py`, `research/adversary.py`) are read from the first
-  token to the last. Their last k tokens are also read alone, from the zero state. Both runs are computed in float64 and
-  in float32. If the cell's bounds cover all reachable states, some runs start from initial states that gradient ascent
+  (`research/histories.py`, `research/adversary.py`) are read from the first token to the last. Their last k tokens are
+  also read alone, from the zero state. Both runs are computed in float64 and in float32. If the cell's bounds cover all reachable states, some runs start from initial states that gradient ascent
   has found. At every k the distance of the two runs must be at most e_k plus the a priori rounding bound of two runs in
   that dtype. Models with convolution blocks before the recurrent layers have no such rounding bound. They are checked
   in float64 only, against e_k + 1e-9.
