@@ -7,10 +7,10 @@ models are contractive and others are not.
 
 - The curve e_k, the certificate's bound of the distance after k common tokens. Random and adversarial histories
   (`research/histories.py`, `research/adversary.py`) are read from the first token to the last. Their last k tokens are
-  also read alone, from the zero state. Both runs are computed in float64 and in float32. If the cell's bounds cover all reachable states, some runs start from initial states that gradient ascent
-  has found. At every k the distance of the two runs must be at most e_k plus the a priori rounding bound of two runs in
-  that dtype. Models with convolution blocks before the recurrent layers have no such rounding bound. They are checked
-  in float64 only, against e_k + 1e-9.
+  also read alone, from the zero state. Both runs are computed in float64 and in float32. If the cell's bounds cover all
+  reachable states, some runs start from initial states that gradient ascent has found. At every k the distance of the
+  two runs must be at most e_k plus the a priori rounding bound of two runs in that dtype. Models with convolution
+  blocks before the recurrent layers have no such rounding bound. They are checked in float64 only, against e_k + 1e-9.
 - The served rounding. The `step` graph of every contractive model is exported, and its rounding is measured as for a
   bundle. Pairs of float32 runs over thousands of steps (repeated tokens, cycles, the adversary's histories, random
   tokens) must differ by at most e_k plus this rounding. Each run must differ from exact arithmetic by at most half of
