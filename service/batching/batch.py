@@ -296,7 +296,7 @@ def _finite(arrays: Sequence[Array], count: int) -> list[bool]:
     """Returns, for each of `count` rows, whether all of its values are finite in all arrays. The arrays have the shape
     (B, ...)."""
     flags = [np.isfinite(values) for values in arrays]
-    if all(flag.all() for flag in flags):  # the usual case
+    if all(flag.all() for flag in flags):  # the usual case, in which all values are finite
         return [True] * count
     rows: list[bool] = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0).tolist()
     return rows

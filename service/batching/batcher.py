@@ -130,7 +130,7 @@ class Batcher:
         self._now = 0.0  # the event loop's clock when the latest batch was taken
         self._closed = False
         self.columns: Columns | None = None
-        self._columns_item = WorkItem(COLUMNS, Ticket())  # stands in the queue for all steps in columns
+        self._columns_item = WorkItem(COLUMNS, Ticket())  # the item that stands in the queue for all steps in columns
         self._columns_queued = False
         self.on_idle: Callable[[], None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")

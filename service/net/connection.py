@@ -116,7 +116,8 @@ class TimeoutProtocol(asyncio.Protocol):
         self.settings = settings
         self.rejected = rejected
         self.share = ReceiveShare(receive_budget)
-        self.timer: asyncio.TimerHandle | None = None  # runs while a head, a body or a message is incomplete
+        # runs while a head, a body or a message is incomplete
+        self.timer: asyncio.TimerHandle | None = None
 
     def tell(self, reason: RejectReason, status: HTTPStatus | None = None) -> None:
         """Counts and logs the rejection of this connection."""

@@ -176,28 +176,28 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         super().__init__(*given, **named)
         self.dispatcher = dispatcher
         self.trusted_headers = trusted_headers
-        self.is_reading = False  # received bytes are being parsed
+        self.is_reading = False  # whether received bytes are being parsed
         # a request to start once all received bytes are parsed
         self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None
         self.in_flight: InFlight | None = None  # the request that the dispatcher is answering
         self.last_whole: object = None  # the scope of the last request that was received whole
-        self.completed = False  # the latest bytes completed a request
+        self.completed = False  # whether the latest bytes completed a request
         # number of received bytes of an incomplete head; a read that also completed the previous request is not counted
         self.head_bytes = 0
         self.head_end = b""  # the last bytes of the incomplete head
-        self.framing_bytes = 0  # number of bytes received since the last content byte of an incomplete body
+        self.framing_bytes = 0  # number of bytes received since the last byte of an incomplete body's content
         # a request with a chunked body; its connection is kept alive only if the body is complete before the response
         # starts
         self.keepalive_hold: RequestResponseCycle | None = None
-        self.grace_used = False  # the timer has fired once while the current body was incomplete
+        self.grace_used = False  # whether the timer has fired once while the current body was incomplete
         self.running: RequestResponseCycle | None = None  # the request that is being answered, or was answered last
-        self.discarding = False  # further received bytes are dropped
-        self.lingers = False  # the last response is written, and the connection is closed soon
-        self.at_last: Callable[[], None] | None = None  # is called when all earlier requests are answered
-        self.upgrades = False  # a WebSocket's handshake waits for the earlier requests
+        self.discarding = False  # whether further received bytes are dropped
+        self.lingers = False  # whether the last response is written and the connection is closed soon
+        self.at_last: Callable[[], None] | None = None  # a function to call when all earlier requests are answered
+        self.upgrades = False  # whether a WebSocket's handshake waits until the earlier requests are answered
         # number of received bytes of unanswered requests; small requests that arrived in one read are not counted
         self.unanswered_bytes = 0
-        self.is_unread = False  # the last received bytes were not parsed
+        self.is_unread = False  # whether the last received bytes were dropped without being parsed
         self.measured: object = None  # the scope of the last request whose length `has_room` checked
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -459,7 +459,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         if self.in_body() and not self.grace_used:
             self.grace_used = True
             self.timer = self.loop.call_later(self.settings.body_timeout_s, self.too_slow)
-        elif self.scope is None:  # no request line was received
+        elif self.scope is None:  # the client has not begun a request
             self.transport.close()
         else:
             reason = RejectReason.SLOW_BODY if self.in_body() else RejectReason.SLOW_HEAD
@@ -524,7 +524,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.pipeline.clear()
         self.at_last = None
         if self.running is not None and not self.running.response_complete:
-            self.running.disconnected = True  # so that uvicorn writes nothing more
+            self.running.disconnected = True  # uvicorn writes nothing more to a disconnected client
             self.running.message_event.set()
 
     def is_answered(self) -> bool:

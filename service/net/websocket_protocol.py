@@ -83,13 +83,13 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.receive_queue = ReceiveQueue(self.loop)
         self.queue = self.receive_queue  # type: ignore[assignment]  # it has what uvicorn uses
         self.boundary = FrameBoundary()
-        self.at_rest = False  # all received bytes are parsed, and the last message is complete
+        self.at_rest = False  # whether all received bytes are parsed and the last message is complete
         self.rest = b""  # received bytes to parse after the route has read the earlier messages
         self.frames_left = MOST_FRAMES
         self.frames_since_s = self.loop.time()
-        self.discarding = False  # the WebSocket is about to be closed, and received bytes are dropped
-        self.in_message = False  # a message or a frame is incomplete
-        self.fragment_bytes = 0  # bytes in the complete frames of an incomplete message
+        self.discarding = False  # whether the WebSocket is about to be closed and received bytes are dropped
+        self.in_message = False  # whether a message or a frame is incomplete
+        self.fragment_bytes = 0  # number of payload bytes in the complete frames of an incomplete message
         self.unanswered: deque[int] = deque()  # the length in bytes of each unanswered message, oldest first
         self.unanswered_bytes = 0  # the sum of `unanswered`
 
