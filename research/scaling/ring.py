@@ -2,8 +2,9 @@
 
 The ring is a circle of 2^32 places. Each server has sixteen points on it per unit of the server's weight. Each session
 has one place, and belongs to the server whose point is nearest to it in either direction. The algorithm is that of
-HAProxy 2.6, `src/lb_chash.c`. It combines two public hashes: sdbm, and then a 32-bit integer hash by Bob Jenkins with a
-multiplication at the end. `tests/stack/test_ring.py` compares this module with HAProxy.
+HAProxy 2.6, `src/lb_chash.c`. The algorithm applies two public hashes to a session's name: sdbm, and then a 32-bit
+integer hash by Bob Jenkins with a multiplication at the end. `tests/stack/test_ring.py` compares this module with
+HAProxy.
 """
 
 from __future__ import annotations
