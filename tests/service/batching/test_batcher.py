@@ -139,7 +139,7 @@ async def test_a_full_queue_refuses_without_running(rig: Rig) -> None:
     first = await rig.hold()
     waiting = [rig.ask(token) for token in range(2, 18)]
     await turn()
-    with pytest.raises(Overloaded, match="16 requests are already waiting") as caught:
+    with pytest.raises(Overloaded, match="the queue is full: 16 requests are waiting") as caught:
         await rig.ask(99)
     assert caught.value.retry_after_s > 0
     rig.runner.gate.set()

@@ -277,7 +277,7 @@ async def test_a_full_queue_refuses_a_step(make_harness: MakeHarness) -> None:
     harness.runner.busy.clear()
     await keep_runner_busy(harness)
     waiting = [step(harness, name) for name in "ab"]
-    with pytest.raises(Overloaded, match="2 requests are already waiting"):
+    with pytest.raises(Overloaded, match="the queue is full: 2 requests are waiting"):
         await step(harness, "d")
     harness.runner.gate.set()
     assert [(await one).position for one in waiting] == [2, 2]

@@ -313,8 +313,8 @@ def not_utf8(both: Compared) -> bool:
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     if not ours or len(ours) != len(theirs) or ours[:-1] != theirs[:-1] or ours[-1].status != SWITCHING:
         return False
-    reason = b"a text that is not UTF-8"
-    long, short = b"\x88\x1a\x03\xef" + reason, b"\x88\x02\x03\xef"
+    reason = b"a text message is not valid UTF-8"
+    long, short = b"\x88\x23\x03\xef" + reason, b"\x88\x02\x03\xef"
     replied = re.fullmatch(re.escape(theirs[-1].body) + rb"\x88\x02..", ours[-1].body, re.DOTALL)
     return ours[-1].body.replace(long, short) == theirs[-1].body or (replied is not None and both.theirs.closed)
 
