@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("bundle", type=Path, help="folder of a bundle")
     command.add_argument("--data", type=Path, help="file or folder of text or events (default: the training corpus)")
     command.add_argument(
-        "--length", type=_cache_length, default=512, help="tokens that the cache holds (default: %(default)s)"
+        "--length", type=_cache_length, default=512, help="number of tokens that the cache holds (default: %(default)s)"
     )
     command.add_argument(
         "--bundles", type=Path, help="folder of bundles; writes BUNDLES/NAME with the cache (default: writes nothing)"
@@ -146,7 +146,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="PATTERN",
-        help="name pattern of tensors that are not of the model",
+        help="pattern for the names of tensors that do not belong to the model",
     )
     unusual.add_argument(
         "--nonlinearity",
@@ -155,7 +155,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
 
 
-FAILURES = ()  # `main` reports errors itself
+FAILURES = ()  # the exceptions that `wane/cli.py` must report: none, because `main` reports all errors
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str]) -> int:
         group.wait_for_end()
         return 1
     except (TrainingError, FloatingPointError) as error:
-        # in a group every process raises the same error, and only the first process prints it
+        # In a group of processes, every process raises the same error. Only the first process prints it.
         if group.first:
             _print_error(console, error)
         else:
@@ -215,7 +215,7 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
         )
     elif (options.run / MANIFEST).exists():
         if options.data is not None:
-            raise RunError("--data evaluates a run; a bundle is exported as it is")
+            raise RunError(f"{options.run} is a bundle, which is exported without an evaluation: omit --data")
         export_bundle_again(options.run, options.bundles, options.version, console, options.precision, options.replace)
     else:
         export_run(

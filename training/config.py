@@ -90,7 +90,9 @@ class ModelConfig(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
         if isinstance(self.contraction, tuple) and len(self.contraction) != self.layers:
-            raise ValueError(f"{len(self.contraction)} contractions for {self.layers} layers")
+            raise ValueError(
+                f"contraction has {len(self.contraction)} numbers, but the network has {self.layers} layers"
+            )
         if self.spectral_limit is not None and self.block != "residual":
             raise ValueError("spectral_limit needs block = 'residual'")
         return self
@@ -125,7 +127,9 @@ class DataConfig(Frozen):
 
 
 class ProofConfig(Frozen):
-    """A penalty on predictions whose top-1 token a window cannot prove (`training/proof.py`)."""
+    """The keys of the table `[training.proof]`: a loss term for predictions whose most probable token a window cannot
+    prove (`training/proof.py`). Its ratio is the greatest possible change of the lead, divided by the lead. The lead is
+    the difference between the logits of the most probable token and of a competing token."""
 
     window: Whole | None = Field(
         default=None,
@@ -133,16 +137,22 @@ class ProofConfig(Frozen):
         "A window longer than the chunk is assumed to have the chunk's average gates",
     )
     weight: Finite = Field(
-        gt=0, description="increase of the loss, in nats, for each factor of e by which a prediction misses its proof"
+        gt=0, description="factor of the loss: if the ratio is multiplied by e, the loss increases by `weight` nats"
     )
     rivals: Whole = Field(
         default=5, description="number of competing tokens for which the lead of the most probable token is checked"
     )
     slack: Finite = Field(
-        default=0.2, ge=0, description="margin of a proof, as a natural logarithm, from which on the loss is 0"
+        default=0.2,
+        ge=0,
+        description="natural logarithm of the margin: the loss is 0 if the ratio is at most exp(-slack)",
     )
-    ceiling: Finite = Field(default=2.0, gt=0, description="largest value, before `weight`, to which the loss rises")
-    ramp: Whole = Field(default=1000, description="number of steps in which the weight of the loss rises to `weight`")
+    ceiling: Finite = Field(
+        default=2.0, gt=0, description="largest value of the loss before it is multiplied by `weight`"
+    )
+    ramp: Whole = Field(
+        default=1000, description="number of first steps in which the factor of the loss rises from 0 to `weight`"
+    )
 
 
 class TrainingConfig(Frozen):

@@ -93,7 +93,7 @@ class Group:
         nodes = ["--nnodes", str(self.size // self.local_size)] if self.size > self.local_size else []
         return ["torchrun", *nodes, "--nproc-per-node", str(self.local_size), "-m", "--", "wane"]
 
-    # -- the division of a batch and its randomness
+    # -- the division of a batch among the processes, and the random seeds
 
     def share(self, count: int) -> slice:
         """Returns this process's slice of `count` lanes. The sizes of two processes' slices differ by at most one."""

@@ -22,7 +22,7 @@ States = tuple[Matrix, ...]
 Deviations = tuple[Deviation, ...]
 
 HARDLY = 1e-9
-"""The least distance of inputs for which `Pre.ball` computes the sharper of its two bounds."""
+"""`Pre.ball` computes the sharper of its two bounds only if the distance of the inputs is at least this value."""
 
 Moved = tuple[States, tuple[Matrix, ...], tuple[Vector, ...]]
 """Three tuples with one entry for each state tensor of a cell: the next state, the bounds of its distance from the

@@ -1,5 +1,5 @@
-"""The common parts of the contraction proofs (comparisons) of the LSTM and the GRU in torch. Unlike those of the
-certificate, they can also shrink a recurrent matrix.
+"""The common parts of the contraction proofs (comparisons) of the LSTM and the GRU in torch. These classes can also
+shrink a recurrent matrix until it satisfies a proof, unlike the certificate's.
 
 The theorems are those of `models/certificate/cells/`. `models/constraints/cells/` has one comparison for each of the
 two cells. A comparison maps unit-by-unit bounds d of the difference of two states to bounds `step(d)` of the difference
@@ -109,10 +109,11 @@ class Comparison(Protocol):
 
     def rows_held(self, bounds: Tensor, target: float) -> Tensor:
         """Returns the matrix with each row replaced by the nearest row for which `step(bounds) <= target * bounds`. The
-        gates' intervals that decide, and the bounds of the states (box), are those of the current matrix.
+        rows are computed from the current matrix's box (the bounds of the states), and from those intervals of the
+        gates that give the largest bound for the current matrix.
 
-        For the smaller matrix, the box is smaller, and the gates' intervals that decide may be others. `step` of the
-        result may therefore exceed the target slightly.
+        The smaller matrix has a smaller box, and other intervals may give its largest bound. `step` of the result may
+        therefore exceed the target slightly.
         """
 
 

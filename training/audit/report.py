@@ -223,7 +223,7 @@ def _gradient(report: AuditReport) -> str:
     =
     0."""
     first = report.gradients[0].gradient.median
-    said = "gradient |dp_t+i / dx_t| of the prediction in an input i tokens before it: median"
+    said = "gradient |dp_t+i / dx_t| of a prediction with respect to the input i tokens before it: median"
     if first == 0:
         return f"{said} 0 at i = 0"
     below = None
