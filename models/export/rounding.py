@@ -169,7 +169,7 @@ class _Measuring:
         return rounding.model_copy(update={"states": states, "carried": carried})
 
     def _rounding(self, sequences: Literal["all", "probed"], safety: float) -> Rounding:
-        """Returns the rounding of one step, from the errors measured so far. The errors of a whole run are left empty."""
+        """Returns the rounding of one step, from the errors measured so far, without the errors of a whole run."""
         seen = self._seen
         step = {name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in seen.step.items()}
         of_output = SAFETY_OF_SEQUENCE if self._residual else safety  # the largest rounding error of a LayerNorm is not

@@ -219,9 +219,8 @@ def _rounding(report: AuditReport) -> str:
 
 
 def _gradient(report: AuditReport) -> str:
-    """Returns a sentence that names the i from which on the gradient's median stays below a hundredth of its value at i
-    =
-    0."""
+    """Returns a sentence that names the i from which on the gradient's median stays below a hundredth of its value at
+    i = 0."""
     first = report.gradients[0].gradient.median
     said = "gradient |dp_t+i / dx_t| of a prediction with respect to the input i tokens before it: median"
     if first == 0:
