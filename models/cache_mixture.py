@@ -52,8 +52,8 @@ class CacheShares(NamedTuple):
     def at(self, keys: NDArray[np.int64], rows: NDArray[np.intp]) -> NDArray[np.float64]:
         """Returns the probability that the cache adds to the token of each key. `rows` is the row of each key. The
         result is float64 and has the shape of `keys`."""
-        sought = keys.astype(self.keys.dtype, copy=False)  # if the types differed, searchsorted would convert all of
-        # `self.keys`
+        # If the types differed, searchsorted would convert all of `self.keys`.
+        sought = keys.astype(self.keys.dtype, copy=False)
         result = np.zeros(keys.shape)
         if len(self.keys):
             counts = np.searchsorted(self.keys, sought, side="right") - np.searchsorted(self.keys, sought)
@@ -215,7 +215,7 @@ class CacheMixture:
         of_network = found.network[:, None] * np.exp(logits[every[:, None], ids] - log_sum_exp[:, None])
         near = of_network + found.at(near_keys, every[:, None])
         least = np.partition(near, near.shape[1] - count, axis=1)[:, near.shape[1] - count]
-        # The last token in `ids` has the largest network probability that a token outside `ids` can have.
+        # The network's probability of a token that is not in `ids` is at most that of the last token in `ids`.
         needed = least - of_network[:, -1] * (1 + 1e-9)
         others = self._that_add(found, needed)
         row = others // stride

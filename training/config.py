@@ -128,8 +128,8 @@ class DataConfig(Frozen):
 
 class ProofConfig(Frozen):
     """The keys of the table `[training.proof]`: a loss term for predictions whose most probable token a window cannot
-    prove (`training/proof.py`). Its ratio is the greatest possible change of the lead, divided by the lead. The lead is
-    the difference between the logits of the most probable token and of a competing token."""
+    prove (`training/proof.py`). The lead is the difference between the logits of this token and of a competing token.
+    The ratio is the largest change of the lead that the tokens before the window can cause, divided by the lead."""
 
     window: Whole | None = Field(
         default=None,
@@ -212,7 +212,9 @@ class TrainingConfig(Frozen):
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto` uses CUDA if there is a GPU")
     precision: Literal["float32", "bf16"] = Field(default="float32", description="number format of the forward pass")
     threads: Whole | None = Field(default=None, description="number of torch threads; absent: torch's default")
-    proof: ProofConfig | None = Field(default=None, description="absent: no such penalty")
+    proof: ProofConfig | None = Field(
+        default=None, description="loss term for predictions that a window cannot prove; absent: no such term"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainingConfig:

@@ -34,7 +34,8 @@ class Reach:
         return Reach(self.low[rows], self.high[rows])
 
     def wider(self, radius: Vector) -> Reach:
-        """Returns the intervals after adding terms of absolute value at most `radius`."""
+        """Returns the intervals that result if a term of absolute value at most `radius` is added to each
+        pre-activation."""
         return Reach(np.nextafter(self.low - radius, -np.inf), np.nextafter(self.high + radius, np.inf))
 
     def plus(self, other: Reach) -> Reach:
@@ -166,6 +167,6 @@ class Normalised:
 
     def seen_by(self, weight: Matrix) -> LinearMap:
         scaled = weight * self.gain
-        centred = scaled - scaled.mean(axis=1, keepdims=True)  # The entries of n sum to zero, so subtracting each row's
-        # mean does not change the product.
+        # The entries of n sum to zero, so subtracting each row's mean does not change the product.
+        centred = scaled - scaled.mean(axis=1, keepdims=True)
         return LinearMap(centred, 2 * roundoff(len(self.gain)) * np.linalg.norm(scaled, axis=1))

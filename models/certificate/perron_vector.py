@@ -45,8 +45,7 @@ def perron_vector_2x2(matrix: Matrix) -> tuple[float, Vector]:
     """Returns the spectral radius, rounded up, and the Perron vector (largest entry 1) of a positive 2 x 2 matrix."""
     (a, b), (c, d) = matrix
     half, slant = (a - d) / 2, np.hypot((a - d) / 2, np.sqrt(b) * np.sqrt(c))
-    vector = np.array([b, slant - half]) if d > a else np.array([slant + half, c])  # slant - half is the eigenvalue
-    # minus a, slant + half is the
-    # eigenvalue minus d
+    # Let r be the largest eigenvalue. Then slant - half is r - a, and slant + half is r - d.
+    vector = np.array([b, slant - half]) if d > a else np.array([slant + half, c])
     vector = vector / vector.max()
     return float(np.max(matrix @ vector / vector)) * UP, vector

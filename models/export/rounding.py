@@ -172,8 +172,8 @@ class _Measuring:
         """Returns the rounding of one step, from the errors measured so far, without the errors of a whole run."""
         seen = self._seen
         step = {name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in seen.step.items()}
-        of_output = SAFETY_OF_SEQUENCE if self._residual else safety  # the largest rounding error of a LayerNorm is not
-        # known
+        # The largest rounding error of a LayerNorm is not known.
+        of_output = SAFETY_OF_SEQUENCE if self._residual else safety
         output = of_output * (seen.output + seen.logits / self._diameter)
         return Rounding(
             sequences=sequences, steps=seen.steps, safety=safety, step=step, output=output, states={}, carried=0.0
