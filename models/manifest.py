@@ -339,8 +339,8 @@ class Certificate(Frozen):
 
 
 CACHE_BINS = (1, 2, 3, 5, 9)
-"""A number of occurrences is assigned to a bin, which selects a row of a cache's table of weights. These are the
-smallest numbers in each bin except the first, which is for 0 occurrences."""
+"""The smallest number of occurrences in each bin except the first bin, which is for 0 occurrences. The bins select a
+row of a cache's table of weights."""
 
 
 class CacheModel(Frozen):

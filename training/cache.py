@@ -64,8 +64,8 @@ def unfitted_cache(length: int) -> CacheModel:
 
 
 def _prior(row: int, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the weights for a row of the table. A component that has no occurrence at the row's positions gets the
-    weight 0."""
+    """Returns `weights` for a row of the table: a component that has no occurrence at the row's positions gets the
+    weight 0, and the other weights are scaled to the sum 1."""
     bins = len(CACHE_BINS) + 1
     possible = np.array([True, True, row >= bins, row % bins > 0])
     prior: NDArray[np.float64] = weights * possible

@@ -162,10 +162,10 @@ class TrainingConfig(Frozen):
     chunk before. In the regime `truncated` each chunk of `chunk` = k tokens starts from the zero state, as a window
     does in serving.
 
-    The schedule sets the learning rate after `warmup` steps. `constant`: does not change. `cosine`: falls to zero.
-    `inverse_time`: learning_rate / t in step t after the warm-up. `plateau`: constant until validation has not improved
-    for `patience` evaluations (0: never) or until `decay_steps` steps remain, then linear to zero over `decay_steps`
-    steps. Training then stops.
+    The schedule sets the learning rate after `warmup` steps. `constant`: the rate does not change. `cosine`: the rate
+    falls to zero. `inverse_time`: the rate is learning_rate / t in step t after the warm-up. `plateau`: the rate does
+    not change until validation has not improved for `patience` evaluations (0: never), or until `decay_steps` steps
+    remain. It then falls linearly to zero over `decay_steps` steps, and training stops.
     """
 
     regime: Literal["recurrent", "truncated"] = Field(
@@ -204,7 +204,7 @@ class TrainingConfig(Frozen):
     evaluate_every: Whole = Field(
         default=500, description="number of steps between evaluations on the validation split"
     )
-    checkpoint_every: Whole = Field(default=500, description="steps between checkpoints")
+    checkpoint_every: Whole = Field(default=500, description="number of steps between checkpoints")
     keep_every: int = Field(
         default=0, ge=0, strict=True, description="number of steps between saved copies of the weights; 0: no copies"
     )

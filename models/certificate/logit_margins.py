@@ -82,8 +82,9 @@ class LogitMargins:
     def _by_direction(
         self, bound: WindowBound, row: int, tokens: NDArray[np.intp], mean: Vector, length: Vector, along: float
     ) -> Vector:
-        """Bounds the change for the given tokens (P). mean: the mean of the rows, after multiplication by the
-        LayerNorm's gain. length: (P), the length of each token's `W_a - mean`, after the same multiplication."""
+        """Bounds the change of `(W_a - mean) . hidden` for the given tokens a, (P). mean: the mean of the rows, after
+        multiplication by the LayerNorm's gain. length: (P), the length of each token's `W_a - mean`, after the same
+        multiplication."""
         assert bound.norm is not None, "a plain network has no logit margins: this is a bug"
         unit, factor = bound.norm.derivative(row)
         read = Beside(self._read32[tokens], self._sizes[tokens], mean)

@@ -1,5 +1,5 @@
-"""The common parts of the contraction proofs (comparisons) of the LSTM and the GRU in torch. These classes can also
-shrink a recurrent matrix until it satisfies a proof, unlike the certificate's.
+"""The common parts of the contraction proofs (comparisons) of the LSTM and the GRU in torch. Each comparison can also
+shrink a recurrent matrix until a contraction factor is proved. The comparisons of the certificate cannot.
 
 The theorems are those of `models/certificate/cells/`. `models/constraints/cells/` has one comparison for each of the
 two cells. A comparison maps unit-by-unit bounds d of the difference of two states to bounds `step(d)` of the difference
@@ -119,9 +119,9 @@ class Comparison(Protocol):
 
 def perron_vector(comparison: Comparison, enough: float = 0.0) -> tuple[float, Tensor]:
     """Returns a contraction factor in a weighted maximum norm, and the norm's weights. The greatest weight is 1. The
-    search stops at a factor of `enough`.
+    iteration stops as soon as the factor is at most `enough`.
 
-    This is a shortened iteration of `models/certificate/perron_vector.py`. It finds the same weights.
+    The iteration is that of `models/certificate/perron_vector.py`, with fewer steps.
     """
     bounds = torch.ones_like(comparison.even())
     best, chosen = math.inf, bounds
