@@ -63,8 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--precision",
         choices=get_args(Precision),
-        help="number format of the matrix products; int8 writes NAME-int8, without a certificate (default: float32 for a run, "
-        "the bundle's own format for a bundle)",
+        help="number format of the matrix products; int8 writes NAME-int8, without a certificate (default: float32 "
+        "for a run, the bundle's own format for a bundle)",
     )
     command.add_argument("--replace", action="store_true", help=REPLACE)
 

@@ -93,8 +93,8 @@ def token_steps(tokens: int, windows: Sequence[int], count: int) -> int:
 def measure(
     network: Network, corpus: Corpus, split: str, windows: Sequence[int], count: int, advance: Advance | None = None
 ) -> Forgetting:
-    """Measures at `count` positions. They are spread evenly over the positions that have at least twice the largest
-    window of tokens before them. Raises Unmeasurable."""
+    """Measures at `count` positions. They are spread evenly over the positions at which the uninterrupted run has read
+    at least twice as many tokens as the largest window has. Raises Unmeasurable."""
     network.eval()
     stream = corpus.streams[split]
     longest = max(windows)

@@ -33,8 +33,9 @@ class AuditedText(Frozen):
     """The audited text.
 
     `unknown`: the number of `<unk>` tokens. `positions`: the number of positions at which windows were compared with
-    the uninterrupted run. Each of these positions has at least `behind` tokens before it. `gradient_positions`: the
-    number of positions at which gradients were computed. Both counts of positions are 0 if no measurement was possible.
+    the uninterrupted run. At each of these positions, the uninterrupted run has read at least `behind` tokens.
+    `gradient_positions`: the number of positions at which gradients were computed. Both counts of positions are 0 if no
+    measurement was possible.
     """
 
     split: str
