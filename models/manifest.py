@@ -297,7 +297,8 @@ class Certificate(Frozen):
     `state_error` (e_k) bounds the 2-norm distance of `hidden` in exact arithmetic. `error_bound` (epsilon(k)) bounds
     the total variation at temperature 1, with the rounding of two runs added to e_k. Both values at k hold for every
     window of at least k tokens, so the curves never rise. `head_diameter` is D, the largest 2-norm distance of two rows
-    of the output matrix: epsilon = tanh(D (e_k + rounding) / 4).
+    of the output matrix, or an upper bound of this distance if the vocabulary is large: epsilon = tanh(D (e_k +
+    rounding) / 4).
 
     `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. If not, `reason` explains why. The
     certificate is recomputed from the float32 weights when the bundle is loaded. The measured part of `rounding`

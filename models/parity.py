@@ -349,9 +349,9 @@ def compare_bits(architecture: Architecture, run: Run, batch: int) -> Bits:
     """Runs every graph over the same tokens and compares the bits of the outputs.
 
     All graphs read the same rows from the zero state: random tokens, and one row that repeats a token. `step` runs in a
-    batch of `batch` rows, and with one row alone. `window` reads whole sequences, `advance` and `scan` read them in two
-    pieces, and `head` reads the last `hidden` of `step`. `log_sum_exp` is not compared, because another batch may sum
-    the vocabulary in another order, which changes log-probabilities by a bit.
+    batch of `batch` rows, and with one row alone. So does `window`, which reads whole sequences. `advance` and `scan`
+    read the sequences in two pieces, and `head` reads the last `hidden` of `step`. `log_sum_exp` is not compared,
+    because another batch may sum the vocabulary in another order, which changes log-probabilities by a bit.
     """
     front = 0 if architecture.front is None else architecture.front.reach
     time, half = front + 2 * PIECE, front + PIECE

@@ -132,8 +132,8 @@ class CacheTraining:
     def fitted(
         self, split: str, positions: NDArray[np.int64], network: NDArray[np.float64]
     ) -> tuple[CacheModel, float]:
-        """Returns the mixture that fits the network's losses best, and the mixture's mean loss. Both arrays have the
-        shape (n, lanes)."""
+        """Returns the mixture that fits the network's losses best, and the mixture's mean loss. `positions` and
+        `network` have the shape (n, lanes)."""
         statistics = self._statistics[split].at(positions.ravel())
         found = fit_cache(statistics, network.ravel())
         return found, float(-statistics.log_probabilities(found, -network.ravel()).mean())

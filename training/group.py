@@ -56,7 +56,8 @@ class Group:
             return ALONE
         try:
             store, rank, size = next(rendezvous("env://"))
-            # after a restart by torchrun, the store still holds the addresses of the previous processes
+            # After a restart by torchrun, the store still holds the addresses of the previous processes. Each attempt
+            # therefore has its own prefix.
             attempt = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             dist.init_process_group(store=attempt, rank=rank, world_size=size)
         except (ValueError, RuntimeError) as error:
