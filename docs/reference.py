@@ -58,7 +58,9 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ),
     (
         "[training.proof]",
-        "A loss term for predictions whose top-1 token the error bound of a window cannot prove.",
+        "A loss term for predictions whose most probable token a window cannot prove. The lead is the difference "
+        "between the logits of this token and of a competing token. The ratio is the largest change of the lead that "
+        "the tokens before the window can cause, divided by the lead.",
         ProofConfig,
     ),
     ("[export]", "Texts and values for the bundle's manifest.", ExportConfig),

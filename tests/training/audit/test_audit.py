@@ -172,7 +172,7 @@ def test_a_model_of_zeros_is_reported_plotted_and_exported(
     report = audited(folder, "--export", "bundles")
     assert all(at.gradient.max == 0 for at in report.gradients)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "in an input i tokens before it: median 0 at i = 0 recommended k" in printed
+    assert "with respect to the input i tokens before it: median 0 at i = 0 recommended k" in printed
     assert (folder / "audits" / "model" / "audit.png").read_bytes().startswith(b"\x89PNG")
     assert Bundle.read(folder / "bundles" / "model").manifest.max_window == 16
 
