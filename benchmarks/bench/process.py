@@ -38,7 +38,7 @@ class ServerProcess:
     def __init__(
         self, contender: Contender, bundle: Path, log: Path, addresses: Mapping[str, str] | None = None
     ) -> None:
-        """addresses: the address of each of the contender's services by its name."""
+        """addresses: the address of each of the contender's services, by the service's name."""
         self._contender, self._log = contender, log
         self._mark = uuid.uuid4().hex
         ports = free_ports(3)
