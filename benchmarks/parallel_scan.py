@@ -172,7 +172,7 @@ class Subject:
         return found
 
     def differences(self, kind: str, name: str) -> dict[str, float]:
-        """Returns the largest differences of a method's states and log-probabilities from those of `one call`."""
+        """Returns the largest absolute differences of a method's states and log-probabilities from those of `one call`."""
         one, other = self.ends[kind, "one call"], self.ends[kind, name]
         return {
             what: max(
@@ -264,8 +264,8 @@ class Subject:
 
 
 def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Measures every method. Returns its seconds, its ratios to the sequential methods (`against`), and its
-    differences."""
+    """Measures every method. Returns, for each method, the durations and ratios of `against`, and the differences of
+    its results from those of `one call`."""
     subject = Subject(path, tokens)
     ways = {(kind, name): way for kind in ROLES for name, way in subject.ways(kind).items()}
     seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in WAYS} for kind in ROLES}
@@ -300,8 +300,8 @@ def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[st
 
 
 def against(seconds: dict[str, list[float]], name: str) -> dict[str, Spread]:
-    """Returns the duration of a method in seconds, and, for each of the two sequential methods, the ratio of its
-    duration to that duration in each round."""
+    """Returns the duration of the method `name` in seconds. Also returns, for each of the methods `one call` and `in
+    pieces`, its duration divided by that of the method `name`, in each round."""
     ordered = {f"{other} / it": ratios(seconds[other], seconds[name]) for other in ("one call", "in pieces")}
     return {"seconds": Spread.of(seconds[name]), **ordered}
 
@@ -329,7 +329,7 @@ def table(found: dict[str, Any], tokens: int) -> Table:
 
 
 def draw(subjects: list[dict[str, Any]], tokens: int, path: Path) -> None:
-    """Plots tokens per second: medians with the smallest and the largest value."""
+    """Plots the tokens per second of every method: the median over the rounds, with the smallest and the largest value."""
     figure, axes = plt.subplots(
         1, len(subjects), figsize=(5.4 * len(subjects), 3.8), layout="constrained", squeeze=False
     )

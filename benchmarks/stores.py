@@ -51,7 +51,7 @@ from wane.service.types import Mode, PredictRequest, StepRequest
 BUNDLES = Path("models/bundles")
 TEXT = Path("service/cli/sample.txt")
 CLIENTS = 64
-PAST = 600  # number of tokens of a session before the measurement; a tail is shorter
+PAST = 600  # number of tokens of a session before the measurement, which is more than a tail has
 ALONE = 24  # sessions that are taken over one after another; the others are taken over concurrently
 POLICIES = ("memory", "tail", "state:64", "state:32", "state:8", "state:1")
 FSYNCS = ("always", "everysec")
@@ -61,7 +61,7 @@ Result = dict[str, Any]
 
 
 class Replica:
-    """An engine with its own client of the store, like that of a replica."""
+    """An engine with its own connection to the store, as a replica has."""
 
     def __init__(self, bundle: Bundle, policy: str, url: str) -> None:
         kind, _, every = policy.partition(":")

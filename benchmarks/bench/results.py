@@ -32,7 +32,7 @@ class Timed(Frozen):
 
 
 class Measured(Timed):
-    """A load on one contender in one round.
+    """The figures of one load on one contender in one round.
 
     items: answered tokens or windows. server_cpu_s: CPU time of the server's processes; null for a load without a
     server.
@@ -142,10 +142,12 @@ class Summary(Frozen):
 
 
 class Target(Frozen):
-    """The ratio of `what` to `against`, and its target.
+    """A figure of Wane, mostly its ratio to another figure, and the target of this value.
 
-    wanted: the smallest ratio that meets the target, or, if `most` is set, the largest; null if there is no target.
-    spread: the median and the range of the ratios of the single rounds.
+    what: a description of Wane's figure. against: a description of the figure with which it is compared. value: the
+    ratio of the two medians, or the median of Wane's figure, in `unit`. wanted: the smallest value that meets the
+    target, or, if `most` is set, the largest; null if there is no target. spread: the median and the range of the
+    values of the single rounds.
     """
 
     what: str

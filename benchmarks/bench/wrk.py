@@ -40,7 +40,8 @@ def drive(url: str, requests: Requests, connections: int, seconds: float) -> Tim
 
 
 def parse(output: str, errors: str = "") -> Timed:
-    """Parses the output that the script `replay.lua` writes in wrk. Raises LoadFailed if it is incomplete."""
+    """Parses the output that the script `replay.lua` writes in wrk. Raises LoadFailed if the output is incomplete or
+    requests failed."""
     last = output.strip().rpartition("\n")[2]
     if not last.startswith("{"):
         raise LoadFailed(f"the output of wrk has no count of the requests: {output[-300:]}{errors[-300:]}")
