@@ -4,8 +4,8 @@
 
 The stack runs as local processes: three replicas behind HAProxy, with sessions in Redis. Each of 200 sessions takes
 1.25 steps a second. After 15 seconds, a replica is killed with SIGKILL every ten seconds and restarted immediately. An
-outage lasts from a kill until that replica is ready again. A step's latency is measured from its due time to its answer
-and includes all retries. Prints the longest latency and three p99s: before the kills, outside the outages, and during
+outage lasts from a kill until the killed replica is ready again. A step's latency is measured from its due time to its
+answer and includes all retries. Prints the longest latency and three p99s: before the kills, outside the outages, and during
 the outages. The p99 before the kills is the median over slices of five seconds, each of which has its own p99. The p99
 outside the outages is the same median over slices of ten seconds. The p99 outside the outages includes steps of
 sessions that move back to a restarted replica. On a machine with few cores, loading a model takes CPU time from the

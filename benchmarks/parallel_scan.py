@@ -12,9 +12,9 @@ these methods once:
   next run. This is the fastest sequential method.
 - step: the graph `step` runs token by token over the first STEPPED tokens. Its time is extrapolated to the whole
   sequence.
-- chunks: the graph runs over WIDTH parallel chunks without warm-up tokens, which measures the work alone. With
-  `2 threads`, one run computes all chunks on two threads. With `2 runs`, two concurrent runs compute half of the chunks
-  each, on one thread each.
+- chunks: the graph runs over WIDTH parallel chunks without warm-up tokens, which measures the work alone. In
+  `chunks, 2 threads`, one run computes all chunks on two threads. In `chunks, 2 runs`, each of two concurrent runs
+  computes half of the chunks on one thread.
 - parallel: the method that the server uses. The number of chunks depends on the throughput that the engine
   measures when it loads the model. Each chunk starts with warm-up tokens, and the batcher runs the chunks. The error of
   each chunk's initial state is measured and bounded. Chunks whose error is over 1e-5 are run again.
@@ -172,7 +172,7 @@ class Subject:
         return found
 
     def differences(self, kind: str, name: str) -> dict[str, float]:
-        """Returns the largest absolute differences of a method's states and log-probabilities from those of `one call`."""
+        """Returns the largest differences of a method's states and log-probabilities from those of `one call`."""
         one, other = self.ends[kind, "one call"], self.ends[kind, name]
         return {
             what: max(
@@ -329,7 +329,7 @@ def table(found: dict[str, Any], tokens: int) -> Table:
 
 
 def draw(subjects: list[dict[str, Any]], tokens: int, path: Path) -> None:
-    """Plots the tokens per second of every method: the median over the rounds, with the smallest and the largest value."""
+    """Plots the tokens per second of every method: the median, the smallest and the largest value of all rounds."""
     figure, axes = plt.subplots(
         1, len(subjects), figsize=(5.4 * len(subjects), 3.8), layout="constrained", squeeze=False
     )

@@ -84,7 +84,7 @@ BODIES: dict[str, tuple[str, Body]] = {
     "nested 150 deep": (PREDICT, lambda: filled(b'{"tokens":[', b"[" * 150 + b"]" * 150, b"]}")),
     "nested without end": (PREDICT, lambda: b"[" * LIMIT),
     "unknown fields": (PREDICT, lambda: b"{" + b",".join(b'"%d":1' % one for one in range(380_000)) + b"}"),
-    "NOPE": (PREDICT, lambda: filled(b'{"tokens":[1],', b'"top_k":1', b"}")),
+    "one field again and again": (PREDICT, lambda: filled(b'{"tokens":[1],', b'"top_k":1', b"}")),
     "blanks": (PREDICT, lambda: b" " * LIMIT),
     "windows": (COMPARE, lambda: filled(b'{"tokens":[1],"windows":[', b"1", b"]}")),
     "models": (COMPARE, lambda: filled(b'{"tokens":[1],"models":[', b'"a"', b"]}")),

@@ -8,8 +8,8 @@ fsynced at every write or every second:
 - served: engines of real models, without HTTP. 64 sessions with full tails repeatedly step one token each,
   concurrently. Then a second engine, which has none of their states, takes the sessions over. Reports the steps per
   second, Redis's memory per session, the bytes written to the file per step, and the latency of the first step at the
-  second engine, for single sessions and for many at the same time. Also reports how often the second engine's top-1
-  token equals that of the first engine.
+  second engine, for single sessions and for many at the same time. Also reports how often the two engines predict the
+  same most probable token.
 - sizes: the store alone. One token at a time is appended to each of 64 sessions, with a state of a given size. This
   shows the size from which a state costs more than the tail.
 

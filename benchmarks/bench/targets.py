@@ -97,7 +97,7 @@ def _stateful(rounds: Rounds, model: str, name: str, load: str, figure: Getter) 
 
 
 def _scan(rounds: Rounds, model: str, kind: str, ways: tuple[str, ...], wanted: float) -> Target | None:
-    """Returns the ratio of the parallel scan's rate to the rate of the fastest method in `ways`, which are sequential."""
+    """Returns the ratio of the parallel scan's rate to the rate of the fastest of the sequential methods `ways`."""
     ordered = {way: [rate(found) for found in rounds.of(model, SCAN, f"{kind}-{way}")] for way in ways}
     above = [rate(found) for found in rounds.of(model, SCAN, f"{kind}-parallel")]
     if not all(ordered.values()):
