@@ -5,9 +5,9 @@
 The stack runs as local processes: three replicas behind HAProxy, with sessions in Redis. Each of 200 sessions takes
 1.25 steps a second. After 15 seconds, a replica is killed with SIGKILL every ten seconds and restarted immediately. An
 outage lasts from a kill until the killed replica is ready again. A step's latency is measured from its due time to its
-answer and includes all retries. Prints the longest latency and three p99s: before the kills, outside the outages, and during
-the outages. The p99 before the kills is the median over slices of five seconds, each of which has its own p99. The p99
-outside the outages is the same median over slices of ten seconds. The p99 outside the outages includes steps of
+answer and includes all retries. Prints the longest latency and three p99s: before the kills, outside the outages, and
+during the outages. The p99 before the kills is the median over slices of five seconds, each of which has its own p99.
+The p99 outside the outages is the same median over slices of ten seconds. The p99 outside the outages includes steps of
 sessions that move back to a restarted replica. On a machine with few cores, loading a model takes CPU time from the
 other replicas. tests/stack/test_killed_replicas.py tests that killed replicas lose no step.
 """
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=6, help="number of kills (default: %(default)s)")
     options = parser.parse_args()
     if options.kills < 1:
-        parser.error(f"--kills must be at least 1, not {options.kills}")
+        parser.error(f"--kills is {options.kills}, but must be at least 1")
     variables = {name: {"WANE_BUNDLES": str(BUNDLE.absolute())} for name in replicas()}
     with tempfile.TemporaryDirectory() as folder, Stack(Path(folder), variables=variables) as stack:
         figures = asyncio.run(measure(stack, options.kills))

@@ -48,7 +48,7 @@ SHIPPED = Path("models/bundles/gated-stable")
 VOCABULARY = 2048
 PIECES = 4
 CHURNS = 2
-CHURNED = 10  # one session in CHURNED is deleted and created again
+CHURNED = 10  # in a churn, one of CHURNED sessions is deleted and created again
 TIMED = 20_000
 TTL_S = 24 * 3600
 WAYS = ("objects", "store", "server")
@@ -57,7 +57,7 @@ Result = dict[str, Any]
 
 
 class Kept(Protocol):
-    """One way to store sessions."""
+    """A store of sessions that is measured."""
 
     async def start(self, session: str) -> None: ...
     async def append(self, session: str, tokens: tuple[int, ...]) -> None: ...

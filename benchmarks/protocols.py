@@ -36,8 +36,8 @@ CONNECTIONS = (1, 32)
 TOKENS = 64
 LISTED = 16
 PROMPTS, PROMPT_TOKENS, GENERATED = 32, 32, 64
-SEQUENCES = 64  # number of different sequences; consecutive requests have different sequences, so that no answer can be
-# a copy of the last one
+# The number of different sequences. Consecutive requests have different sequences, so that their answers differ.
+SEQUENCES = 64
 TIMEOUT_S = 30.0
 COLUMNS = ("what", "connections", "native, a second", "protocol, a second", "protocol / native", "target")
 

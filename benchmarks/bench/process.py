@@ -106,7 +106,7 @@ class ServerProcess:
                         yield int(entry.name)
 
     def _pids_after(self, seconds: float) -> list[int]:
-        """Waits until the server's processes have ended. Returns those still alive after `seconds`."""
+        """Waits until the server's processes have ended. Returns the processes that still run after `seconds`."""
         deadline = time.monotonic() + seconds
         while (left := list(self._pids())) and time.monotonic() < deadline:
             self._process.poll()

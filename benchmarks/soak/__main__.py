@@ -57,8 +57,8 @@ SEED = 0
 IDLE_S = 5.0  # idle time after the load, in which the server runs its integrity checks
 COMPARED = 40
 PROBABILITY = 1e-3  # tolerated difference between the probabilities that two exact answers give to one token
-NEARLY = 0.05  # largest difference tolerated in addition if the state was rebuilt; the tolerance is the answer's error
-# bound if this is smaller
+# If the state was rebuilt, a further difference is tolerated: the answer's error bound, but at most this.
+NEARLY = 0.05
 
 
 @dataclass
