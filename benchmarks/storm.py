@@ -300,7 +300,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_yscale("log")
     for index, way in enumerate(WAYS):
         last = result["ways"][way]["last"]
-        # A log scale shows only positive values. A median may be negative, because a timer may fire before a step is due.
+        # A log scale shows only positive values. A median may be negative, because a timer may fire too early.
         middle = np.array([value if value > 0 else np.nan for value in last["p50_ms"]])
         axes.plot(last["at_s"], middle, color=f"C{index}", label=way)
         axes.fill_between(last["at_s"], middle, last["max_ms"], color=f"C{index}", alpha=0.25, linewidth=0)
