@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def refused(path: Path, *parts: str) -> None:
-    """Asserts that `Bundle.read` refuses the bundle with a message that contains every part."""
+    """Asserts that `Bundle.read` refuses the bundle with a message that contains every text of `parts`."""
     with pytest.raises(BundleError) as caught:
         Bundle.read(path)
     for part in parts:
@@ -48,7 +48,7 @@ def refused(path: Path, *parts: str) -> None:
 
 
 def rewrite(path: Path, name: str, data: bytes) -> None:
-    """Replaces a file of a bundle and its hash in the manifest, so the hash does not reveal the change."""
+    """Replaces a file of a bundle and the file's hash in the manifest, so that the check of the hashes passes."""
     (path / name).write_bytes(data)
     edit_manifest(path, "files", name, value=hashlib.sha256(data).hexdigest())
 
