@@ -26,7 +26,8 @@ from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 
 # The runner rounds the oracle's states and outputs to float32. The values are of order 10, and the relative rounding
-# error is about 1e-7. So the rounding error is about 1e-6, below both limits.
+# error is about 1e-7. So the rounding error is about 1e-6, which is less than the two claimed limits: ROUNDING for
+# outputs, and OF_STATES for states.
 ROUNDING, OF_STATES = 2e-5, 1e-5
 NAMES = tuple("abcdefghi")
 
@@ -44,8 +45,7 @@ class OracleRunner:
         self._names = [tensor.name for tensor in architecture.state_tensors()]
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """Returns the names of the outputs of the graphs "window", "step" and "scan". The graph "step" does not output
-        the largest logits."""
+        """Returns the names of the outputs of a graph. The graph "step" does not output the largest logits."""
         if role == "step":
             return ["logits", "hidden"]
         if role == "scan":

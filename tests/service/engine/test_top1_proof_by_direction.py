@@ -80,8 +80,8 @@ def variations(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int64]
 
 
 def hold(small: Small, window: NDArray[np.int64], first: int, random: np.random.Generator) -> None:
-    """Asserts that with none of the tried pasts another token becomes the most probable token. Tries random pasts and
-    pasts of one repeated token. Then a random search changes pasts to reduce the lead of the logit of `first`."""
+    """Asserts that `first` stays the most probable token after every tried past. Tries random pasts and pasts of one
+    repeated token. Then a random search changes the pasts to reduce the lead of the logit of `first`."""
     pasts = random.integers(VOCABULARY, size=(PASTS, LONGEST_PAST))
     pasts[:VOCABULARY] = np.arange(VOCABULARY)[:, None]
 

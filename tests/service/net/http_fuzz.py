@@ -182,7 +182,7 @@ class Response:
 
 def responses(received: bytes) -> list[Response]:
     """Returns the responses in these bytes, in order. Fails if the bytes are not a sequence of complete responses."""
-    received = re.sub(rb"[0-9a-f]{32}", b"I" * 32, received)  # ids
+    received = re.sub(rb"[0-9a-f]{32}", b"I" * 32, received)  # random ids, such as the request id
     found = []
     while received:
         head, end, rest = received.partition(b"\r\n\r\n")
@@ -321,8 +321,8 @@ def not_utf8(both: Compared) -> bool:
 
 def read_ahead(both: Compared) -> bool:
     """Whether Wane's reading ahead explains the difference. Wane reads the next messages of a WebSocket while it
-    computes an answer. uvicorn does not. So Wane sees a frame that ends the WebSocket earlier, and ends the WebSocket
-    before it has answered all earlier messages."""
+    computes an answer. uvicorn does not. So Wane may read a frame that ends the WebSocket while messages before the
+    frame are unanswered. It then ends the WebSocket without answering them."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     if not ours or len(ours) != len(theirs) or ours[:-1] != theirs[:-1] or ours[-1].status != SWITCHING:
         return False
