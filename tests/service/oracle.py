@@ -26,8 +26,8 @@ from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 
 # The runner rounds the oracle's states and outputs to float32. The values are of order 10, and the relative rounding
-# error is about 1e-7. So the rounding error is about 1e-6, which is less than the two claimed limits: ROUNDING for
-# outputs, and OF_STATES for states.
+# error is about 1e-7. So the rounding error is about 1e-6, which is less than both claimed limits. ROUNDING is the
+# limit for the distance of two runs' hidden vectors, and OF_STATES for the error of a state.
 ROUNDING, OF_STATES = 2e-5, 1e-5
 NAMES = tuple("abcdefghi")
 

@@ -89,7 +89,7 @@ def test_a_full_redis_refuses_new_work_and_loses_nothing(tmp_path: Path, mode: s
         assert is_refusal(sessions.fill())
         assert len(sessions.at) > 20
         # Lowers the limit below the used memory, because the refusal above may have been caused by the buffers of a
-        # connection, which Redis frees again.
+        # connection to Redis, which may become smaller again.
         limit(redis, -ROOM_BYTES // 2)
         assert is_refusal(sessions.step("s0", [7]))
         assert is_refusal(http.post("/v1/sessions", json={}))

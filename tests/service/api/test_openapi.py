@@ -64,7 +64,8 @@ def assert_as_described(name: str, document: object, openapi: dict[str, Any]) ->
     same when the schema's class validates and serializes it."""
     adapter: TypeAdapter[object] = TypeAdapter(RESULTS[name])
     read = adapter.validate_python(document)
-    # The serialization of dataclasses leaves out fields that are None. A ComparisonDocument contains such dataclasses.
+    # The server serializes dataclasses with `json_bytes`, which may leave out a field that is None. A
+    # ComparisonDocument contains such dataclasses.
     is_result = is_dataclass(read) or name == "ComparisonDocument"
     written = json.loads(json_bytes(read)) if is_result else adapter.dump_python(read, mode="json")
     assert written == document

@@ -375,8 +375,8 @@ async def test_responses_have_security_headers(client: httpx.AsyncClient) -> Non
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
         assert page.headers["referrer-policy"] == "no-referrer"
-        text = page.text.replace("http://127.0.0.1:8000/", "/")  # the examples for curl on the page contain this
-        # address
+        # The page contains this address in its examples for curl.
+        text = page.text.replace("http://127.0.0.1:8000/", "/")
         assert "<script" not in text and "http://" not in text and "https://" not in text
     assert "server" not in read.headers
 

@@ -8,7 +8,7 @@ from wane.service.chunked.chunked import ChunkBatch
 from wane.service.chunked.layout import ChunkLayout
 
 LAYOUT = ChunkLayout(chunks=3, cells=2, steps=4, warm_up=3, warm_up_steps=3)
-TOKENS = np.arange(21)  # the tokens of six cells; a cell is the part of a chunk in one run; the last cell has one token
+TOKENS = np.arange(21)  # six cells; a cell is the part of a chunk that one run reads; the last cell has one token
 
 
 def states(*values: float) -> dict[str, np.ndarray]:

@@ -32,13 +32,13 @@ from wane.service.types import (
 )
 
 WIDTH = 4
-STEPS = 16  # the number of tokens in a cell; a cell is the part of a chunk in one run
+STEPS = 16  # the number of tokens in a cell; a cell is the part of a chunk that one run reads
 
 
 class FixedProfile(InOrder):
-    """A profile in which four parallel chunks are fastest. The residual is the difference, at the start of a chunk,
-    between the chunk's state and the end state of the previous chunk. `warm_ups` maps a limit of the residual to the
-    number of warm-up tokens of each chunk."""
+    """A throughput profile in which four parallel chunks are fastest. The residual is the difference, at the start of a
+    chunk, between the chunk's state and the end state of the previous chunk. `warm_ups` maps a limit of the residual to
+    the number of warm-up tokens of each chunk."""
 
     def __init__(self, warm_ups: Mapping[float, int]) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.server import protocols
 from wane.service.settings import Settings
 
-# Larger than the body of every case, so Wane reads every body to its end.
+# `max_body_bytes` is larger than the body of every case, so Wane reads every body to its end.
 LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 4096}
 QUIET_TURNS = 40  # a client stops waiting after this many event loop iterations without a received byte
 CLOSED_S = 10.0  # the longest time, in seconds, that the server may need to clean up a closed connection
@@ -161,8 +161,8 @@ class Client:
 Header = tuple[bytes, bytes]
 CLOSE: Header = (b"connection", b"close")
 SWITCHING = 101
-SHORT_BYTES = 125  # the longest payload whose length is in the second byte
-CONTROL = 0x08  # the bit of control frames in the first byte
+SHORT_BYTES = 125  # the longest payload, in bytes, whose length fits in the second byte of a frame
+CONTROL = 0x08  # the bit of a frame's first byte that is set in control frames
 UNSTEADY = frozenset({b"date", b"server"})
 
 
