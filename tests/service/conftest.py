@@ -81,8 +81,8 @@ class SocketServer(DrainingServer):
         self.read_bytes = 0  # the number of bytes read from all connections; 0 with uvicorn's own protocol classes
 
     def counting(self, http: partial[HttpProtocol]) -> partial[HttpProtocol]:
-        """Returns `http` for a subclass of its protocol class. The subclass adds the number of received bytes to
-        `read_bytes`."""
+        """Returns `http` with a subclass in place of its protocol class. The subclass adds the number of received bytes
+        to `read_bytes`."""
         server = self
 
         class Counting(HttpProtocol):

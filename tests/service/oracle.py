@@ -34,7 +34,8 @@ NAMES = tuple("abcdefghi")
 
 class OracleRunner:
     """A runner that computes the outputs of the graphs with the numpy oracle. If `beside` is true, the graph "window"
-    also outputs a radius. For gated cells it then outputs the hidden stream and the errors of the steps, too."""
+    also outputs the radius, which bounds the error of `hidden`. For gated cells it then also outputs the first layer's
+    input and the error bounds of the states."""
 
     device = "cpu"
 

@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol: each error names the tensor or the header at fault."""
+"""Tests of the tensors of the Open Inference Protocol. Each error must name the tensor or the header at fault."""
 
 from __future__ import annotations
 

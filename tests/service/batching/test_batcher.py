@@ -193,7 +193,8 @@ async def test_a_full_batch_starts_after_the_running_batch_without_the_event_loo
     await turn()
     rig.runner.busy.clear()
     rig.runner.gate.set()
-    assert rig.runner.busy.wait(TIMEOUT_S)  # blocks the event loop's thread
+    assert rig.runner.busy.wait(TIMEOUT_S)  # blocks the event loop's thread, so the runner's thread alone must start
+    # the batch
     assert rig.sizes() == [1, 8]
     assert not first.done()
     await asyncio.gather(first, *others)

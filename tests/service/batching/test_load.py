@@ -1,7 +1,7 @@
 """Tests of sessions under load on a shipped model. They check that every answer is correct and that every token is
 appended once.
 
-Every test has more sessions than states, so the engine constantly evicts and rebuilds states.
+Some tests have more sessions than the engine has room for states, so the engine constantly evicts and rebuilds states.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ async def test_the_engine_searches_for_a_proof_only_on_request(
     proof = FakeProof(bounded.engine)
     plain = await bounded.engine.submit(replace(request_, prove=False))
     assert proof.asked == 0
-    asked = await bounded.engine.submit(request_)  # the engine replays this step
+    asked = await bounded.engine.submit(request_)  # if the request is a step, the engine replays the step
     assert proof.asked == 1
     found = [answer if answer.agreement is None else answer.agreement for answer in (plain, asked)]
     assert [one.top1_proved for one in found] == [False, True]

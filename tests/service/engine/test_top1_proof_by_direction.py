@@ -39,7 +39,7 @@ def model(seed: int, layers: int, front: bool, block: str = "residual", beside: 
 
 def proofs(small: Small, windows: list[NDArray[np.int64]], *, prove: bool = True) -> list[int | None]:
     """Returns one item for each window: the most probable next token if the engine proves it for all sequences that end
-    in the window, and None otherwise."""
+    with the window, and None otherwise."""
 
     async def ask() -> list[int | None]:
         found = []

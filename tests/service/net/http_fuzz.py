@@ -218,7 +218,7 @@ def dechunked(data: bytes) -> tuple[bytes, bytes]:
 
 def data_first(frames: bytes) -> bytes:
     """Returns a WebSocket's frames with all data frames before all control frames. A server may send a control frame
-    between any two data frames."""
+    between any two data frames, so the comparison ignores the positions of control frames."""
     data, control = b"", b""
     while len(frames) > 1:
         length, begin = frames[1], 2
