@@ -163,7 +163,7 @@ async def test_sessions_in_one_batch_do_not_affect_each_other(engine: Engine) ->
 @pytest.mark.parametrize("token", [1336, 5, 2047])
 async def test_a_token_repeated_for_long_gets_no_false_proof(engine: Engine, token: int) -> None:
     """The token 1336 is a known difficult case. After 367 repetitions of it, the most probable next token of the model
-    `lstm` in float32 differs from that in exact arithmetic."""
+    `lstm` is another token in float32 than in exact arithmetic."""
     manifest, held = engine.manifest, (token,) * 367
     answer = await engine.submit(PredictRequest(held, mode=Mode.RECURRENT))
     reference = Reference(manifest.architecture, opened(FOLDER / manifest.name)[0].weights())
