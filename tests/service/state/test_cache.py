@@ -16,7 +16,7 @@ def make_residents(slots: int = 8) -> StateCache:
 
 
 def keep(state_cache: StateCache, session: str, touched_s: float = 0.0, value: float = 0.0) -> int:
-    """Stores a resident state with `value` in every unit for the session. Returns the state's slot."""
+    """Stores a resident state for the session. Every unit has the value `value`. Returns the state's slot."""
     with state_cache.lease() as slot:
         outputs = {"next.a": np.full((1, 2), value), "next.b": np.full((1, 3, 1), value), "hidden": np.zeros((1, 4))}
         state_cache.scatter([slot], outputs)
