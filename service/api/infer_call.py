@@ -82,7 +82,7 @@ async def decoded_call(request: Request) -> InferCall:
             there = ", ".join(sorted(OUTPUTS))
             raise InvalidRequest(f"there is no output {truncate_repr(output.name)}; there are {there}", "outputs")
         if any(one.name == output.name for one in wanted):
-            raise InvalidRequest(f"output {output.name} is asked for twice", output.name)
+            raise InvalidRequest(f"output {output.name} is requested twice", output.name)
         wanted.append(tensors.output_format(output.name, output.parameters, binary=is_binary))
     if not wanted:
         wanted = [OutputFormat(name, is_binary) for name in DEFAULT_OUTPUTS]
@@ -113,7 +113,7 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
     name = sources[0]
     shape, values = given[name]
     if shape[0] > most_rows:
-        raise InvalidRequest(f"{name} is a batch of {shape[0]}, but a batch has at most {most_rows}", name)
+        raise InvalidRequest(f"{name} is a batch of {shape[0]} rows, but a batch has at most {most_rows}", name)
     document = not asked.is_predicted
     lengths = _lengths(given, name)
     rows: list[EventTokens] = []

@@ -48,9 +48,9 @@ async def compare(
     ticket: Ticket,
     share: Share,
 ) -> Comparison:
-    """Runs all modes one after another, and repeats this `repeat` times, so that other load on the machine affects all
-    modes equally. Reports progress to `share`. Searches for bounds and proofs as for a request with `prove: true`. The
-    latencies do not include this search. `start_tokens` are those of the manifest.
+    """Runs the modes in turn, `repeat` times each, so that other load on the machine affects all modes equally. Reports
+    progress to `share`. Then runs the gradient proof on each answer of a window, as for a request with `prove: true`.
+    The latencies do not include the time of the proofs. `start_tokens` are the manifest's.
 
     Raises InvalidRequest if there is no token to run.
     """
