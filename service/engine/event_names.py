@@ -40,9 +40,8 @@ class EventNames:
         self._vocabulary = vocabulary
         self._most = settings.max_filter_events
 
-    def check_text(self, field: str = "input", instead: str | None = None) -> None:
-        """Raises InvalidRequest if the model reads events and not text. The message says what to give `instead`. By
-        default, it shows how to write events."""
+    def check_text(self, field: str = "input") -> None:
+        """Raises InvalidRequest, whose message shows how to write events, if the model reads events and not text."""
         vocabulary = self._vocabulary
         if vocabulary.kind != "events":
             return
@@ -50,8 +49,10 @@ class EventNames:
         names = [
             name for index, name in enumerate(vocabulary.texts[: EXAMPLES + len(unlisted)]) if index not in unlisted
         ]
-        instead = instead or f'write "events": {json.dumps(names[:EXAMPLES], ensure_ascii=False)} instead'
-        raise InvalidRequest(f"{field} is text, but model {self._model} reads events: {instead}", field)
+        example = json.dumps(names[:EXAMPLES], ensure_ascii=False)
+        raise InvalidRequest(
+            f'{field} is text, but model {self._model} reads events: write "events": {example} instead', field
+        )
 
     def check_events(self, field: str) -> None:
         """Raises InvalidRequest if `field`, which is only for models of events, is given for a model that reads
@@ -70,6 +71,10 @@ class EventNames:
         if not events:
             raise InvalidRequest("the input is empty: give at least one event", field)
         return self._find(events, unknown or self._unknown, field)
+
+    def lines(self, text: str, unknown: Unknown | None = None, field: str = "prompt") -> EventTokens:
+        """Like `tokens`, for a text with one event in each line. Empty lines, and space around a name, are ignored."""
+        return self.tokens([name for line in text.split("\n") if (name := line.strip())], unknown, field)
 
     def filter(
         self,

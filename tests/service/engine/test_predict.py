@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.service.engine_harness import CONTRACTIVE, EngineHarness, MakeHarness, name_vocabulary
+from tests.service.engine_harness import CONTRACTIVE, EngineHarness, MakeHarness
 from wane.models.manifest import Certificate
 from wane.service.engine.logits import largest
 from wane.service.errors import DeadlineExceeded, InvalidRequest, Overloaded, TooLarge, WaneError
