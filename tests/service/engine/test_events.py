@@ -1,5 +1,5 @@
-"""Tests of models of events: unknown events, the filters of the list, and the zero start. Each test compares the answers
-with a ranking in plain numpy."""
+"""Tests of models of events: unknown events, the filters of the list, and the zero start. Each test compares the
+answers with a ranking in plain numpy."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ async def test_a_score_has_null_at_the_places_of_skipped_events(harness: EngineH
         for index, token in enumerate(tokens)
     ]
     for top_k in (None, 3):
-        for skipped in ((), (0,), (2, 3), (7,), (0, 1, 4, 7)):
+        for skipped in ((), (0,), (2, 3), (5,), (0, 1, 4, 8)):
             unknown = ("nope",) * len(skipped)
             score = await harness.engine.score(
                 ScoreRequest(tokens, unknown=unknown, skipped=skipped, top_k=top_k, truncated=False)
@@ -373,7 +373,7 @@ async def test_a_zero_start_predicts_nothing_before_the_first_event(make_harness
     with pytest.raises(InvalidRequest, match="there is nothing to continue"):
         await engine.generate(GenerateRequest(unknown=("nope",)))
     with pytest.raises(InvalidRequest, match="there is nothing to compare"):
-        await engine.compare(CompareRequest((), unknown=("nope",)))
+        await engine.compare(CompareRequest((), (1,), unknown=("nope",)))
     for mode in Mode:
         answer = await engine.submit(PredictRequest(session="s", mode=mode))
         assert (answer.predictions, answer.position, answer.cache_tokens) == ((), 0, 0)
