@@ -152,7 +152,7 @@ async def test_a_session_from_a_history_of_events(harness: EngineHarness, client
     assert_ranked(answer["predictions"], of(harness), 5, exclude=TOKENS)
     assert answer["error_bound"] == 0  # the history is the whole sequence
     message = await refused(client, "/v1/sessions", events=EVENTS, position=2)
-    assert "the history has 5 tokens, but position is 2" in message
+    assert "the history has 5 tokens, but must have at most 2" in message
     message = await refused(client, "/v1/sessions", events=EVENTS, history=TOKENS, position=5)
     assert "give `history` or `events`, not both" in message
 
