@@ -107,8 +107,8 @@ class Small:
         kind: str = "words",
         **fields: object,
     ) -> None:
-        """`kind` is the vocabulary's. `keep` is the largest window, and also the number of tokens that the store keeps for a session. `fields` has
-        more fields of the architecture."""
+        """`kind` is the kind of the vocabulary. `keep` is the largest window, and also the number of tokens that the
+        store keeps for a session. `fields` has more fields of the architecture."""
         self.architecture = architecture(cell, block, layers, **fields)
         self.weights = random_weights(self.architecture, seed, recurrent=recurrent, driven=0.5)
         self.vocabulary: Vocabulary = name_vocabulary(kind, NAMES)
