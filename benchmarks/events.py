@@ -49,7 +49,7 @@ STEPS: Mapping[str, Mapping[str, Any]] = {
     "top 5": {},
     "top 20": {"top_k": 20},
     "top 20, exclude_seen": {"top_k": 20, "exclude_seen": True},
-    "top 20 of 1,000 candidates": {"top_k": 20, "candidates": range(0, 1000)},
+    "top 20 of 1,000 candidates": {"top_k": 20, "candidates": range(1000)},
 }
 """The measured steps, by name, with the fields of their bodies besides `events`."""
 
@@ -128,7 +128,7 @@ def measured_steps(port: int, session: str, requests: Sequence[bytes]) -> list[f
             while body is None:
                 body = answers.receive(connection.recv(READ_AT_ONCE))
             taken.append(time.perf_counter() - begun)
-            if f'"position":{number + 1}'.encode() not in body:
+            if f'"position":{number + 1},'.encode() not in body:
                 raise BadAnswer(f"step {number} of session {session} answered {body[:300]!r}")
     return taken[WARM_UP:]
 
