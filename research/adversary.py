@@ -1,17 +1,19 @@
-"""A gradient-based adversary. A run first reads a past. A window starts from the zero state at the end of the past (the
-cut), and reads only the tokens after the cut. The adversary searches for tokens and initial states that maximise the
-distance between the run's and the window's input to the output layer (`hidden`) at their common last token.
+"""A gradient-based adversary of two runs that read the same last tokens. The first, called the run, has read other
+tokens (the past) before. The second, called the window, starts from the zero state at the end of the past (the cut).
+The adversary searches for tokens and initial states of the run that maximise the distance between the run's and the
+window's `hidden` (the input of the output layer) after the last token.
 
-Tokens are discrete and have no gradient. Each position therefore has a mixture of all tokens' embeddings, and the
-gradient is taken with respect to the mixture's weights (`shares`). The search has two methods:
+Tokens are discrete and have no gradient. The input at each position is therefore a weighted mean of all tokens'
+embeddings, called a mixture. The gradient is taken with respect to the mixture's weights (`shares`). The search has two
+methods:
 
-- `flipped`: the gradient estimates the gain of every single substitution. The best substitutions are tried, at one or
-  at several positions at once. A tried substitution is kept if the distance grows (HotFlip, Ebrahimi et al. 2018, arXiv
-  1712.06751).
+- `flipped`: the gradient estimates how much each substitution of one token increases the distance. The best
+  substitutions are tried, at one or at several positions at once. A tried substitution is kept if the distance grows
+  (HotFlip, Ebrahimi et al. 2018, arXiv 1712.06751).
 - `softened`: gradient ascent on the mixtures' weights. At the end each mixture is replaced by its token with the
   largest weight.
 
-The objective is the logarithm of the squared distance at the last token. A logarithm is used because distances range
+The objective is the logarithm of the squared distance after the last token. A logarithm is used because distances range
 from 1 to 1e-12. If a direction in the space of `hidden` is given, only the component of the difference in this
 direction counts. An example is the direction in which one token's lead over another token (the difference of their
 logits) changes.
@@ -66,7 +68,8 @@ class Adversary:
         cut.
 
         window: (K), the fixed tokens after the cut. If `window` is given, `tokens` contains only the tokens before the
-        cut. direction: (H), see the module's description.
+            cut.
+        direction: (H), the direction in which a difference of `hidden` counts. If it is None, all directions count.
         """
         chosen = torch.from_numpy(tokens)
         fixed = None if window is None else self._shares(torch.from_numpy(window)[None].expand(len(tokens), -1))
@@ -102,11 +105,12 @@ class Adversary:
     def states(
         self, reach: Mapping[str, tuple[Floats, Floats]], last: Tokens, rounds: int, generator: np.random.Generator
     ) -> tuple[dict[str, Floats], Tokens]:
-        """Returns initial states, (N, ...) by name, and tokens (N, K) that follow them. A gradient ascent chooses
-        states and tokens that maximise the distance. The search for the tokens starts at `last`, (N, K).
+        """Returns initial states of the run, (N, ...) by name, and tokens (N, K) that follow them. States and tokens
+        are chosen to maximise the distance: the states by gradient ascent, the tokens by substitutions that start at
+        `last`, (N, K).
 
         reach: the smallest and the largest value of each unit, by state tensor. The stored inputs of convolutions have
-        no entry in `reach`, because they are outputs of a LayerNorm.
+            no entry in `reach`, because they are outputs of a LayerNorm.
         """
         count, size = len(last), len(self._names) - len(self._front)
         places = {name: (np.full(1, -1.0), np.full(1, 1.0)) for name in self._front} | dict(reach)

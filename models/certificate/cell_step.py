@@ -31,9 +31,13 @@ run's state entry by entry (box), and the bounds in the 2-norm (ball)."""
 
 @dataclass(frozen=True, slots=True)
 class Pre:
-    """A block of H pre-activations, (B, H). `radius` bounds the distance of each from the run's, and `rounding` is the
-    part of `radius` that rounding causes. The block is a sum of linear maps. `sources` holds each map with the 2-norm
-    bound of its input's change."""
+    """A block of H pre-activations: a sum of linear maps.
+
+    value: (B, H), the pre-activations.
+    radius: (B, H), the bound of the distance of each pre-activation from the run's.
+    rounding: (B, H), the part of `radius` that rounding causes.
+    sources: the linear maps, each with the 2-norm bound of the change of its input.
+    """
 
     value: Matrix
     radius: Matrix

@@ -23,8 +23,12 @@ THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a fleet. cores, gib: the required cores and GiB of memory, by part of the fleet. The required cores
-    are the used cores divided by the planned load."""
+    """The size of a fleet.
+
+    resident: the share of the sessions whose states are in memory.
+    cores: the required cores, by part of the fleet: the used cores divided by the planned load of a core.
+    gib: the required GiB of memory, by part of the fleet.
+    """
 
     sessions: float
     think_s: float

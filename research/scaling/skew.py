@@ -19,12 +19,13 @@ PLACED = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """The load of one fleet with hot sessions.
+    """The load of one fleet with hot sessions. The rate of the session with rank r is proportional to r^(-exponent).
 
-    exponent: the exponent of the rank in a session's rate. hottest_per_s: the steps per second of the session with the
-    highest rate. busiest: the busiest replica's rate divided by the mean rate. busiest_even: the same ratio if all
-    sessions had equal rates. resident: the share of steps that find their state in memory if the memory has room for a
-    tenth of all states.
+    exponent: the exponent of this formula.
+    hottest_per_s: the steps per second of the session with the highest rate.
+    busiest: the busiest replica's rate divided by the mean rate of all replicas.
+    busiest_even: the same ratio if all sessions had equal rates.
+    resident: the share of steps that find their state in memory if the memory has room for a tenth of all states.
     """
 
     exponent: float
