@@ -38,21 +38,21 @@ Tokens = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 AT_ONCE = (1, 3, 9)
-"""The numbers of positions that `flipped` substitutes at once. It tries each number in turn."""
+"""The numbers of positions at which `flipped` substitutes tokens at once. It tries each number in turn."""
 
 SHARPNESS = 2.0
-"""The initial logit of the token with which a mixture starts. The logits of all other tokens start at 0."""
+"""A mixture starts at one token. This is the initial logit of this token. The logits of all other tokens start at 0."""
 
 STEP = 1.0
-"""The largest change of a mixture's logits in one step."""
+"""The largest change of a logit in one step of the gradient ascent."""
 
 NEAREST = 1e-300
 """Added to squared distances, to keep the logarithm of zero finite."""
 
 
 class Adversary:
-    """The adversary of one model. It computes in float64, except that torch evaluates gates and convolutions in
-    float32, for the run and for the window."""
+    """The adversary of one model. The run and the window are computed in float64, but torch evaluates their gates and
+    convolutions in float32."""
 
     def __init__(self, architecture: Architecture, weights: Weights) -> None:
         self._architecture = architecture
@@ -114,7 +114,9 @@ class Adversary:
         """
         count, size = len(last), len(self._names) - len(self._front)
         places = {name: (np.full(1, -1.0), np.full(1, 1.0)) for name in self._front} | dict(reach)
-        assert len(places) == len(self._front) + size, "this is a bug: every state tensor has a reach"
+        assert len(places) == len(self._front) + size, (
+            "`reach` lacks a state tensor, or has one too many: this is a bug"
+        )
         low = [torch.from_numpy(places[name][0]) for name in self._names]
         high = [torch.from_numpy(places[name][1]) for name in self._names]
         shapes = [(count, *tensor.shape) for tensor in self._architecture.state_tensors()]
@@ -148,8 +150,8 @@ class Adversary:
         return found_states, chosen.numpy()
 
     def _admitted(self, states: list[Tensor]) -> list[Tensor]:
-        """Returns the states, with the LayerNorm applied to the state tensors that store inputs of convolutions. Only
-        outputs of the LayerNorm are reachable there. The other state tensors are unchanged."""
+        """Returns the states, with the LayerNorm applied to the state tensors that store inputs of convolutions. These
+        tensors can only hold outputs of the LayerNorm. The other state tensors are unchanged."""
         admitted = []
         for name, state in zip(self._names, states, strict=True):
             if name in self._front:

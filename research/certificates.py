@@ -67,11 +67,11 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
         "cell",
         "models",
         "contractive",
-        "no claim",
+        "without e_k",
         "histories",
         "pairs checked against e_k",
-        "and states",
-        "above",
+        "pairs from initial states",
+        "violations",
     ):
         table.add_column(heading, justify="right")
     for cell in (*CELLS, "all"):
@@ -91,7 +91,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
     for name in DTYPES:
         key = f"{name}_passed_without_rounding"
         passed = sum(int(str(each.get(key, 0))) for each in results)
-        console.print(f"{name}: {passed:,} distances exceeded e_k without the rounding term")
+        console.print(f"{name}: {passed:,} distances exceeded e_k alone (the limit is e_k plus the rounding term)")
     report_served(console, results)
     report_windows(console, results)
     table = Table(title="Observed / bound of contractive models, float64: median (max)")
@@ -107,7 +107,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
 def report_served(console: Console, results: list[dict[str, object]]) -> None:
     """Prints the observed rounding of float32 runs of the exported step graph, divided by the served rounding term."""
     table = Table(title="Served rounding, float32 graphs, thousands of steps. Observed / served: median (max)")
-    for heading in ("cell", "carried along", "models", "pairs", "above", "of one run", "of two runs"):
+    for heading in ("cell", "errors accumulated over", "models", "pairs", "violations", "one run", "two runs"):
         table.add_column(heading, justify="right")
     for cell in (*CELLS, "all"):
         for sequences in ("all", "probed") if cell != "all" else ("all", "probed", None):
@@ -130,8 +130,8 @@ def report_windows(console: Console, results: list[dict[str, object]]) -> None:
         "windows",
         "pairs",
         "proved",
-        *("above: radius", "lead", "top-1", "variation"),
-        "radius",
+        *("violations: radius", "lead", "top-1", "variation"),
+        "observed / bound: radius",
         "lead",
         "variation",
     )
@@ -189,7 +189,7 @@ def draw(results: list[dict[str, object]], file: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0, 1].legend(loc="lower left")
     figure.supxlabel("k, tokens since the cut")
-    figure.supylabel("largest distance observed / bound: median, 10 % to 90 %")
+    figure.supylabel("largest observed distance / bound: median, 10th to 90th percentile")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
 

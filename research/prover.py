@@ -40,8 +40,8 @@ class Never:
 
 
 def never_interrupted(reference: Reference, stream: Tokens, first: int, count: int, progress: Progress) -> Never:
-    """Runs over the whole stream, and returns `hidden` at `count` evenly spread positions. The smallest position is
-    `first`."""
+    """Runs the network over the whole stream, and returns `hidden` at `count` evenly spread positions. The smallest
+    position is `first`."""
     ends = np.linspace(first, len(stream) - 1, count).astype(np.int64)
     wanted, hidden = set(ends.tolist()), []
     state = reference.zero_state(1)

@@ -22,7 +22,8 @@ States = tuple[Matrix, ...]
 Deviations = tuple[Deviation, ...]
 
 HARDLY = 1e-9
-"""`Pre.ball` computes the sharper of its two bounds only if the distance of the inputs is at least this value."""
+"""`Pre.ball` computes the sharper of its two bounds only if the bound of the distance between the cell's inputs in the
+window and in the run is at least this value."""
 
 Moved = tuple[States, tuple[Matrix, ...], tuple[Vector, ...]]
 """Three tuples with one entry for each state tensor of a cell: the next state, the bounds of its distance from the
@@ -89,7 +90,7 @@ class CellStep:
         new, boxes, balls = self._moved(self, pre, state, error)
         errors = []
         for value, box, ball, reach in zip(new, boxes, balls, self.reach, strict=True):
-            if self._reaches_far:  # some unit of the run's state has no bound
+            if self._reaches_far:  # at least one unit of the run's state has no bound
                 errors.append(Deviation.within(np.full_like(box, FAR)))
                 continue
             box = box + ULP * (1 + np.abs(value))

@@ -115,7 +115,7 @@ class Layer(Protocol):
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
         """Returns the error that one floating-point step of the cell adds to each state tensor.
 
-        before_gates: the errors of the cell's pre-activations, (G H), in the order of the weights' rows. function: the
-        absolute error of the sigmoid and tanh. unit: the error of every multiplication and addition, relative to its
-        result.
+        before_gates: the errors of the pre-activations of all G gates, (G H), in the order of the weights' rows.
+        function: the absolute error of the sigmoid and tanh. unit: the error of every multiplication and addition,
+        relative to its result.
         """

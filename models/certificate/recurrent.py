@@ -117,5 +117,5 @@ class RecurrentLayer:
         return Errors(perturbations, tuple(gauge.of(perturbations[0]) for gauge in self.gauges))
 
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
-        del function, unit  # rho is exact, and the state is its result
+        del function, unit  # computing the identity or relu adds no error
         return (Perturbation.within(before_gates),)

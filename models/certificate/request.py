@@ -205,8 +205,8 @@ class Block:
         return self.cell(norm.value, Deviation.ball_only(norm.ball, x.shape[1]), *before)
 
     def above(self, x: Matrix, ball: Vector, state: States, error: Deviations) -> tuple[Matrix, Vector, Step]:
-        """Computes the block's output and its bound from the cell's state after the token. x: (B, H), the block's
-        input. x changes by at most `ball` (B) in the 2-norm. state, error: the state and its bounds."""
+        """Computes the block's output and the bound of its change from the cell's state after the token. x: (B, H), the
+        block's input. x changes by at most `ball` (B) in the 2-norm. state, error: the state and its bounds."""
         if not self._residual:
             return state[0], error[0].ball, Step(state, error, np.zeros(len(x)))
         rest, box = ball, error[0].box

@@ -246,7 +246,7 @@ def simulate(costs: Costs, measured: Result) -> Result:
 
 
 def spreads(runs: Sequence[Result], *names: str) -> Result:
-    """Returns the spread of each figure in `names` over the simulation's runs."""
+    """Returns, for each result in `names`, its spread (see `Spread`) over the runs of the simulation."""
     return {name: Spread.of(one[name] for one in runs).model_dump() for name in names}
 
 

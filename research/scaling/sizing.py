@@ -1,10 +1,10 @@
 """Computes the sizes of fleets: the number of replicas, Redis and HAProxy instances, their resources, the first
 bottleneck, and the cost.
 
-The required amount of a resource is the product of a rate and a cost. The costs of a replica are those of the
-simulation at the planned load. Sessions step once in `think_s` seconds on average. A replica keeps as many states in
-memory as fit into its state pool. If all sessions have equal rates, the share of resident states is also the share of
-steps that find their state in memory (`memory.py`).
+The required amount of a resource is the product of the steps per second and the amount that one step needs. The costs
+of a replica are those of the simulation at the planned load. Sessions step once in `think_s` seconds on average. A
+replica keeps as many states in memory as fit into its state pool. If all sessions have equal rates, the share of
+resident states is also the share of steps that find their state in memory (`memory.py`).
 """
 
 from __future__ import annotations

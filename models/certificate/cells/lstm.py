@@ -1,6 +1,7 @@
 """The LSTM's contraction, proved by comparison with non-negative matrices.
 
-**The box.** |h| < 1 bounds the gates and the candidate g: f <= f^, i <= i^, o <= o^, |g| <= g^. Hence |c| <= c^ = i^ g^
+**The box.** x^ denotes an upper bound of |x|. |h| < 1 bounds the gates and the candidate g: f <= f^, i <= i^, o <= o^,
+|g| <= g^. Hence |c| <= c^ = i^ g^
 / (1 - f^) and |h| <= h^ = o^ tanh(c^). This is a smaller bound of h, from which the same steps are repeated. Every
 iteration's box contains all states that are reached from zero, for all admissible inputs.
 
@@ -95,7 +96,7 @@ class LstmBox:
         for _ in range(ITERATIONS):
             reach = driven.wider(product_above(magnitude, h))
             i, f, g, o = (reach[rows : rows + hidden] for rows in range(0, 4 * hidden, hidden))
-            room = sigmoid(-f.high)  # 1 - f^
+            room = sigmoid(-f.high)  # equal to 1 - f^, without cancellation
             saturated = room < SATURATED
             c = sigmoid(i.high) * np.tanh(g.magnitude()) / np.where(saturated, SATURATED, room) * UP
             shown = np.where(saturated, 1.0, np.tanh(c))

@@ -1,5 +1,5 @@
-"""Tests the theorem: at every token, the distance of any two states in the box is multiplied by at most the certified
-factor."""
+"""Tests the theorem: every token multiplies the distance of any two states by at most the certified factor, if both
+states are in the box of reachable states."""
 
 from __future__ import annotations
 
@@ -273,8 +273,8 @@ def test_a_cap_is_rounded_to_float32(cap: float) -> None:
 
 
 def test_cancelling_terms_do_not_hide_an_open_gate() -> None:
-    """Uses a gate whose input is the sum 1e20 + 30 - 1e20. Its exact value is 30, so the gate is nearly open.
-    Floating-point arithmetic gives 0."""
+    """Uses a gate whose input is the sum 1e20 + 30 - 1e20. The exact value of this sum is 30, so the gate is nearly
+    open. Floating-point arithmetic gives 0 for the sum."""
     model = architecture("gated", hidden=3, embedding=3, vocabulary_size=2)
     weights = {name: np.zeros_like(tensor) for name, tensor in random_weights(model, seed=0).items()}
     weights["embedding.weight"][1] = (1e10, 30, 1e10)
@@ -290,7 +290,8 @@ def test_a_model_with_gates_that_may_stay_open_is_not_contractive() -> None:
 
 
 def test_an_lstm_s_certificate_contains_the_weights_of_its_norm() -> None:
-    """Checks that the factor holds in the norm that the manifest describes with its weights."""
+    """Checks that the text and the weights of the norm in the manifest describe the norm in which the factor was
+    proved."""
     model = architecture("lstm", hidden=48, embedding=48)
     weights = random_weights(model, seed=4, recurrent=0.2)
     (stated,), (bound,) = contraction(model, weights).layers, layer_bounds(model, weights)
