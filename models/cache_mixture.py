@@ -205,11 +205,12 @@ class CacheMixture:
         found: CacheShares,
         count: int,
     ) -> TopTokens:
-        """Returns the `count` most probable tokens of the mixture without reading every logit.
+        """Returns the `count` most probable tokens of the mixture without reading every logit. Of the tokens that are
+        not among the first ones of `network_ids`, it considers only those to which the cache adds enough probability.
 
-        logits: (B, V). log_sum_exp: (B), the log-sum-exp of each row's logits. network_ids: (B, K >= count), the tokens
-        with the largest logits in descending order. Any other token is among the mixture's most probable ones only if
-        the cache adds enough probability to it.
+        logits: (B, V).
+        log_sum_exp: (B), the log-sum-exp of each row's logits.
+        network_ids: (B, K >= count), the tokens with the largest logits in descending order.
         """
         batch, stride = len(logits), self.vocabulary_size + 1
         every = np.arange(batch)

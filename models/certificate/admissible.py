@@ -1,6 +1,6 @@
 """The admissible inputs of a layer (all that a token sequence can cause), and the ranges of its pre-activations.
 
-The first layer's inputs are the finitely many tokens' embeddings, so its bounds are exact maxima over the tokens. The
+The first layer's inputs are the embeddings of finitely many tokens, so its bounds are exact maxima over the tokens. The
 input of a higher layer is bounded by a box (|x_i| <= b_i) or, after a LayerNorm, by a ball.
 
 All bounds are in float64 and rounded outward. The rounding error of a sum of I products is at most about I * 2^-53

@@ -12,8 +12,8 @@ UNIT = 2.0**-53
 """float64's unit roundoff."""
 
 SPARE = 16
-"""The number of roundings by which the bound of a sum's error is increased. They cover the functions that computed the
-sum's terms, and second-order errors."""
+"""The number of roundings by which the bound of a sum's error is increased. These roundings cover the functions that
+computed the sum's terms, and second-order errors."""
 
 UP = 1 + 1e-11
 """The factor that rounds up a sum of up to 40,000 non-negative products, or the result of a few elementary functions.

@@ -41,7 +41,7 @@ MOST_MOVED = 60.0
 """If the radius allows a logit to change by more than this, the token is never bounded by the radius alone."""
 
 UNIT = 2.0**-24  # the unit roundoff of float32
-LARGEST = 1e15  # columns with larger entries are not multiplied: their squares overflow in float32
+LARGEST = 1e15  # columns with larger entries are not multiplied in float32, because their squares would overflow
 TINY = 1e-25  # far above the error of products that underflow in float32
 
 

@@ -40,10 +40,12 @@ of tokens in the first chunk and the largest number in any chunk. A failed test 
 
 
 class LogitMoves(NamedTuple):
-    """Bounds of the distance between one window's logits and any run's.
+    """Bounds of the distance between one window's logits and any run's. The module's docstring defines the symbols.
 
-    logits: (V), z of the window. shares: (V), the network's distribution q. moved: (V), the bounds M. off: the bound of
-    `|sum_u q_u eta_u|`.
+    logits: (V), the window's logits z.
+    shares: (V), the network's distribution q.
+    moved: (V), the bounds M.
+    off: the bound of `|sum_u q_u eta_u|`.
     """
 
     logits: Vector

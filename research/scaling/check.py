@@ -1,5 +1,5 @@
-"""Compares the simulation with measurements on two processors. The simulation has the same load and the same kills of
-replicas as each measurement.
+"""Compares the simulation with measurements on two processors. For each measurement, the simulation has the same load
+and the same kills of replicas.
 
 There are three measurements. The simulation's costs are not derived from any of them. The first measurement is a closed
 loop of 32 connections over three replicas, with the client of `benchmarks.routing`. The second measurement has two

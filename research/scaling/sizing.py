@@ -103,8 +103,8 @@ def saturated_at(costs: Costs, plan: Plan, limits: Limits, think_s: float) -> di
 
 
 def worth_keeping_s(costs: Costs, prices: Prices, limits: Limits) -> float:
-    """Returns the longest step interval, in seconds, at which keeping a state in memory costs less than rebuilding it.
-    After an interval of this length, the state's memory has cost as much as one rebuild.
+    """Returns the step interval, in seconds, for which the memory of a state costs as much as one rebuild. For shorter
+    intervals, it is cheaper to keep the state in memory.
     """
     tokens = costs.window_s(WINDOW) if costs.policy == "tail" else costs.restored_s
     rebuild = (costs.loop_rebuilt_s + tokens) / limits.load * prices.core_hour / 3600

@@ -1,11 +1,12 @@
-"""The GRU's contraction, proved by comparison. As in torch, the reset gate multiplies the product of matrix and state:
+"""The GRU's contraction, proved by comparison. As in torch, the reset gate r multiplies q, the product of matrix and
+state plus a bias:
 
     r = sigma(U_r x + W_r h + d_r),  z = sigma(U_z x + W_z h + d_z),  q = W_n h + d_n
     n = tanh(U_n x + b_n + r * q),   h' = (1 - z) * n + z * h
 
 **The box.** h' is a convex combination of n and h. From the zero state, |h| is therefore at most n^, the greatest |n|,
 unit by unit. The box is computed by iteration from |n| < 1: the bound of h bounds r and q, the bounds of r and q bound
-n, and the bound of n bounds h. Each iteration only shrinks the box.
+n, and the bound of n bounds h. No iteration enlarges the box.
 
 **Two states** h, h~ in the box, inputs x and x~:
 
@@ -28,8 +29,8 @@ max(1 - z_) in the second. The factor adds the worst cases of the terms, althoug
 
 Related: Bonassi, Farina, Scattolini, "On the stability properties of gated recurrent units neural networks" (2021).
 
-**One window** (`moved`): like the gated cell's, with z in place of f and n in place of z. n depends on `r * q`, which
-changes by `r~ dq + |q| dr`.
+**One window** (`moved`): the bound is that of the gated cell (`gated.py`), with z in place of f and n in place of z. n
+depends on `r * q`, which changes by `r~ dq + |q| dr`.
 """
 
 from __future__ import annotations

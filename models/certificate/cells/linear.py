@@ -1,7 +1,7 @@
 """The linear cell: `h' = W h + U x + b`.
 
-For equal inputs, the difference of two states becomes `W (h - h~)`. It shrinks in any matrix-weighted norm in which W
-has a norm below 1 (`scaling.py`).
+For equal inputs, the difference of two states becomes `W (h - h~)`. A step reduces this difference in any
+matrix-weighted norm in which W has a norm below 1 (`scaling.py`).
 
 **One window** (`moved`): `dh' <= |W| dh + |U| dx`, or in the 2-norm `|W|_2 |dh|_2`.
 """

@@ -2,8 +2,8 @@
 
 **The box.** x^ denotes an upper bound of |x|. |h| < 1 bounds the gates and the candidate g: f <= f^, i <= i^, o <= o^,
 |g| <= g^. Hence |c| <= c^ = i^ g^
-/ (1 - f^) and |h| <= h^ = o^ tanh(c^). This is a smaller bound of h, from which the same steps are repeated. Every
-iteration's box contains all states that are reached from zero, for all admissible inputs.
+/ (1 - f^) and |h| <= h^ = o^ tanh(c^). This bound of |h| is smaller than 1, and from it the same steps are repeated.
+Every iteration's box contains all states that are reached from zero, for all admissible inputs.
 
 **Two states** (c, h) and (c~, h~) in the box, inputs x and x~. Let `df = f - f~`, and likewise for the other gates.
 Then
@@ -33,7 +33,8 @@ vector and r its spectral radius. Then each step multiplies max(|dc| / p_1, |dh|
 
 **Miller and Hardt** ("Stable recurrent models", 2019), in the maximum norm, with f the largest forget gate. If |W_i|,
 |W_o| < 1 - f, |W_g| <= (1 - f) / 4 and |W_f| < (1 - f)^2, then |dc'| <= f |dc| + b |dh| with b = |W_f| / (4 (1 - f)) +
-|W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|. Hence max(|dc|, |dh|) shrinks by f + b + |W_o| / 4. This
+|W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|. Hence a step multiplies max(|dc|, |dh|) by at most f + b
++ |W_o| / 4. This
 rule is a baseline for comparison. The factors of the rules above are never larger, except for the effect of `POSITIVE`.
 
 If a forget gate may come within `SATURATED` of 1 (`LstmBox`), c has no useful bound. No rule, including that of Miller
@@ -79,8 +80,12 @@ SATURATED = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class LstmBox:
-    """The bounds of every unit over all states that are reached from the zero state. reach: the ranges of the
-    pre-activations of i, f, g, o. c, h: the greatest |c| and |h|, (H) each."""
+    """The bounds of every unit over all states that are reached from the zero state.
+
+    reach: the ranges of the pre-activations of i, f, g, o.
+    c, h: the greatest |c| and |h|, (H) each.
+    saturated: (H), whether the unit's forget gate may come within `SATURATED` of 1.
+    """
 
     reach: tuple[Reach, Reach, Reach, Reach]
     c: Vector
