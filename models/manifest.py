@@ -412,9 +412,7 @@ class Manifest(Frozen):
     start: Start = "token"
     state: tuple[StateTensor, ...]
     window: int = Field(ge=1, description="default k of window mode")
-    max_window: int = Field(
-        ge=1, le=LARGEST_WINDOW, description="the largest window, in tokens, that a request may ask for"
-    )
+    max_window: int = Field(ge=1, le=LARGEST_WINDOW, description="largest window, in tokens, of a request")
     opset: Positive
     precision: Precision = "float32"
     graphs: dict[Role, str]

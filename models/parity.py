@@ -251,8 +251,8 @@ class _Check:
         does not have."""
         try:
             outputs = self._run(role, feeds)
-        except Exception as error:  # onnxruntime raises it for a missing operator, or for inputs with a wrong name,
-            # shape or type
+        # onnxruntime raises a bare Exception for a missing operator, and for a wrong name, shape or type of an input.
+        except Exception as error:
             raise ParityError(f"{role}, {case}: the graph cannot run: {error}") from error
         after = () if role == "head" else tuple(f"next.{name}" for name in self._reference.zero_state(0))
         every = (HIDDENS,) if HIDDENS in outputs else ()

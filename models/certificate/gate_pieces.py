@@ -32,8 +32,8 @@ class GatePieces:
     def of(cls, reach: Reach, cap: float = 1.0) -> GatePieces:
         """Returns the bounds of all intervals for a gate whose pre-activations stay within `reach` (H)."""
         low, high = np.maximum(reach.low, -800.0), np.minimum(reach.high, 800.0)
-        low, high = np.minimum(low, 700.0), np.maximum(high, -700.0)  # The limits are made finite. The sigmoid is
-        # saturated at these limits.
+        # The limits are made finite. The sigmoid is saturated at these limits.
+        low, high = np.minimum(low, 700.0), np.maximum(high, -700.0)
         shares = np.linspace(0, 1, PIECES + 1)[:, None]
         # The intervals have equal widths in the gate's value. The intervals near the gate's maximum, which determine
         # the result, are therefore as narrow as the others.
