@@ -2,7 +2,7 @@
 
 To add a cell, add an entry to `CELLS`, add the cell's name to `Cell`, and add a file to each folder of `PARTS`. The
 file's name is `CellInfo.module`. The docstring of each of these folders describes what its files define. `load` imports
-a part on demand, so that reading a manifest does not need torch.
+a part on demand. Therefore a manifest can be read without torch.
 """
 
 from __future__ import annotations

@@ -256,12 +256,15 @@ class Rounding(Frozen):
     and three tokens, and sequences chosen to make the state large. The repeated tokens include those that reduce the
     difference of two states least.
 
-    `step`: the largest error of one step, times `safety`, by state tensor of the layers. `output`: the largest error of
-    the output, times a safety factor. This error is the sum of two numbers: the 2-norm error of `hidden` (0 in a plain
-    network, where `hidden` is a state), and the greatest minus the least error of the logits, divided by
-    `head_diameter`. `states`: the errors of a whole run of any length, by state tensor. `carried`: the 2-norm error of
-    `hidden` in a whole run of any length, including `output`.
-
+    `step`: the largest error of one step, times `safety`, by state tensor of the layers.
+    `output`: the largest error of the output, times a safety factor. This error is the sum of two numbers: the 2-norm
+        error of `hidden` (0 in a plain network, where `hidden` is a state), and the greatest minus the least error of
+        the logits, divided by `head_diameter`.
+    `states`: the errors of a whole run of any length, by state tensor.
+    `carried`: the 2-norm error of `hidden` in a whole run of any length, including `output`.
+    `worst_case`: a bound of the distance between the `hidden` of two runs that differ only in rounding. No measurement
+        enters it. It is to first order in the unit roundoff, and assumes the accuracy of exp and tanh that
+        `models/certificate/rounding.py` states. It is null if the architecture has a `front`.
     `sequences`: the token sequences for which the errors of steps were accumulated:
 
     - all: the errors of all steps are accumulated by the theorem that bounds a window's error for any tokens. `states`
@@ -271,10 +274,6 @@ class Rounding(Frozen):
       all tokens is too large for a certificate, because the Lipschitz constants of LayerNorms are far above any
       observed change. The error may be larger for an unmeasured sequence whose state a LayerNorm shortens to almost
       nothing.
-
-    `worst_case`: a bound of the distance between the `hidden` of two runs that differ only in rounding. No measurement
-    enters it. It is to first order in the unit roundoff, and assumes the accuracy of exp and tanh that
-    `models/certificate/rounding.py` states. It is null if the architecture has a `front`.
     """
 
     dtype: Literal["float32"] = "float32"

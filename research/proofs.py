@@ -7,15 +7,16 @@ prove.
 FOLDER contains WikiText-2's word-level files. The positions are spread evenly over a split. At each position and for
 windows of several lengths k, the program computes the window's state (the output layer's input) and prediction in
 float64. It computes the same for a run that reads the whole split from its first token without interruption. It
-compares the distance of the two states and the total variation of the two predictions with the bounds by the
-certificate's curve and by the request (the window's own tokens). It also counts the proved top-1 tokens. The bounds are
-slow to compute for LSTMs, GRUs, several layers, and convolution blocks before the recurrent layers. For these models,
-windows of other lengths than 64 tokens are measured at only `--fewer` positions.
+compares the distance of the two states and the total variation of the two predictions with two kinds of bounds: the
+certificate's curve, which holds for any tokens, and the request's bound, which holds for the window's tokens. It also
+counts the proved top-1 tokens. The bounds are slow to compute for LSTMs, GRUs, several layers, and convolution blocks
+before the recurrent layers. For these models, windows of other lengths than 64 tokens are measured at only `--fewer`
+positions.
 
 The results for each k of each bundle are written to the JSON file as soon as they are measured. A program that is
-killed and started again does not repeat these measurements. Then the program makes the figure and the tables of
-research/stability.md from the JSON file. With `--render` it does nothing else. Measurements of outdated weights or
-certificates are dropped.
+killed and started again does not repeat these measurements. After all measurements, the program makes the figure and
+the tables of research/stability.md from the JSON file. With `--render`, it measures nothing. Measurements of outdated
+weights or certificates are dropped.
 
 Small matrices gain nothing from threads, so set OMP_NUM_THREADS=1.
 """
@@ -48,7 +49,7 @@ SLOW = ("lstm", "gru")
 
 
 def described(manifest: Manifest, tokens: int) -> ModelFigures:
-    """Returns the bundle's figures from the manifest, without measurements."""
+    """Returns the bundle's results that are known from the manifest, without measurements."""
     certificate, quality, last = manifest.certificate, manifest.quality, manifest.max_window
     shown = sorted({*np.geomspace(1, last, 60).astype(int).tolist(), *(k for k in WINDOWS if k <= last)})
     return ModelFigures(

@@ -27,8 +27,8 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """The never-interrupted run at some positions. ends: the indices of these positions in the stream, (N). hidden:
-    `hidden` after the token at each position, (N, H)."""
+    """The run over the whole stream that was never interrupted, at N positions. ends: the indices of these positions in
+    the stream, (N). hidden: `hidden` after the token at each position, (N, H)."""
 
     ends: Tokens
     hidden: Values

@@ -69,8 +69,8 @@ class Pre:
 
 
 class CellStep:
-    """The cell of one layer. inflow, recurrent: the cell's input matrices and recurrent matrices, one for each gate.
-    reach: for each state tensor, the bounds of its units' absolute values, (H)."""
+    """The cell of one layer. inflow: the cell's input matrices, one for each gate. recurrent: its recurrent matrices,
+    one for each gate. reach: for each state tensor, the bounds of its units' absolute values, (H)."""
 
     def __init__(
         self, cell: Cell, gate_cap: float, inflow: list[Linear], recurrent: list[Linear], reach: tuple[Vector, ...]
@@ -110,9 +110,9 @@ def mixed(
     gate_ball: Callable[[Matrix], Vector],
     candidate_ball: Callable[[Matrix], Vector],
 ) -> Moved:
-    """Returns `f s + (1 - f) z` with the bounds of its distance from the run's. before: s and its deviation. values: f,
-    df, z, dz. gate_ball and candidate_ball: functions of `scale` that bound the 2-norms of `scale * (f~ - f)` and
-    `scale * (z~ - z)`.
+    """Returns the next state `f s + (1 - f) z` with the bounds of its distance from the run's. before: s and the bound
+    of its distance from the run's. values: f, df, z, dz. gate_ball and candidate_ball: functions of `scale` that bound
+    the 2-norms of `scale * (f~ - f)` and `scale * (z~ - z)`.
     """
     (s, error), (f, df, z, dz) = before, values
     apart = np.abs(s - z)

@@ -2,7 +2,7 @@
 
 For row x, the squared length `q_x(k) = sum_i r_i^2 f_i(x)^(2k)` is log-convex in k. Between two values of k, it is at
 most the geometric interpolation of its values at these two. The lengths of all rows are therefore computed only for
-every STRIDE-th k. For the other k, only the rows that may have the greatest length are computed.
+every STRIDE-th k. For the other k, only the lengths of the rows that may have the greatest length are computed.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Layer(Protocol):
 
     `step` is monotone: larger errors before a token give larger errors after it. Its argument `fed` bounds the distance
     between the layer's inputs in the two trajectories, and is None if the inputs are equal. Errors never exceed the
-    distance of two reachable states.
+    largest distance of two reachable states.
     """
 
     @property

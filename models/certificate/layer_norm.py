@@ -36,7 +36,7 @@ def normalised_furthest(width: int) -> float:
 
 
 class Between:
-    """The matrices before and after a LayerNorm n, as in `reader n(x + source d)`. Each row of `reader` sums to zero."""
+    """The matrices before and after a LayerNorm n: `reader n(x + source d)`. Each row of `reader` sums to zero."""
 
     def __init__(self, reader: Linear, source: Linear) -> None:
         self.reader = reader

@@ -236,7 +236,7 @@ def measure(seconds: float = SECONDS) -> Result:
             variables = dict.fromkeys(replicas(), every)
             with tempfile.TemporaryDirectory() as folder, Stack(Path(folder), variables=variables) as stack:
                 found: Result = {}
-                # measured before and after the load, because the disk's speed varies
+                # The writes are measured before and after the loads, because the disk's speed varies.
                 for fsync, taken in writes.items():
                     taken += disk(stack, fsync)
                 document["policies"][policy] = found

@@ -30,8 +30,8 @@ def plot_all(result: Result, checked: Result) -> None:
 
 
 def saturation(result: Result, path: Path) -> None:
-    """Plots, against the sessions' step interval, the number of sessions at which each part (replica, Redis, HAProxy,
-    network) saturates."""
+    """Plots the number of sessions at which each part (replica, Redis, HAProxy, network) saturates, against the step
+    interval of the sessions."""
     own = result["policies"]["tail"]["saturated_at"]
     figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for number, (name, sessions) in enumerate(own.items()):

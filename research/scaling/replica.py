@@ -29,8 +29,8 @@ from wane.service.engine.step import MOST_USES, REBUILD_EMA_ALPHA
 
 PIECE = 512
 WINDOW = 64
-"""The number of last tokens from which a state is rebuilt if a rebuilt state is used for few steps. Otherwise a state is
-rebuilt from all tokens that the service keeps (see `_rebuilt_from`)."""
+"""The number of last tokens from which a state is rebuilt that is used for few steps only. Otherwise a state is rebuilt
+from all tokens that the service keeps (see `_rebuilt_from`)."""
 
 DEADLINE_S = 30.0
 """The timeout of a request (WANE_REQUEST_TIMEOUT_MS), counted from its arrival at the event loop."""

@@ -95,9 +95,9 @@ def p99_over_time(slices: list[Result]) -> list[float | None]:
 
 
 def storm_of(slices: list[Result], calm_ms: float, begun_s: float) -> Result:
-    """Returns the highest p99 latency in a time slice, separately for steps with resident and with rebuilt states. Also
-    returns the seconds after which the p99 of steps with resident states stays at or below twice its value before the
-    event (`calm_ms`).
+    """Returns the highest p99 latency of all time slices, separately for steps with resident and with rebuilt states.
+    Also returns how many seconds after the event (`begun_s`) the p99 of steps with resident states stays at or below
+    twice its value before the event (`calm_ms`).
     """
 
     def worst(name: str) -> float | None:

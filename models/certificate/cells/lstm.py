@@ -18,7 +18,7 @@ g's tanh, so |di| <= I |y_i| and |dg| <= G |y_g|. Unit by unit, therefore,
     |dc'| <= max over m of  f(m) |dc| + c^ F(m) y_f  +  g^ I y_i + i^ G y_g
     |dh'| <= max over m of  o(m) |dt| + t^ O(m) y_o,    |dt| <= min(|dc'|, 2 tanh(|dc'| / 2)),   t^ = tanh(c^)
 
-**Elementwise comparison**: with |dt| <= |dc'|, this map of (|dh|, |dc|) shrinks a maximum norm that is weighted by unit
+**Elementwise comparison**: with |dt| <= |dc'|, this map of (|dh|, |dc|) reduces a maximum norm that is weighted by unit
 (`models/certificate/perron_vector.py`). Its factor is at most that of the 2 x 2 comparison in the maximum norm.
 
 **2 x 2 comparison**: here |.| is the 2-norm or the maximum norm, of a vector and of a matrix. A product of a vector and
@@ -101,7 +101,7 @@ class LstmBox:
         for _ in range(ITERATIONS):
             reach = driven.wider(product_above(magnitude, h))
             i, f, g, o = (reach[rows : rows + hidden] for rows in range(0, 4 * hidden, hidden))
-            room = sigmoid(-f.high)  # equal to 1 - f^, without cancellation
+            room = sigmoid(-f.high)  # equal to 1 - f^, but computed without cancellation
             saturated = room < SATURATED
             c = sigmoid(i.high) * np.tanh(g.magnitude()) / np.where(saturated, SATURATED, room) * UP
             shown = np.where(saturated, 1.0, np.tanh(c))
