@@ -97,7 +97,7 @@ class Rows:
         centring = relative * np.abs(rows).max(axis=1)
         deviation = np.sqrt(rows.var(axis=1) + epsilon)
         least = np.maximum(deviation - 2 * centring, np.sqrt(epsilon) / 2)
-        largest = np.sqrt(rows.shape[1])  # the bound of |n|
+        largest = np.sqrt(rows.shape[1])  # an upper bound of |n|
         off = 2 * float(np.max((1 + largest) * centring / least + largest * relative))
         result = layer_norm(rows, gain, shift, epsilon)
         return cls(result, np.abs(gain) * off + SPARE * UNIT * np.abs(shift))

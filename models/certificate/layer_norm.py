@@ -24,7 +24,7 @@ from wane.models.certificate.interval_rounding import UP, Matrix, Vector, roundo
 
 def normalised_apart(distance: float, width: int, epsilon: float, least: float = 0.0) -> float:
     """Returns a bound of |n - n~|_2, rounded up. distance: |v - v~|_2. least: the least possible |v|_2."""
-    lifted = width * min(epsilon, float(np.float32(epsilon))) / UP  # the graphs use epsilon in float32
+    lifted = width * min(epsilon, float(np.float32(epsilon))) / UP  # epsilon is rounded to float32, as in the graphs
     anywhere = distance / np.sqrt(distance**2 / 4 + lifted)
     apart = distance / np.sqrt(least**2 / UP + lifted)
     return float(np.sqrt(width) * min(anywhere, apart, 2.0)) * UP

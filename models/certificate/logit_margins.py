@@ -42,7 +42,7 @@ MOST_MOVED = 60.0
 
 UNIT = 2.0**-24  # the unit roundoff of float32
 LARGEST = 1e15  # columns with larger entries are not multiplied in float32, because their squares would overflow
-TINY = 1e-25  # far above the error of products that underflow in float32
+TINY = 1e-25  # added to float32 products; far above their error if they underflow
 
 
 class LogitMargins:
@@ -67,7 +67,7 @@ class LogitMargins:
 
         along: the bound of how far the last LayerNorm's input changes in its own direction (`Normalised.along`).
         """
-        assert bound.norm is not None, "a plain network has no logit margins: this is a bug"
+        assert bound.norm is not None, "the network is plain, so it has no logit margins: this is a bug"
         mean = shares @ self._read
         of_mean = float(mean @ mean)
         square = self._squares - 2 * (self._read @ mean) + of_mean
@@ -85,7 +85,7 @@ class LogitMargins:
         """Bounds the change of `(W_a - mean) . hidden` for the given tokens a, (P). mean: the mean of the rows, after
         multiplication by the LayerNorm's gain. length: (P), the length of each token's `W_a - mean`, after the same
         multiplication."""
-        assert bound.norm is not None, "a plain network has no logit margins: this is a bug"
+        assert bound.norm is not None, "the network is plain, so it has no logit margins: this is a bug"
         unit, factor = bound.norm.derivative(row)
         read = Beside(self._read32[tokens], self._sizes[tokens], mean)
         passed = factor * (np.eye(len(unit)) - np.outer(unit, unit))

@@ -20,7 +20,7 @@ r^, h^ and n^ are the greatest |q|, r, |h| and |n|, so |h - n| <= h^ + n^. Then
     |n - n~| <= N (|U_n dx| + r^ |W_n dh| + q^ R y_r),   as r q - r~ q~ = r (q - q~) + q~ (r - r~)
 
 **Elementwise comparison**: `|dh'| <= max over m of z(m) |dh| + (1 - z(m)) |dn| + (h^ + n^) Z(m) y_z` unit by unit. This
-map shrinks a maximum norm that is weighted by unit (`models/certificate/perron_vector.py`).
+map reduces a maximum norm that is weighted by unit (`models/certificate/perron_vector.py`).
 
 **2-norm**: z^ and z_ are the greatest and the least z. z is at most max z^ in the first term, and 1 - z is at most
 max(1 - z_) in the second. The factor adds the worst cases of the terms, although they may not occur together:

@@ -14,7 +14,7 @@ BIAS = GENERATOR.normal(size=5)
 
 
 def test_the_reach_over_the_rows_of_an_embedding_is_exact() -> None:
-    rows = GENERATOR.normal(size=(9000, 4))  # 9000 rows need several batches
+    rows = GENERATOR.normal(size=(9000, 4))  # 9000 rows are computed in several batches
     reached = rows @ WEIGHT.T + BIAS
     reach = Rows(rows).reach(WEIGHT, BIAS)
     np.testing.assert_allclose(reach.low, reached.min(axis=0))
