@@ -1,4 +1,4 @@
-"""Outward rounding in float64: a computed bound is never below the exact one."""
+"""Outward rounding in float64: a computed upper bound is never below the exact value."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def norm_above(vector: Vector) -> float:
 def spectral_norm(matrix: Matrix) -> float:
     """Returns the largest singular value, rounded up.
 
-    It is computed from the Gram matrix, whose largest eigenvalue does not cancel. The error of each entry is the
-    roundoff times the product of two rows' lengths. The error of the Gram matrix is therefore at most the roundoff
-    times the squared Frobenius norm. The error of LAPACK's eigenvalue is no larger.
+    It is the square root of the largest eigenvalue of the Gram matrix. The error of each entry of the Gram matrix is at
+    most the roundoff times the product of two rows' lengths. The error of the Gram matrix is therefore at most the
+    roundoff times the squared Frobenius norm. The error of LAPACK's eigenvalue is no larger.
     """
     if not matrix.size:
         return 0.0

@@ -54,7 +54,8 @@ SETTLED = 1e-13
 
 
 class GruLayer:
-    """weight_ih: (3H, I), weight_hh: (3H, H), biases: (3H); gates in the order r, z, n."""
+    """The proofs of one GRU layer. weight_ih: (3H, I), weight_hh: (3H, H), biases: (3H). The gates' rows are in the
+    order r, z, n."""
 
     def __init__(self, weight_ih: Matrix, weight_hh: Matrix, bias_ih: Vector, bias_hh: Vector, inputs: Inputs) -> None:
         self.hidden = hidden = weight_hh.shape[1]
@@ -91,7 +92,7 @@ class GruLayer:
 
     def _comparison(self, bounds: Vector) -> Vector:
         """Returns unit-by-unit bounds of dh after one step, from the bounds before it, for equal inputs. If the bounds
-        are multiplied by a positive number, so is the result."""
+        before the step are multiplied by a positive number, the result is multiplied by the same number."""
         r, z, n = (each.magnitude @ bounds for each in self.maps)
         return self._combined(bounds, (self.slope_n[0] * n + self.slope_r * r) * UP, z)
 

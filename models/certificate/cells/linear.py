@@ -20,7 +20,7 @@ from wane.models.weights import CellWeights
 
 
 class LinearLayer(RecurrentLayer):
-    """weight_ih: (H, I), weight_hh: (H, H), biases: (H)."""
+    """The proofs of one linear layer. weight_ih: (H, I), weight_hh: (H, H), biases: (H)."""
 
     def _gauges(self, matrix: Matrix) -> dict[str, Gauge | None]:
         return super()._gauges(matrix) | {"lyapunov": lyapunov(matrix)}

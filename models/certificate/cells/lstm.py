@@ -128,7 +128,8 @@ class LstmBox:
 
 
 class LstmLayer:
-    """weight_ih: (4H, I), weight_hh: (4H, H), bias: (4H), the sum of both biases. Gates are in the order i, f, g, o."""
+    """The proofs of one LSTM layer. weight_ih: (4H, I), weight_hh: (4H, H). bias: (4H), the sum of both biases. The
+    gates' rows are in the order i, f, g, o."""
 
     def __init__(self, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> None:
         self.hidden = hidden = weight_hh.shape[1]
@@ -177,7 +178,7 @@ class LstmLayer:
 
     def _comparison(self, bounds: Vector) -> Vector:
         """Returns unit-by-unit bounds of (dh, dc) after one step, from the bounds before it, for equal inputs. If the
-        bounds are multiplied by a positive number, so is the result."""
+        bounds before the step are multiplied by a positive number, the result is multiplied by the same number."""
         h, c = bounds[: self.hidden], bounds[self.hidden :]
         y = tuple(each.magnitude @ h for each in self.maps)
         cell = self._cell(c, y)

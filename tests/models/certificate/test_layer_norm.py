@@ -111,7 +111,7 @@ def test_a_function_s_change_is_within_its_gradient_and_second_order(
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 1.0, 5.0])
 def test_a_move_perpendicular_to_x_attains_the_bound(share: float) -> None:
-    """The perturbation has no first-order part, so its effect attains the bound."""
+    """Uses a perturbation that has no first-order part, so the change of the output attains the bound."""
     generator = np.random.default_rng(0)
     lead, across = unit(generator.normal(size=(2, 8)))
     across = unit(across - lead * (lead @ across))
