@@ -27,11 +27,11 @@ difference."""
 
 CERTAIN = 0.0005
 """The effect of a unit is its error multiplied by the norm of its column of the mixing matrix. The units with the
-smallest effects, up to this share of the sum of all effects, are not bounded unit by unit. They are bounded together,
-by lengths."""
+smallest effects are bounded together, by lengths, as long as their effects add up to at most this share of the sum of
+all effects. All other units are bounded one by one."""
 
 MOST_OPEN = 128
-"""The largest number of units whose effects are bounded unit by unit. These are the units with the largest effects."""
+"""The largest number of units whose effects are bounded one by one. These are the units with the largest effects."""
 
 NEGLIGIBLE = 1e-4
 """The tokens whose logits are bounded by the radius alone may together add at most this share of the total variation's

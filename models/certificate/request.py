@@ -247,8 +247,8 @@ class FrontBlock:
         return np.zeros((batch, earlier, hidden)), np.full((batch, earlier), self._anything)
 
     def __call__(self, x: Matrix, ball: Vector, seen: Seen) -> tuple[Matrix, Vector, Seen]:
-        """Computes the block's output for one token, its bound, and the next `seen`. x: (B, H). x changes by at most
-        `ball` (B) in the 2-norm."""
+        """Computes the block's output for one token, the bound of the output's change, and the convolution's inputs for
+        the next token (`Seen`). x: (B, H). x changes by at most `ball` (B) in the 2-norm."""
         norm = Normalised(x, self._epsilon, ball)
         read = norm.value * self._gain + self._shift
         moved = norm.ball * np.abs(self._gain).max()

@@ -60,11 +60,9 @@ class BlockNoise:
 class Noise:
     """The rounding that one step adds in each layer, bottom to top (`models/certificate/rounding.py`).
 
-    states: the rounding of each layer's state.
-    normalised: the 2-norm rounding of each layer's normalised input.
-    blocks: the rounding of each layer's block.
-    top: the 2-norm rounding of the last LayerNorm's normalised vector, before gain and shift.
-    hidden: the 2-norm rounding that gain and shift add.
+    states: the rounding of each layer's state. normalised: the 2-norm rounding of each layer's normalised input.
+    blocks: the rounding of each layer's block. top: the 2-norm rounding of the last LayerNorm's normalised vector,
+    before gain and shift. hidden: the 2-norm rounding that the last LayerNorm's gain and shift add.
     """
 
     states: list[tuple[Perturbation, ...]]
