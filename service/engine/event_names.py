@@ -58,7 +58,9 @@ class EventNames:
         """Raises InvalidRequest if `field`, which is only for models of events, is given for a model that reads
         text."""
         if self._vocabulary.kind != "events":
-            raise InvalidRequest(f"{field} is for models of events, but model {self._model} reads text", field)
+            raise InvalidRequest(
+                f"{field} is only for models whose vocabulary has events; {self._model} has a text vocabulary", field
+            )
 
     def tokens(self, events: Sequence[Event], unknown: Unknown | None = None, field: str = "events") -> EventTokens:
         """Returns the tokens of events. `unknown` says what becomes of a name that the vocabulary lacks. None: the

@@ -260,9 +260,11 @@ def test_the_filter_of_names(harness: EngineHarness) -> None:
 
 def test_filters_and_events_are_for_models_of_events(make_harness: MakeHarness) -> None:
     names = make_harness(vocabulary=name_vocabulary("words")).engine.events
-    with pytest.raises(InvalidRequest, match="events is for models of events, but model fake reads text"):
+    with pytest.raises(
+        InvalidRequest, match="events is only for models whose vocabulary has events; fake has a text vocabulary"
+    ):
         names.tokens(["open"])
-    with pytest.raises(InvalidRequest, match="exclude_seen is for models of events"):
+    with pytest.raises(InvalidRequest, match="exclude_seen is only for models whose vocabulary has events"):
         names.filter(None, None, None, exclude_seen=True, include_end=False)
 
 
