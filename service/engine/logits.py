@@ -74,10 +74,9 @@ def most_probable(
     """Returns the `count` most probable tokens, as in `largest`, and the token `also` at the end if it is not one of
     them. Its log-probability is the same float as in `logprobs`, float64 (V). For a vocabulary of events, `<unk>` is in
     the list only as `also`."""
-    hidden = vocabulary.unk_id if vocabulary.kind == "events" else None
-    if hidden is not None and hidden != also:
+    if vocabulary.never_drawn is not None and vocabulary.never_drawn != also:
         logprobs = logprobs.copy()
-        logprobs[hidden] = -np.inf
+        logprobs[vocabulary.never_drawn] = -np.inf
         count = min(count, len(logprobs) - 1)
     count = min(count, len(logprobs))
     ids: list[int] = []

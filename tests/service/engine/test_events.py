@@ -408,3 +408,9 @@ async def test_generation_never_draws_unk(make_harness: MakeHarness) -> None:
         finish = items[-1]
         assert isinstance(finish, Finish)
         assert UNK not in finish.tokens
+
+
+async def test_a_bias_that_leaves_only_unk_is_refused(make_harness: MakeHarness) -> None:
+    harness = make_harness(vocabulary=name_vocabulary(names=NAMES[:2]))
+    with pytest.raises(InvalidRequest, match="logit_bias forbids every token"):
+        await harness.engine.generate(GenerateRequest((2,), logit_bias={0: -100, 2: -100, 3: -100}))
