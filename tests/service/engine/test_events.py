@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from tests.models.caches import random_cache
-from tests.service.engine_harness import EngineHarness, MakeHarness, name_vocabulary
+from tests.service.engine.columns_fuzz import PlainStore
+from tests.service.engine_harness import Clock, EngineHarness, MakeHarness, name_vocabulary
 from wane.models.reference.cache import mixture
 from wane.service.engine.columns import StepAnswer
 from wane.service.errors import IdempotencyKeyReused, InvalidRequest, PositionConflict
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.store import Store
 from wane.service.types import (
     Answer,
     CompareRequest,
@@ -159,6 +162,26 @@ async def test_a_rebuilt_and_a_rewound_session_lists_the_ranking(harness: Engine
             assert answer.predictions == ()
     answer = await engine.submit(StepRequest("s", tokens[:2], None, 0))
     assert_lists(answer, distribution(harness, tokens[:2], cache=cache), 5)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+async def test_a_session_that_moves_between_servers_lists_the_ranking(
+    make_harness: MakeHarness, options: dict[str, Any]
+) -> None:
+    clock = Clock()
+    store = cast(Store, PlainStore(MemoryStore(64, 3600, 2**20, clock)))
+    given = {"vocabulary": name_vocabulary(names=NAMES), "certified": True, "session_history_tokens": 64, **options}
+    harnesses = [make_harness(store=store, clock=clock, **given) for _ in range(2)]
+    tokens, sources = clicks(24), set()
+    await harnesses[0].engine.create_session("s")
+    for position, token in enumerate(tokens):
+        harness, seen = harnesses[position % 5 % 2], tokens[: position + 1]
+        request = StepRequest("s", (token,), None, position, filter=Filter(exclude_seen=True))
+        answer = await harness.engine.submit(request)
+        assert_lists(answer, distribution(harness, seen, cache=has_cache(harness)), 5, exclude=seen)
+        assert answer.seen_tokens == answer.position == position + 1
+        sources.add(answer.state)
+    assert sources == {StateSource.RESIDENT, StateSource.REBUILT}
 
 
 async def test_a_session_from_a_history_lists_the_ranking(harness: EngineHarness) -> None:
