@@ -73,7 +73,8 @@ def main() -> None:
         report(results, FIGURES if whole else WORK, PAGE if whole else None)
     if failed:
         raise SystemExit(
-            f"bench: these measurements failed and are not in the results: {', '.join(failed)}; run the same command to retry them"
+            f"bench: these measurements failed and are not in the results: {', '.join(failed)}; "
+            "run the same command to retry them"
         )
 
 
@@ -97,7 +98,7 @@ def parse() -> argparse.Namespace:
         "--around",
         default="",
         metavar="COMMAND",
-        help="words that precede the command of each measuring process, such as `taskset -c 0,1`",
+        help="prefix of the command of each measuring process, such as `taskset -c 0,1`",
     )
     parser.add_argument(
         "--workers",
