@@ -128,8 +128,8 @@ class Subject:
             return submit(Work("step", token[client], read=slots[client], write=slots[client]), Ticket())
 
         def by_engine(client: int) -> Awaitable[object]:
-            deadline = asyncio.get_running_loop().time() + TIMEOUT_S  # The deadline is set because requests over HTTP
-            # also have one.
+            # The deadline is set because requests over HTTP also have one.
+            deadline = asyncio.get_running_loop().time() + TIMEOUT_S
             if role == "window":
                 return engine.submit(PredictRequest(tuples[client], mode=Mode.WINDOW, deadline=deadline))
             return engine.submit(StepRequest(f"client-{client}", tuples[client][:1], deadline=deadline))

@@ -148,8 +148,8 @@ def export_torch(folder: Path, architecture: Architecture, network: Network, rol
                     verbose=False,
                 )
             return Exported(path, dynamic_time=role == "step" or index == 0)
-        except Exception as error:  # torch raises many types of exceptions. If all attempts fail, the last exception is
-            # reported.
+        except Exception as error:
+            # torch raises many types of exceptions. If all attempts fail, the last exception is reported.
             failure = error
     raise SystemExit(f"torch cannot export {role}: {failure}")
 

@@ -266,7 +266,7 @@ def show(document: Result) -> None:
             cells += ["none" if bound is None else f"{bound:.2g}"]
         table.add_row(*cells)
     Console(width=170).print(table)
-    table = Table(title="The store alone, with a state at every step; 0 bytes: no state")
+    table = Table(title="The store alone. Every append stores a state (0 bytes: no state)")
     for column in ("fsync", "state bytes", "appends/s", "read ms"):
         table.add_column(column, justify="right")
     for one in document["sizes"]:
@@ -305,7 +305,12 @@ def plot(document: Result, path: Path) -> None:
         rates = [one["steps_per_s"]["median"] for one in of_fsync]
         axes[2].plot([one["state_bytes"] for one in of_fsync[1:]], rates[1:], marker="o", label=f"state, fsync {fsync}")
         axes[2].axhline(rates[0], linestyle="--", color=axes[2].lines[-1].get_color(), label=f"tail, fsync {fsync}")
-    axes[2].set(xscale="log", yscale="log", xlabel="bytes of a state", title="appends per second, each with a state")
+    axes[2].set(
+        xscale="log",
+        yscale="log",
+        xlabel="bytes of a state",
+        title="appends per second, with or without a state",
+    )
     axes[2].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

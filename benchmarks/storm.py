@@ -311,7 +311,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         xlabel="due time, seconds after the storm's start (dotted: all parked sessions are rebuilt)",
         ylabel=f"latency of a step, ms\n({1e3 * SLICE_S:.0f} ms slices: median, shaded to the longest)",
     )
-    axes.set_title(f"{result['parked']} parked sessions return during {result['steps_per_s']:g} steps/s of others")
+    axes.set_title(f"{result['parked']} parked sessions return; other sessions: {result['steps_per_s']:g} steps/s")
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -27,8 +27,8 @@ def window_body(wire: Wire, tokens: Sequence[int]) -> str:
         case "oip":  # The request is in the Open Inference Protocol, in which inputs are tensors.
             tensor = {"name": "tokens", "shape": [1, len(listed)], "datatype": "INT64", "data": listed}
             document = {"inputs": [tensor]}
-        case "wane":  # The request has one token more than the window, because Wane prepends <eos> to a shorter
-            # sequence.
+        case "wane":
+            # The request has one token more than the window, because Wane prepends <eos> to a shorter sequence.
             document = {"tokens": [listed[0], *listed], "mode": "window", "window": len(listed)}
     return json.dumps(document, separators=(",", ":"))
 
