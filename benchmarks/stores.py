@@ -53,8 +53,8 @@ BUNDLES = Path("models/bundles")
 TEXT = Path("service/cli/sample.txt")
 CLIENTS = 64
 PAST = 600  # number of tokens of a session before the measurement, which is more than a tail has
-ALONE = 24  # number of sessions that the second engine takes over one after another; it takes over the others
-# concurrently
+# number of sessions that the second engine takes over one after another; it takes over the others concurrently
+ALONE = 24
 POLICIES = ("memory", "tail", "state:64", "state:32", "state:8", "state:1")
 FSYNCS = ("always", "everysec")
 SIZES = tuple(2**power for power in range(10, 21, 2))  # sizes of a state in bytes

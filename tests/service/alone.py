@@ -36,7 +36,7 @@ def alone(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def measure(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs `measurement` without automatic garbage collection. The new process that `alone` starts calls this function."""
+    """Runs `measurement` without automatic garbage collection. `alone` makes the new process call this function."""
     gc.disable()
     asyncio.run(measurement())
 
@@ -90,8 +90,8 @@ def growth(samples: list[int], kinds: int) -> float:
     kinds may have different levels.
 
     The growth of a kind is the difference between the minimum of the later half of its samples and the minimum of the
-    earlier half, divided by the number of samples from one half to the other. This function uses minima because a leak raises all later samples, but temporary memory
-    raises only some. Returns the smallest growth of all kinds."""
+    earlier half, divided by the number of samples from one half to the other. This function uses minima because a leak
+    raises all later samples, but temporary memory raises only some. Returns the smallest growth of all kinds."""
     grown = []
     for kind in range(kinds):
         alike = samples[kind::kinds]

@@ -41,7 +41,7 @@ def store(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def open_store(store: str, request: pytest.FixtureRequest) -> AsyncIterator[Callable[[], Awaitable[Store]]]:
-    """A function that returns an open store for one more replica. The stores of all replicas contain the same sessions."""
+    """A function that returns an open store for one more replica. All replicas have the same sessions."""
     address = "memory" if store == "memory" else request.getfixturevalue("redis").url
     settings = Settings(store=address, store_namespace=f"t{id(request.node)}")
     stores: list[Store] = []
