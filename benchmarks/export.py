@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=100, help="number of runs of each graph at each batch size")
     repeat = parser.parse_args().repeat
     logging.disable(logging.WARNING)
-    table = Table(title=f"ours and torch.onnx, torch {torch.__version__}, onnxruntime {onnxruntime.__version__}")
+    table = Table(title=f"Wane's graphs and torch's, torch {torch.__version__}, onnxruntime {onnxruntime.__version__}")
     for heading in ("network", "graph", "made by", "time axis"):
         table.add_column(heading)
     for heading in ("graph, bytes", "weights, bytes", "nodes"):

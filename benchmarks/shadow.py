@@ -2,7 +2,7 @@
 time of shadows. A shadow is a window prediction from the last k tokens of a session, which the server compares with the
 live answer for a sampled share of the answers (the rate).
 
-    python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    replaces only these k in the file
+    python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    keeps the other k in the file
     python -m benchmarks.shadow table docs/figures/shadow.json
     python -m benchmarks.shadow plot docs/figures/shadow.json docs/figures/shadow.png
 

@@ -198,7 +198,7 @@ def batched_load() -> Load:
 
 
 def columns_load() -> Load:
-    """Builds a load like that of `batched_load`. Its requests and answers are in the columns format."""
+    """Builds a load like that of `batched_load`, whose answers are in the columns format."""
 
     def prepare(stage: Stage) -> Drive:
         return prepare_bulk(stage, "columns", {"format": "columns"})

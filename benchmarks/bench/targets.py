@@ -74,7 +74,7 @@ def targets(rounds: Rounds) -> list[Target]:
         _ratio(rounds, "session tokens/s, tokens sent as text", "text-64", rate, WANE, "session-64"),
         _ratio(
             rounds,
-            "session tokens/s, requests with 64 steps each in the columns format",
+            "session tokens/s, requests with 64 steps each, answers in the columns format",
             "columns-64",
             rate,
             WANE,

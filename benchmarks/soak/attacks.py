@@ -187,7 +187,10 @@ async def malformed(target: Target) -> AsyncIterator[Told]:
 
 
 class Bomb(NamedTuple):
-    """A request that the server must refuse. right: the only accepted status. of: a text in the answer."""
+    """A request that the server must refuse.
+
+    right: the only accepted status. of: a text that the answer must contain.
+    """
 
     path: str
     body: dict[str, object]
