@@ -178,7 +178,7 @@ class Subject:
 
 
 async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measures every method in every round: rates in requests per second, latencies in microseconds."""
+    """Measures every method in every round: rates in requests per second, median latencies in microseconds."""
     subject = Subject(path)
     await subject.start()
     kinds = {"rate": subject.rate, "latency_us": subject.latency_us}

@@ -6,11 +6,11 @@ The stack runs as local processes: three replicas behind HAProxy, with sessions 
 1.25 steps a second. After 15 seconds, a replica is killed with SIGKILL every ten seconds and restarted immediately. An
 outage lasts from a kill until the killed replica is ready again. A step's latency is measured from its due time to its
 answer and includes all retries. Prints the longest latency and three p99s: before the kills, outside the outages, and
-during the outages. The time before the kills is divided into slices of five seconds; the p99 before the kills is the
-median of the slices' p99s. The time after the first kill is divided into slices of ten seconds, without the steps that
-were in flight during an outage; the p99 outside the outages is the median of these slices' p99s. It includes steps of
-sessions that move back to a restarted replica. On a machine with few cores, loading a model takes CPU time from the
-other replicas. tests/stack/test_killed_replicas.py tests that killed replicas lose no step.
+during the outages. The time before the kills is divided into slices of five seconds. The p99 before the kills is the
+median of the slices' p99s. The time after the first kill is divided into slices of ten seconds. The p99 outside the
+outages is the median of the p99s of these slices, without the steps that were in flight during an outage. It includes
+steps of sessions that move back to a restarted replica. On a machine with few cores, loading a model takes CPU time
+from the other replicas. tests/stack/test_killed_replicas.py tests that killed replicas lose no step.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class ServerProcess:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns free TCP ports."""
+    """Returns numbers of free TCP ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for held in sockets:

@@ -15,7 +15,7 @@ Figure = Literal["rate", "p50_ms", "p99_ms"]
 
 
 class Timed(Frozen):
-    """The number of answered requests of one load, and their latencies.
+    """The number of answered requests of one load, and the percentiles of their latencies.
 
     In a closed loop, a latency is measured from the time when the request is sent. In an open loop, it is measured from
     the time when the request is due. `lag_p99_ms`: the p99 of the delay between a request's due time and its sending;
@@ -48,7 +48,7 @@ class Measured(Timed):
 
     @property
     def server_cpus(self) -> float | None:
-        """CPU seconds of the server per second of the load: the mean number of busy cores."""
+        """CPU seconds of the server per second of the load. This is the mean number of CPU cores that the server uses."""
         return None if self.server_cpu_s is None else self.server_cpu_s / self.seconds
 
     @property
@@ -99,7 +99,7 @@ class Rounds:
                 loads.setdefault(name, []).append(measured)
 
     def of(self, model: str, contender: str, load: str) -> list[Measured]:
-        """Returns one load's figures in each round. Empty if the load was not measured."""
+        """Returns one load's figures, one item for each round. The list is empty if the load was not measured."""
         return self.figures.get(model, {}).get(contender, {}).get(load, [])
 
 

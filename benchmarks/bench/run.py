@@ -49,7 +49,8 @@ class Run:
         ]
 
     def folder(self) -> Path:
-        """Returns the folder of the visits' results. Its name depends on the code, the models and the settings."""
+        """Returns the folder of the visits' results. The folder's name depends on the code, the models and the
+        settings."""
         parts = [code(ROOT), *(json.dumps(facts(model)) for model in self.models), f"{self.seconds} {self.workers}"]
         if self.baseline is not None:
             parts.append(code(self.baseline.folder))

@@ -65,7 +65,8 @@ def target_rows(results: Results) -> Iterator[list[str]]:
 
 
 def comparison_rows(results: Results, model: str) -> Iterator[list[str]]:
-    """Yields a row for each load that was measured or refused on the servers of this checkout and of the baseline."""
+    """Yields a row for each load that was measured or refused on the server of this checkout and on the baseline's
+    server."""
     found = {(one.contender, one.load): one for one in results.comparisons if one.model == model}
     for ours, theirs in zip(wanes(), wanes(name=NAME), strict=True):
         for load in loads_of(ours, model):

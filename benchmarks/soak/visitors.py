@@ -103,7 +103,7 @@ class Visitors:
             token = self._token()
             await connection.leave("POST", STEPS.format(session=kept.name), self._step(kept, token))
             ledger.count("leave", None)
-            # Sends the same step again: its token must be appended exactly once.
+            # The client sends the same step again. The step's token must be appended exactly once.
             await self._ask(connection, "step", kept, token)
         else:
             await self._ask(connection, action, kept, self._token())

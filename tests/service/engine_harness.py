@@ -71,8 +71,8 @@ def name_vocabulary(kind: str = "events", names: Sequence[str] = ("open", "read"
 
 
 def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
-    """Returns the manifest of an LSTM whose certificate is contractive but not certified. The manifest lists no
-    files."""
+    """Returns the manifest of an LSTM. In its certificate, `contractive` is true and `certified` is false. The manifest
+    lists no files."""
     architecture = Architecture(cell="lstm", vocabulary_size=vocabulary.size, embedding=HIDDEN, hidden=HIDDEN, layers=1)
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,

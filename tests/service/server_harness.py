@@ -47,11 +47,11 @@ class OneEngine(FakeRegistry):
         return cast(Engine, self.engine)
 
     def resident_engine(self, session: str) -> Engine | None:  # type: ignore[override]
-        """Returns the only engine, if it is ready."""
+        """Returns the only engine, or None if the registry is not ready."""
         return cast(Engine, self.engine) if self.ready else None
 
     def swap(self, engine: Engine) -> None:
-        """Makes the test's engine the registry's engine."""
+        """Retires the registry's engine. The registry then uses `engine` instead."""
         cast(Engine, self.engine).retire()
         self.engine = engine  # type: ignore[assignment]
 
