@@ -48,7 +48,7 @@ class Measured(Timed):
 
     @property
     def server_cpus(self) -> float | None:
-        """CPU seconds of the server per second of the load. This is the mean number of CPU cores that the server uses."""
+        """CPU seconds of the server per second of the load, which is the mean number of CPU cores in use."""
         return None if self.server_cpu_s is None else self.server_cpu_s / self.seconds
 
     @property
