@@ -480,7 +480,7 @@ async def tokens_of(
         return EventTokens(tuple(given))
     if isinstance(given, EventInput):
         engine.check_event_count(len(given.events), document=document)
-        return engine.events.tokens(given.events, given.unknown)
+        return await engine.events.read(given.events, given.unknown)
     tokens = await engine.encode(given, deadline, document=document)
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from wane.models.manifest import Manifest, Unknown
@@ -14,6 +16,9 @@ from wane.service.types import NO_FILTER, Filter
 
 EXAMPLES = 2
 """Number of events of the vocabulary that a message shows."""
+
+READ_AT_ONCE = 8192
+"""The number of events that `read` converts in one iteration of the event loop."""
 
 Event = str | int
 """The name of an event. An integer is the name with its decimal digits."""
@@ -74,6 +79,21 @@ class EventNames:
             raise InvalidRequest("the input is empty: give at least one event", field)
         return self._find(events, unknown or self._unknown, field)
 
+    async def read(self, events: Sequence[Event], unknown: Unknown | None = None) -> EventTokens:
+        """Like `tokens`, but lets the event loop run other work between two pieces of a long list."""
+        if len(events) <= READ_AT_ONCE:
+            return self.tokens(events, unknown)
+        self.check_events("events")
+        parts: list[EventTokens] = []
+        for start in range(0, len(events), READ_AT_ONCE):
+            parts.append(self._find(events[start : start + READ_AT_ONCE], unknown or self._unknown, "events", start))
+            await asyncio.sleep(0)
+        return EventTokens(
+            tuple(chain.from_iterable(part.tokens for part in parts)),
+            tuple(chain.from_iterable(part.unknown for part in parts)),
+            tuple(chain.from_iterable(part.skipped for part in parts)),
+        )
+
     def lines(self, text: str, unknown: Unknown | None = None, field: str = "prompt") -> EventTokens:
         """Like `tokens`, for a text with one event in each line. Empty lines, and space around a name, are ignored."""
         return self.tokens([name for line in text.split("\n") if (name := line.strip())], unknown, field)
@@ -112,14 +132,15 @@ class EventNames:
         allowed = self._find(candidates, "refuse" if policy == "refuse" else "skip", "candidates")
         return Filter(excluded.tokens, exclude_seen, allowed.tokens, include_end, allowed.unknown)
 
-    def _find(self, events: Sequence[Event], unknown: Unknown, field: str) -> EventTokens:
+    def _find(self, events: Sequence[Event], unknown: Unknown, field: str, first: int = 0) -> EventTokens:
+        """Returns the tokens of events, of which the first is at place `first` of the list `field`."""
         find, unk_id = self._vocabulary.event_id, self._vocabulary.unk_id
         if unknown == "token" and unk_id is None:
             raise InvalidRequest(f"unknown is token, but the vocabulary of {self._model} has no {UNK}", "unknown")
         tokens: list[int] = []
         names: list[str] = []
         skipped: list[int] = []
-        for place, event in enumerate(events):
+        for place, event in enumerate(events, first):
             name = event if isinstance(event, str) else str(event)
             token = find(name)
             if token is not None:

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from tests.models.caches import random_cache
 from tests.service.engine.columns_fuzz import PlainStore
 from tests.service.engine_harness import Clock, EngineHarness, MakeHarness, name_vocabulary
+from wane.models.manifest import Unknown
 from wane.models.reference.cache import mixture
 from wane.service.engine.columns import StepAnswer
+from wane.service.engine.event_names import READ_AT_ONCE
 from wane.service.errors import IdempotencyKeyReused, InvalidRequest, PositionConflict
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import Store
@@ -257,6 +259,19 @@ def test_names_become_tokens(harness: EngineHarness) -> None:
         names.tokens(["item 3", "nope"], "refuse")
     with pytest.raises(InvalidRequest, match="the input is empty: give at least one event"):
         names.tokens([])
+
+
+async def test_a_long_list_of_names_is_read_in_pieces(harness: EngineHarness) -> None:
+    names = [NAMES[index % 7] if index % 5 else "nope" for index in range(2 * READ_AT_ONCE + 3)]
+    policies: tuple[Unknown, ...] = ("skip", "token")
+    for unknown in policies:
+        found = await harness.engine.events.read(names, unknown)
+        assert found == harness.engine.events.tokens(names, unknown)
+        assert len(found.tokens) + len(found.skipped) == len(names)
+    names[:] = [NAMES[0]] * len(names)
+    names[-2] = "nope"
+    with pytest.raises(InvalidRequest, match=rf"events\[{len(names) - 2}\] is 'nope'"):
+        await harness.engine.events.read(names, "refuse")
 
 
 def test_an_integer_is_a_name(make_harness: MakeHarness) -> None:
