@@ -92,7 +92,8 @@ Events = Annotated[
     list[Event],
     Field(
         fail_fast=True,
-        description="names of events, for a model of events; an integer is the name with its decimal digits",
+        description='names of events, for a model of events, such as ["coats/08", "coats/09"]; an integer is the name '
+        "with its decimal digits",
     ),
     says(minItems=1),
 ]
