@@ -555,9 +555,7 @@ class StepColumns:
             probabilities, outputs[HIDDEN], found.network, np.array(errors)
         ).tolist()
 
-    def _without_unlisted(
-        self, ids: NDArray[np.int64], values: NDArray[np.floating]
-    ) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
+    def _without_unlisted(self, ids: NDArray[np.int64], values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Returns the arguments (B, K) without the tokens that are not listed, in the same order: (B, K - U). U is the
         number of unlisted tokens."""
         is_unlisted = np.isin(ids, self._unlisted)
