@@ -30,8 +30,8 @@ from operator import attrgetter
 from wane.service.errors import Overloaded
 
 LONG_S = 0.05
-"""The least expected work, in seconds, of a long request. A request with less work is not counted in the backlog,
-because it runs between the pieces of long requests.
+"""A request is long if its expected work is at least this many seconds. A shorter request is not counted in the
+backlog, because it runs between the pieces of long requests.
 """
 
 MEASURED_S = 0.5
@@ -121,8 +121,8 @@ class Backlog:
 
     @contextmanager
     def share(self, seconds: float, deadline: float | None) -> Iterator[Share]:
-        """Admits a request with an expected work of `seconds`. Only `Share.progress` updates the pace, so work that an
-        ended request did not do is not counted. Raises Overloaded.
+        """Admits a request with an expected work of `seconds`. Work that the request has not done when it ends does not
+        change the pace, because only `Share.progress` updates the pace. Raises Overloaded.
         """
         if seconds < LONG_S:
             yield Share(None, seconds, deadline)

@@ -342,8 +342,8 @@ class StepColumns:
             good &= self._resident_still(batch)
         if good.all():
             return batch
-        # The general procedure starts in the next iteration of the event loop, because no request may use the slot of a
-        # state in this batch before the batch has run or its slots are retained.
+        # The general procedure starts in the next iteration of the event loop. By then, the batch has run, or the slots
+        # of its states are retained. Until then, the general procedure could evict these states.
         asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
         batch = batch.part(good)
         return batch if len(batch) else None
@@ -363,8 +363,8 @@ class StepColumns:
         return np.array([slot == now for slot, now in zip(batch.slots.tolist(), slots, strict=True)], np.bool_)
 
     def hold(self, running: ColumnBatch) -> None:
-        """Prevents eviction of the states of a batch on the runner's thread, until `finish`."""
-        assert isinstance(running, StepBatch), "not a batch of steps: this is a bug"
+        """Retains the slots of a batch's states until `finish`, because the batch runs on the runner's thread."""
+        assert isinstance(running, StepBatch), "the batch is not a batch of steps in columns: this is a bug"
         self._held.append(running)
         for slot in running.slots.tolist():
             self._state_cache.retain(slot)
@@ -372,7 +372,7 @@ class StepColumns:
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
         """Commits and answers the steps of a batch. `started_s` is when the run of the batch started, by
         `time.perf_counter`."""
-        assert isinstance(ran, StepBatch), "not a batch of steps: this is a bug"
+        assert isinstance(ran, StepBatch), "the batch is not a batch of steps in columns: this is a bug"
         batch, good = ran, np.ones(len(ran), np.bool_)
         if batch in self._held:
             self._held.remove(batch)
@@ -434,7 +434,7 @@ class StepColumns:
             deadlines += running.deadlines
         if known := [deadline for deadline in deadlines if deadline is not None]:
             self._ring_at(min(known))
-        # Last, because a notified receiver may submit another step immediately.
+        # Receivers are notified last, because a notified receiver may submit another step immediately.
         for session, _, _, _, _, _, receiver, number, _ in late:
             self._drop(session, receiver, number)
         for receiver, number in late_running:
@@ -553,7 +553,7 @@ class StepColumns:
         logits: NDArray[np.float64],
         outputs: Mapping[str, Array],
     ) -> list[bool]:
-        """Returns, for each row, whether the margin proves the most probable token."""
+        """Returns, for each row, whether the margin proof succeeds."""
         errors_known = [None if one is None else one.runs for one in found]
         if errors_known.count(None) == len(found):
             return [False] * len(found)
