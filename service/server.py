@@ -159,9 +159,9 @@ def run(settings: Settings) -> None:
     untested = untested_releases()
     if untested:
         SERVICE.warning(
-            "not tested with %s: the server uses uvicorn's own protocol classes, which are slower and have no limits "
-            "for slow clients; these settings have no effect: %s; body_timeout_s has only a partial effect; see "
-            "docs/security.md",
+            "this server was not tested with %s, so it uses uvicorn's own protocol classes. They are slower and have "
+            "no limits for slow clients. These settings have no effect: %s. body_timeout_s has only a partial effect. "
+            "See docs/security.md",
             " and ".join(untested),
             ", ".join(NOT_IN_FORCE),
         )

@@ -97,7 +97,7 @@ def quantile(bounds: Sequence[float | None], counts: Sequence[int], share: float
             if low is None or high is None:
                 return low
             return low + (high - low) * (rank - before) / (count - before)
-    raise AssertionError("this is a bug: the last bucket must count all values")
+    raise AssertionError("the last bucket does not count all values: this is a bug")
 
 
 def _agreement(parts: Sequence[Document]) -> Document:

@@ -54,7 +54,7 @@ class ShadowProcess(Protocol):
     """Runs shadows in a separate process. Only `kill` may be called while another method runs."""
 
     cpu_s: float
-    """Total processor time in seconds of the runs outside of the calling thread."""
+    """Processor time in seconds that all runs have used in the separate process."""
 
     def run(self, role: Role, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Like `Runner.run`. Raises RunnerLost if the process can no longer run."""
