@@ -346,8 +346,8 @@ class ChunkedRunner:
         return sum(work.length for work in works)
 
     async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
-        """Runs a cell again, from the state at the end of the previous cell, if the difference at the joint before the
-        cell exceeds the limit.
+        """Runs each cell again, from the state at the end of the previous cell, if the difference at the joint before
+        the cell exceeds `limit`.
 
         Returns the number of repeated cells. again: the slot for the repeated cells. last: the slot of the last chunk.
         """

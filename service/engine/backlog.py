@@ -9,8 +9,9 @@ time until request i ends is
     pace * (sum over j of min(left of i, left of j))
 
 because the requests take equal turns: until request i ends, the runner works no longer for request j than for request
-i. `left` is the expected remaining work of a request, in seconds of runs. `pace` is the elapsed time per second of
-work. The pace differs from 1 because steps and short requests use the runner too, and the processor may be shared.
+i. `left` is the expected remaining work of a request, in seconds of the runner's time. `pace` is the elapsed time per
+second of work. The pace differs from 1 because steps and short requests use the runner too, and the processor may be
+shared.
 
 To measure the pace, each second of elapsed time is divided equally among the requests that take turns. A request's part
 of the elapsed time is its *turn time*. The pace is the turn time per second of work. A stream that waits for its client

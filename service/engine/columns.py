@@ -3,9 +3,9 @@ one row for each step.
 
 A step is taken in columns under three conditions: the session's state is resident, no other request holds the session's
 lock, and live answers are not sampled for shadows. The step itself must have no idempotency key, must not be traced,
-must not set mode window or both, and must not ask for a proof, for logits, for the tokens' log-probabilities or for an
-answer without the cache. The general procedure (`step.py`) takes the step instead if it is a replay or a conflict, if
-its state has been evicted, or if the run of its batch fails. The tests compare the answers of steps in columns with
+must not set a mode other than auto, and must not ask for a proof, for logits, for the tokens' log-probabilities or for
+an answer without the cache. The general procedure (`step.py`) takes the step instead if it is a replay or a conflict,
+if its state has been evicted, or if the run of its batch fails. The tests compare the answers of steps in columns with
 those of the general procedure.
 
 A step that has entered a batch is committed, even if its client has disconnected.
@@ -48,7 +48,7 @@ from wane.service.state.cache import StateCache
 from wane.service.state.pool import HIDDEN
 from wane.service.types import MAX_POSITION, Answer, Latency, Mode, StateSource, StepRequest
 
-NO_POSITION = -1  # value for a step without an expected position
+NO_POSITION = -1  # stands for a missing expected position of a step
 FEW_ROWS = 8  # batch size up to which the margin proof is faster in Python than in numpy
 KNOWN_BOUNDS = 4096  # number of cached bounds; the key is the number of tokens that a state has read
 
@@ -83,7 +83,8 @@ queued."""
 
 
 class StepResults:
-    """The answers to the steps of one batch: for each field, a list of B rows.
+    """The answers to the steps of one batch. Most fields are lists of B rows. `compute_ms`, `batch_items` and
+    `vocabulary` are the same for all rows.
 
     ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
     number of tokens in each row's cache; None if the model has no cache.
@@ -467,7 +468,7 @@ class StepColumns:
         """Passes the steps to the general procedure, which takes over the locks of the steps' sessions. A request that
         waits for a lock therefore runs after the step.
 
-        `entered`: the steps were in a batch that ran, so they commit even if they are abandoned.
+        `entered` says whether the steps were in a batch that ran. Such steps commit even if they are abandoned.
         """
         columns = zip(batch.receivers, batch.numbers, batch.deadlines, strict=True)
         for row, (receiver, number, deadline) in enumerate(columns):

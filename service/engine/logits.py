@@ -82,7 +82,8 @@ def most_probable(
 
 
 FORCE, FORBID = 100.0, -100.0
-"""If any token has the bias FORCE, only tokens with that bias are drawn. A token with the bias FORBID is never drawn.
+"""If any token has a bias of FORCE or more, only such tokens are drawn. A token with a bias of FORBID or less is never
+drawn.
 """
 
 

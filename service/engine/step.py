@@ -108,7 +108,7 @@ class SessionSteps:
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
         """Appends tokens and answers, or replays the last answer. If another writer commits first, retries with the new
-        record. `is_locked`: the caller holds the session's lock. The step always releases the lock.
+        record. `is_locked` says whether the caller holds the session's lock. The step releases the lock in either case.
 
         Raises UnknownSession, PositionConflict."""
         sessions = self._sessions
