@@ -42,8 +42,8 @@ def spare_the_processors(environment: Mapping[str, str]) -> None:
         threadpool_limits(1, user_api="blas")
 
 
-# The idle timeout of connections. It exceeds the usual idle timeout of proxies (60 s), so that the proxy closes an idle
-# connection, and not the server.
+# The idle timeout of connections. It exceeds the usual idle timeout of proxies (60 s), so that the proxy, and not the
+# server, closes an idle connection.
 KEEP_ALIVE_S = 75
 GC_THRESHOLDS = (20_000, 10, 10)  # garbage collections can be rare, because requests create few reference cycles
 CLOSE_S = 5  # the time after the drain in which clients can read the rest of their responses

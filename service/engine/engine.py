@@ -650,7 +650,7 @@ class Engine:
         self._prover.shutdown(wait=False, cancel_futures=True)
         self._columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
-        await self._resident.close()  # last, because closing the batcher may still commit the steps of a batch
+        await self._resident.close()  # this is last, because closing the batcher may commit the steps of a batch
 
     def discard(self) -> None:
         """Frees the runner and the states immediately, without garbage collection. Must be called last, after

@@ -80,8 +80,8 @@ class MixedScore:
         return here.log_probabilities(self.cache.model, network)
 
     def bounds(self, start: int, found: Sequence[float | None]) -> list[float | None]:
-        """Like `mix`, but returns the bounds of the mixtures' distributions. The text must be truncated. found: the
-        bounds of the network's distributions."""
+        """Like `mix`, but returns the bounds of the mixtures' distributions. The text must be the end of a longer text.
+        found: the bounds of the network's distributions."""
         here = self._statistics.at(np.arange(start, start + len(found)))
         weights, _ = here.parts(self.cache.model)
         unknown = np.where(here.filled < 1, 1 - self.cache.least_network, 0.0)

@@ -200,7 +200,7 @@ class Shadow:
         if error is not None:
             self._work = None
             self._report.shadowed("failed")
-            logger.error("a shadow failed", exc_info=error)
+            logger.error("the repetition of a sampled answer in the other mode failed", exc_info=error)
             if isinstance(error, RunnerLost):
                 self.close()
         else:

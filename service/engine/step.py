@@ -286,7 +286,7 @@ class SessionSteps:
             return None
         if own is Mode.RECURRENT:
             self._resident.add(committed)
-        if request.prove:  # after the commit, because the client may cancel during a long search
+        if request.prove:  # the search runs after the commit, because the client may cancel during a long search
             recurrent = None if recurrent is None else await builder.search(recurrent, ticket)
             window = None if window is None else await builder.search(window, ticket)
         return await builder.answer(

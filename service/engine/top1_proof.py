@@ -62,7 +62,7 @@ from wane.service.batching.batch import Row, Top, WindowTrace
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
 UNIT = 2.0**-24  # unit roundoff of float32
-OUTWARD = 1 + 1e-9  # factor for upper bounds; far larger than the float64 rounding of distances and norms
+OUTWARD = 1 + 1e-9  # upper bounds are multiplied by this factor; 1e-9 far exceeds the relative float64 rounding
 
 
 class MarginProof:

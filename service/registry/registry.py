@@ -120,8 +120,7 @@ class ModelRegistry:
         found = await asyncio.to_thread(self._find)
         self.default = self._choose_default(found)
         self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self.default, item[0])))
-        if self._status != "loading":  # the registry was closed meanwhile: the saved sessions are left for the next
-            # process
+        if self._status != "loading":  # the registry was closed: the next process reads the saved sessions
             return
         longest = max(self._settings.session_history_tokens, *(one.history_tokens for one in found.values()))
         store = self.session_store = make_store(self._settings, longest, self._metrics)

@@ -117,7 +117,7 @@ def read(session: str, data: bytes, keep: int, idle_s: float = 0.0) -> SessionRe
     ids = data[_FRONT.size + length :]
     if not ids or len(ids) % width:
         raise Unreadable(
-            f"the tokens of session {id_of(session)!r} take {len(ids)} bytes, which is not a positive multiple of {width}"
+            f"the tokens of session {id_of(session)!r} take {len(ids)} bytes, which is no positive multiple of {width}"
         )
     last = None if start == NO_STEP else LastStep(start, tokens, key or None)
     tail = TokenHistory(ids if position <= keep else ids[-keep * width :], width)
