@@ -272,7 +272,7 @@ class Batcher:
             ran = self._run(items, columns)
             self._times.took(ran.role, ran.items_run, ran.seconds, here=True)
             self._queue.ran(ran.role, ran.seconds)
-            # the results are delivered before the queued items run, because these may run on the event loop's thread too
+            # the results are delivered before the queued items run, because these may run on this thread too
             if self._queue.before(ran.role):
                 self._start_soon()
                 break

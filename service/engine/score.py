@@ -55,7 +55,7 @@ from wane.service.types import (
 )
 
 RESIDUAL = 1e-5
-"""The limit on the difference between the two states at a joint, in any unit, if the request has no tolerance."""
+"""If the request has no tolerance, the two states at a joint may differ by at most this amount in each unit."""
 
 FED_AT_ONCE = 16_384
 """The number of tokens that are copied into an array in one iteration of the event loop."""
