@@ -32,8 +32,8 @@ ALONE_S = 1.5 * SLICE_S
 """Replaces SLICE_S as the longest expected run time if no step has arrived since the last batch of sequences."""
 
 SLICED: frozenset[Role] = frozenset({"window", "advance"})
-"""Roles whose batches are limited by run time, except batches of chunks. Scans are not limited here, because scoring
-cuts them itself."""
+"""Roles whose batches are limited by run time, except batches of chunks. Scans are not limited, because a long scan is
+cut into short runs before it is queued."""
 
 ONE_TOKEN: frozenset[Role] = frozenset({"step", "head"})
 """Roles of the first queue. Their items all take the same time."""
@@ -70,7 +70,7 @@ class Scheduler(Protocol[I]):
 
     @property
     def full(self) -> bool:
-        """Whether the next batch cannot grow by waiting."""
+        """Whether the next batch has its largest size, so that waiting cannot make it larger."""
 
     def put_back(self, items: Sequence[I]) -> None:
         """Puts a batch of sequences that did not run back at the front of their queue."""

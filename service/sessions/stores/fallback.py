@@ -212,7 +212,7 @@ class FallbackStore:
         await self._shared.open()
 
     async def close(self) -> None:
-        """See `Store`. Writes the sessions that are not durable to the store, if it is reachable."""
+        """See `Store`. Writes the sessions that are not durable to the store, if the store is reachable."""
         if self._settling is not None:
             await self._settling
         if self._shared.trips.reachable:
