@@ -109,7 +109,7 @@ class Settings(BaseModel):
         ge=1,
         description="memory for bodies and WebSocket messages that are being received or are not answered yet; "
         "connections with at most 4096 bytes are not counted; when the memory is used up, the server "
-        "answers further bodies with 429; at least twice max_body_bytes, even if set lower",
+        "answers further bodies with 429; if it is below twice max_body_bytes, twice max_body_bytes is used",
     )
     max_window: int | None = Field(
         default=None,
@@ -123,8 +123,8 @@ class Settings(BaseModel):
     session_history_tokens: int = Field(
         default=256,
         ge=1,
-        description="number of latest tokens that are kept of a session; at least the largest maximum window of "
-        "the loaded models, even if set lower",
+        description="number of latest tokens that are kept of a session; if a loaded model needs more tokens "
+        "for its largest window or its cache, that larger number is used",
     )
     state_budget_bytes: int = Field(
         default=256 * 2**20, ge=1, description="memory for the resident states of each model"

@@ -3,9 +3,9 @@ one row for each step.
 
 A step is taken in columns under three conditions: the session's state is resident, no other request holds the session's
 lock, and live answers are not sampled for shadows. The step itself must have no idempotency key, must not be traced,
-must not set mode window or both, and must not ask for a proof, for logits, for the tokens' log-probabilities or for an
-answer without the cache. The general procedure (`step.py`) takes the step instead if it is a replay or a conflict, if
-its state has been evicted, or if the run of its batch fails. The tests compare the answers of steps in columns with
+must not set a mode other than auto, and must not ask for a proof, for logits, for the tokens' log-probabilities or for
+an answer without the cache. The general procedure (`step.py`) takes the step instead if it is a replay or a conflict,
+if its state has been evicted, or if the run of its batch fails. The tests compare the answers of steps in columns with
 those of the general procedure.
 
 A step that has entered a batch is committed, even if its client has disconnected.
@@ -48,7 +48,7 @@ from wane.service.state.cache import StateCache
 from wane.service.state.pool import HIDDEN
 from wane.service.types import MAX_POSITION, Answer, Latency, Mode, StateSource, StepRequest
 
-NO_POSITION = -1  # value for a step without an expected position
+NO_POSITION = -1  # stands for a missing expected position of a step
 FEW_ROWS = 8  # batch size up to which the margin proof is faster in Python than in numpy
 KNOWN_BOUNDS = 4096  # number of cached bounds; the key is the number of tokens that a state has read
 
@@ -83,7 +83,8 @@ queued."""
 
 
 class StepResults:
-    """The answers to the steps of one batch: for each field, a list of B rows.
+    """The answers to the steps of one batch. Most fields are lists of B rows. `compute_ms`, `batch_items` and
+    `vocabulary` are the same for all rows.
 
     ids, logprobs, probabilities: the most probable tokens, up to the largest `top_k` of the batch. cache_tokens: the
     number of tokens in each row's cache; None if the model has no cache.
@@ -342,8 +343,8 @@ class StepColumns:
             good &= self._resident_still(batch)
         if good.all():
             return batch
-        # The general procedure starts in the next iteration of the event loop, because no request may use the slot of a
-        # state in this batch before the batch has run or its slots are retained.
+        # The general procedure starts in the next iteration of the event loop. By then, the batch has run, or the slots
+        # of its states are retained. Until then, the general procedure could evict these states.
         asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=False))
         batch = batch.part(good)
         return batch if len(batch) else None
@@ -363,8 +364,8 @@ class StepColumns:
         return np.array([slot == now for slot, now in zip(batch.slots.tolist(), slots, strict=True)], np.bool_)
 
     def hold(self, running: ColumnBatch) -> None:
-        """Prevents eviction of the states of a batch on the runner's thread, until `finish`."""
-        assert isinstance(running, StepBatch), "not a batch of steps: this is a bug"
+        """Retains the slots of a batch's states until `finish`, because the batch runs on the runner's thread."""
+        assert isinstance(running, StepBatch), "the batch is not a batch of steps in columns: this is a bug"
         self._held.append(running)
         for slot in running.slots.tolist():
             self._state_cache.retain(slot)
@@ -372,7 +373,7 @@ class StepColumns:
     def finish(self, ran: ColumnBatch, started_s: float, compute_s: float) -> None:
         """Commits and answers the steps of a batch. `started_s` is when the run of the batch started, by
         `time.perf_counter`."""
-        assert isinstance(ran, StepBatch), "not a batch of steps: this is a bug"
+        assert isinstance(ran, StepBatch), "the batch is not a batch of steps in columns: this is a bug"
         batch, good = ran, np.ones(len(ran), np.bool_)
         if batch in self._held:
             self._held.remove(batch)
@@ -434,7 +435,7 @@ class StepColumns:
             deadlines += running.deadlines
         if known := [deadline for deadline in deadlines if deadline is not None]:
             self._ring_at(min(known))
-        # Last, because a notified receiver may submit another step immediately.
+        # Receivers are notified last, because a notified receiver may submit another step immediately.
         for session, _, _, _, _, _, receiver, number, _ in late:
             self._drop(session, receiver, number)
         for receiver, number in late_running:
@@ -467,7 +468,7 @@ class StepColumns:
         """Passes the steps to the general procedure, which takes over the locks of the steps' sessions. A request that
         waits for a lock therefore runs after the step.
 
-        `entered`: the steps were in a batch that ran, so they commit even if they are abandoned.
+        `entered` says whether the steps were in a batch that ran. Such steps commit even if they are abandoned.
         """
         columns = zip(batch.receivers, batch.numbers, batch.deadlines, strict=True)
         for row, (receiver, number, deadline) in enumerate(columns):
@@ -553,7 +554,7 @@ class StepColumns:
         logits: NDArray[np.float64],
         outputs: Mapping[str, Array],
     ) -> list[bool]:
-        """Returns, for each row, whether the margin proves the most probable token."""
+        """Returns, for each row, whether the margin proof succeeds."""
         errors_known = [None if one is None else one.runs for one in found]
         if errors_known.count(None) == len(found):
             return [False] * len(found)

@@ -91,8 +91,8 @@ BEGUN_AT_ONCE = 32
 """The largest number of predictions of one call that start in one iteration of the event loop."""
 
 IN_COLUMNS = (None, Mode.AUTO)
-"""Modes with which a step may be taken in columns. With these modes, the engine chooses how the session's state is
-rebuilt.
+"""Values of a step's `mode` with which the step may be taken in columns (see `columns.py`). With these values, the
+session's own mode applies.
 """
 
 TOKENIZER_DIGITS = 16  # number of hex digits of the tokenizer's digest that a session record holds
@@ -650,7 +650,7 @@ class Engine:
         self._prover.shutdown(wait=False, cancel_futures=True)
         self._columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
-        await self._resident.close()  # last, because closing the batcher may still commit the steps of a batch
+        await self._resident.close()  # this is last, because closing the batcher may commit the steps of a batch
 
     def discard(self) -> None:
         """Frees the runner and the states immediately, without garbage collection. Must be called last, after

@@ -116,9 +116,9 @@ class Prompt:
     """The sequence that a generation continues.
 
     `position` is the number of the sequence's tokens. `known` is the number of latest tokens that the state after the
-    prompt has read. A window may have fewer tokens. `history` holds the sequence's last tokens without the start token:
-    all of them, or at least as many as the model's cache can hold. If a request without a session truncates the
-    sequence, `position` is one more than the number of the request's tokens.
+    prompt has read. In mode window, a window may have fewer tokens. `history` holds the sequence's last tokens without
+    the start token: all of them, or at least as many as the model's cache can hold. If a request without a session
+    truncates the sequence, `position` is one more than the number of the request's tokens.
     """
 
     history: Sequence[int]

@@ -62,7 +62,7 @@ def most_probable(
     logprobs: NDArray[np.float64], count: int, also: int, vocabulary: Vocabulary
 ) -> tuple[Prediction, ...]:
     """Returns the `count` most probable tokens, as in `predictions`, and the token `also` at the end if it is not one
-    of them. Its log-probability is the same float as in `logprobs`, float64 (V)."""
+    of them. The log-probability of `also` is its float in `logprobs`, float64 (V)."""
     count = min(count, len(logprobs))
     ids: list[int] = []
     if count:
@@ -82,7 +82,8 @@ def most_probable(
 
 
 FORCE, FORBID = 100.0, -100.0
-"""If any token has the bias FORCE, only tokens with that bias are drawn. A token with the bias FORBID is never drawn.
+"""If any token has a bias of FORCE or more, only such tokens are drawn. A token with a bias of FORBID or less is never
+drawn.
 """
 
 

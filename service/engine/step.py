@@ -66,7 +66,7 @@ class SessionSteps:
         *,
         has_radius_output: bool,
     ) -> None:
-        """`has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run."""
+        """`has_radius_output` says whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
         self._manifest = manifest
         self._limits = limits
         self._pool = pool
@@ -108,7 +108,7 @@ class SessionSteps:
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
         """Appends tokens and answers, or replays the last answer. If another writer commits first, retries with the new
-        record. `is_locked`: the caller holds the session's lock. The step always releases the lock.
+        record. `is_locked` says whether the caller holds the session's lock. The step releases the lock in either case.
 
         Raises UnknownSession, PositionConflict."""
         sessions = self._sessions
@@ -286,7 +286,7 @@ class SessionSteps:
             return None
         if own is Mode.RECURRENT:
             self._resident.add(committed)
-        if request.prove:  # after the commit, because the client may cancel during a long search
+        if request.prove:  # the search runs after the commit, because the client may cancel during a long search
             recurrent = None if recurrent is None else await builder.search(recurrent, ticket)
             window = None if window is None else await builder.search(window, ticket)
         return await builder.answer(
@@ -338,8 +338,8 @@ class SessionSteps:
             context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)
         plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, cache=cache)
         mixes = cache and self._answer_builder.cache is not None
-        # The bound may become smaller: the run may output a radius, and in a mixture with a cache the network's weight
-        # is below 1.
+        # The bound is checked before the run only if the run cannot make it smaller. A run can make it smaller if it
+        # outputs a radius. A mixture with a cache also has a smaller bound, because the network's weight is below 1.
         if not mixes and (not self._has_radius_output or plan.state is StateSource.RESIDENT):
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
@@ -366,7 +366,7 @@ class SessionSteps:
             window_ids = tail(input_ids, plan.position, plan.window)
             part = await self._answer_builder.window(plan, window_ids, input_ids, ticket, prove=prove)
         answered = recurrent or part
-        assert answered is not None, "a plan without a run: this is a bug"
+        assert answered is not None, "neither mode ran: this is a bug"
         _check(answered.bound, tolerance)
         return await self._answer_builder.answer(
             plan,

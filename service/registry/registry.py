@@ -120,7 +120,7 @@ class ModelRegistry:
         found = await asyncio.to_thread(self._find)
         self.default = self._choose_default(found)
         self._found = dict(sorted(found.items(), key=lambda item: (item[0] != self.default, item[0])))
-        if self._status != "loading":  # the registry was closed meanwhile, and the next process reads the sessions
+        if self._status != "loading":  # the registry was closed: the next process reads the saved sessions
             return
         longest = max(self._settings.session_history_tokens, *(one.history_tokens for one in found.values()))
         store = self.session_store = make_store(self._settings, longest, self._metrics)
@@ -373,7 +373,8 @@ class ModelRegistry:
         bundles = sorted(map(look, paths), key=lambda one: (one.name, int(one.version or 0)))
         found = {one.name: one for one in bundles}
         for one in bundles:
-            # This bundle is unreadable, and its folder has the name of another bundle's model.
+            # An unreadable bundle has the name of its folder. It is missing in `found` if another bundle's model has
+            # this name.
             if one.reason is not None and found[one.name] is not one:
                 if self._settings.require_all:
                     raise RegistryError(one.reason)

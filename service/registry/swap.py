@@ -199,7 +199,7 @@ class ModelLifecycle:
         self._metrics.model_info.remove(name, engine.version, engine.device)
         for one in (engine, *(other for other in self._retired_engines.lingering if other.name == name)):
             self._retired_engines.retire(one)
-        logger.info("unloaded %s", name)
+        logger.info("model %s was unloaded", name)
 
     def replace(self, engine: Engine, digest: str) -> None:
         """Serves `engine` instead of the model's other version. Does not await, so no request sees an intermediate
@@ -214,7 +214,7 @@ class ModelLifecycle:
             if before.tokenizer == engine.tokenizer:
                 self._retired_engines.retire(before)
             else:
-                logger.info("version %s of %s is kept for its sessions", before.version, before.name)
+                logger.info("version %s of model %s is kept for its sessions", before.version, before.name)
                 self._retired_engines.linger(before)
         engine.publish()
         engine.keep()
@@ -235,7 +235,9 @@ class ModelLifecycle:
                 try:
                     await engine.measure()
                 except Exception:  # without measurements, long sequences run piece by piece
-                    logger.exception("model %s was not measured", engine.name)
+                    logger.exception(
+                        "the measurement of model %s failed, so its long sequences run without chunks", engine.name
+                    )
 
     def _changed(self, task: asyncio.Task[Engine]) -> None:
         self.tasks.discard(task)

@@ -284,8 +284,8 @@ class Sessions:
     async def commit(
         self, record: SessionRecord, request: StepRequest, slot: int | None, dropped_tokens: int
     ) -> SessionRecord | None:
-        """Appends the step's tokens if the session is still at `record` (compare-and-append). The state in `slot` then
-        becomes the session's resident state.
+        """Appends the step's tokens if the session is still at the revision of `record` (compare-and-append). The state
+        in `slot` then becomes the session's resident state.
 
         Returns None, without appending, if another writer changed the session. In this case, and if the store does not
         answer, the earlier resident state stays in the cache. The next read of the session's revision decides whether

@@ -147,7 +147,7 @@ class FallbackStore:
             try:
                 return await self._shared.append(record, tokens, step, snapshot)
             except Unanswered as lost:
-                if session in self._unsynced:  # another request marked the session first
+                if session in self._unsynced:  # another request has marked the session as not durable
                     return None
                 marks, before = lost.marks, lost.before
             after = extended(before, branch(), tokens, step, self.session_history_tokens)
@@ -175,7 +175,7 @@ class FallbackStore:
                 if known is None or known.revision != revision:
                     raise
                 before, marks = known, (codec.mark(revision),)
-            if session in self._unsynced:  # another request marked the session first
+            if session in self._unsynced:  # another request has marked the session as not durable
                 return None
             unsynced = self._mark_unsynced(before, marks)
         async with unsynced.lock:
@@ -212,7 +212,7 @@ class FallbackStore:
         await self._shared.open()
 
     async def close(self) -> None:
-        """See `Store`. Writes the sessions that are not durable to the store, if it is reachable."""
+        """See `Store`. Writes the sessions that are not durable to the store, if the store is reachable."""
         if self._settling is not None:
             await self._settling
         if self._shared.trips.reachable:
