@@ -185,7 +185,9 @@ class History:
 @dataclass(slots=True)
 class StepRequest:
     """Append `tokens` to a session and predict the next token. `mode` defaults to the session's mode. `PredictRequest`
-    describes `prove`, `cache` and `logits`. If `token_logprobs`, the answer has the log-probability of each token."""
+    describes `prove`, `cache` and `logits`. If `token_logprobs`, the answer has the log-probability of each token. If
+    the session does not exist, the step creates it for `creator`, in mode auto. If `creator` is None, such a step
+    fails."""
 
     session: str
     tokens: tuple[int, ...]
@@ -198,6 +200,7 @@ class StepRequest:
     cache: bool = True
     logits: bool = False
     token_logprobs: bool = False
+    creator: Owner | None = None
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens)
@@ -416,6 +419,11 @@ PLACES = (
     "the token itself at the end if it is not one of them; null for a token that has no prediction"
 )
 
+CREATED = (
+    "true if the step created the session, or is a retry of the step that did; otherwise absent. If a client expected "
+    "the session to exist, its earlier tokens have expired"
+)
+
 DURABLE = (
     "whether the session store has acknowledged the session's latest tokens; if false, these tokens may be lost; "
     "present only if replicas share the store"
@@ -511,7 +519,8 @@ class Answer:
 
     `mode` is the mode that was used. `window` is the window size k of an answer from a window. `top1_proved` is true if
     the never-interrupted model provably has the same first prediction. `position` is present for sessions only, and
-    `replayed` for steps only. `durable` is present if replicas share the session store. `durable` says whether the
+    `replayed` for steps only. `created` is true if the step created the session, or replays the first step of a session
+    that it would create. `durable` is present if replicas share the session store. `durable` says whether the
     store has the session's tokens. `cache_tokens` is present if the answer is a mixture with the model's cache.
     `cache_tokens` is the number of tokens in the cache. `logits`, float32 (V), are present if the request asked for
     them, and are never in JSON. The logits of a mixture are its log-probabilities. `token_logprobs` are present if the
@@ -531,6 +540,7 @@ class Answer:
     session: str | None = None
     position: int | None = None
     replayed: bool | None = None
+    created: bool | None = None
     durable: bool | None = None
     cache_tokens: int | None = None
     logits: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)

@@ -355,7 +355,7 @@ class Engine:
             and not request.token_logprobs
         )
         if len(tokens) == 1 and plain:
-            pending = PendingStep()
+            pending = PendingStep(request.creator)
             if self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending):
                 return pending
         ticket = Ticket(request.deadline)

@@ -127,7 +127,7 @@ class SessionSteps:
                     token_logprobs: tuple[float, ...] | None = None
                     if request.token_logprobs:
                         token_logprobs = await self._replayed_logprobs(record, request, ticket)
-                    return await self._answer_again(
+                    answer = await self._answer_again(
                         record,
                         mode,
                         free,
@@ -140,9 +140,12 @@ class SessionSteps:
                         token_logprobs=token_logprobs,
                         replayed=True,
                     )
-                answer = await self._append(record, request, mode, ticket)
-                if answer is not None:
+                    if request.creator is not None and record.last is not None and record.last.start == 0:
+                        answer.created = True
                     return answer
+                appended = await self._append(record, request, mode, ticket, kind)
+                if appended is not None:
+                    return appended
             raise conflict(await sessions.read(request.session), request.expected_position)
         finally:
             sessions.locks.leave(request.session)
@@ -229,8 +232,10 @@ class SessionSteps:
             durable=record.durable,
         )
 
-    async def _append(self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket) -> Answer | None:
-        """Runs the next step and commits it. Returns None if another writer committed first."""
+    async def _append(
+        self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket, kind: StepKind
+    ) -> Answer | None:
+        """Runs a step of kind FIRST or NEXT, and commits it. Returns None if another writer committed first."""
         position = record.position + len(request.tokens)
         own = routing.of_session(None, record.mode)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
@@ -277,7 +282,7 @@ class SessionSteps:
             if plan.window is not None:
                 window_ids = tail(input_ids, position, plan.window)
                 window = await builder.window(plan, window_ids, input_ids, ticket, prove=False, binding=True)
-            committed = await self._sessions.commit(record, request, write, dropped_tokens)
+            committed = await self._sessions.commit(record, request, write, dropped_tokens, kind)
         finally:
             self._pool.release(read)
             if write is not None:
@@ -289,7 +294,7 @@ class SessionSteps:
         if request.prove:  # after the commit, because the client may cancel during a long search
             recurrent = None if recurrent is None else await builder.search(recurrent, ticket)
             window = None if window is None else await builder.search(window, ticket)
-        return await builder.answer(
+        answer = await builder.answer(
             plan,
             lambda: input_ids,
             recurrent,
@@ -303,6 +308,8 @@ class SessionSteps:
             logits=request.logits,
             token_logprobs=token_logprobs,
         )
+        answer.created = True if kind is StepKind.FIRST else None
+        return answer
 
     async def _answer_again(
         self,

@@ -52,6 +52,11 @@ class RegistryError(Exception):
     """A required model was not loaded. The message is for the operator. The process exits after this error."""
 
 
+def other_model(session: str, own: str, given: str) -> InvalidRequest:
+    """Returns the error for a request that names another model than the session's own model."""
+    return InvalidRequest(f"session {id_of(session)!r} belongs to model {own!r}, not to {truncate_repr(given)}", "model")
+
+
 class ModelRegistry:
     """Loads, lists and closes engines, and finds the engine of a session."""
 
@@ -242,8 +247,7 @@ class ModelRegistry:
                 f"there is no session {id_of(session)!r}: it was never created, was deleted, or has expired"
             )
         if model is not None and model != own:
-            why = f"session {id_of(session)!r} belongs to model {own!r}, not to {truncate_repr(model)}"
-            raise InvalidRequest(why, "model")
+            raise other_model(session, own, model)
         if vocabulary != engine.tokenizer:
             older = self.retired_engines.of(own, vocabulary)
             if older is None:
