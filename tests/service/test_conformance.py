@@ -267,18 +267,6 @@ async def test_a_deleted_session_starts_again_and_its_next_step_says_so(
     assert predicted(answer) == most_probable(harness, 6)
 
 
-@pytest.mark.parametrize("harness", [{"session_ttl_s": 10}], indirect=True)
-async def test_an_expired_session_with_a_state_starts_again(
-    entrance: Entrance, harness: EngineHarness, store: str, travel: Callable[[float], None]
-) -> None:
-    if store == "redis":
-        pytest.skip("the time to live of a session in Redis is measured by Redis")
-    travel(20)
-    answer = await entrance.step("a", tokens=[6], create=True)
-    assert (answer["created"], answer["position"]) == (True, 1)
-    assert predicted(answer) == most_probable(harness, 6)
-
-
 async def test_two_steps_that_create_the_same_session_create_it_once(
     entrance: Entrance, harness: EngineHarness, make_replica: MakeReplica
 ) -> None:
