@@ -37,8 +37,10 @@ from wane.service.api.routes import (
     repository,
     score,
     sessions,
+    state,
     stream,
     tokenizer,
+    vocabulary,
 )
 from wane.service.auth.guard import Authenticator
 from wane.service.auth.key_file import KeySource
@@ -62,11 +64,13 @@ ENVELOPES: tuple[tuple[APIRouter, Shape | None], ...] = (
     (score.router, problem),
     (generate.router, problem),
     (sessions.router, problem),
+    (state.router, problem),
     (stream.router, problem),
     (completions.router, openai_response),
     (completions.chat, problem_with_error),
     (tokenizer.router, openai_response),
     (models.router, problem_with_error),
+    (vocabulary.router, problem_with_error),
     (inference.router, inference_error),
     (repository.router, inference_error),
     (ops.router, None),

@@ -578,6 +578,19 @@ class SessionView(Served):
 
 
 @dataclass(frozen=True, slots=True)
+class SessionState(Served):
+    """A session's state, for a ranker or an index outside of the server. `hidden` is the input of the output layer after
+    `position` tokens: float32 (H). The numbers in JSON are exact. `state` is the source of the state."""
+
+    session: str
+    position: int
+    state: StateSource
+    hidden: tuple[float, ...]
+    state_error_bound: StateErrorBound
+    durable: Annotated[bool | None, Field(description=DURABLE), LEFT_OUT] = None
+
+
+@dataclass(frozen=True, slots=True)
 class NewSession(SessionView):
     """A session that the request has created."""
 

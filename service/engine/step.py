@@ -36,6 +36,7 @@ from wane.service.types import (
     Identity,
     Mode,
     PredictRequest,
+    SessionState,
     SessionView,
     StateSource,
     StepRequest,
@@ -201,6 +202,26 @@ class SessionSteps:
         slot = held.enter_context(self._pool.lease())
         return RecurrentSource(self._forward, input_ids, start, slot, ticket, read=read), result
 
+    async def state(self, session: str, identity: Identity, ticket: Ticket) -> SessionState:
+        """Returns the output layer's input after the session's tokens, from a run in the session's own mode. Does not
+        change the session. Raises UnknownSession."""
+        async with self._sessions.locks.held(session):
+            record = await self._sessions.read(session)
+            mode = routing.of_session(None, record.mode)
+            free = routing.is_free(None, record.mode)
+            plan, _, recurrent, window = await self._run_again(record, mode, free, None, ticket, cache=False)
+        answered = recurrent or window
+        assert answered is not None, "a plan without a run: this is a bug"
+        return SessionState(
+            *identity,
+            session=id_of(session),
+            position=record.position,
+            state=plan.state,
+            hidden=tuple(answered.result.hidden.tolist()),
+            state_error_bound=None if answered.bound is None else answered.bound.state,
+            durable=record.durable,
+        )
+
     def seconds(self, request: StepRequest) -> float:
         """Returns the expected seconds of a step's runs. Returns 0 for a step of few tokens, which the
         backlog does not count."""
@@ -327,8 +348,39 @@ class SessionSteps:
         token_logprobs: tuple[float, ...] | None = None,
         replayed: bool | None = None,
     ) -> Answer:
-        """Answers from a session without appending. If `free`, chooses the cheapest number of tokens for a rebuild. A
-        rebuilt state stays resident.
+        """Answers from a session without appending. See `_run_again`."""
+        plan, input_ids, recurrent, part = await self._run_again(
+            record, mode, free, window, ticket, tolerance, prove=prove, cache=cache
+        )
+        return await self._answer_builder.answer(
+            plan,
+            lambda: input_ids,
+            recurrent,
+            part,
+            top_k,
+            ticket,
+            prove=prove,
+            session=record.session,
+            replayed=replayed,
+            durable=record.durable,
+            logits=logits,
+            token_logprobs=token_logprobs,
+        )
+
+    async def _run_again(
+        self,
+        record: SessionRecord,
+        mode: Mode,
+        free: bool,
+        window: int | None,
+        ticket: Ticket,
+        tolerance: float | None = None,
+        *,
+        prove: bool = False,
+        cache: bool,
+    ) -> tuple[AnswerPlan, NDArray[np.int64], ModeResult | None, ModeResult | None]:
+        """Runs a session's answer without appending. Returns the plan, the session's tokens, and the recurrent and the
+        window part. If `free`, chooses the cheapest number of tokens for a rebuild. A rebuilt state stays resident.
 
         Raises InvalidRequest if the answer's bound does not meet the tolerance. This happens before the run if the
         bound is already known.
@@ -375,20 +427,7 @@ class SessionSteps:
         answered = recurrent or part
         assert answered is not None, "a plan without a run: this is a bug"
         _check(answered.bound, tolerance)
-        return await self._answer_builder.answer(
-            plan,
-            lambda: input_ids,
-            recurrent,
-            part,
-            top_k,
-            ticket,
-            prove=prove,
-            session=record.session,
-            replayed=replayed,
-            durable=record.durable,
-            logits=logits,
-            token_logprobs=token_logprobs,
-        )
+        return plan, input_ids, recurrent, part
 
     async def _replayed_logprobs(
         self, record: SessionRecord, request: StepRequest, ticket: Ticket
