@@ -20,6 +20,7 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from wane.service.api.body import Decoder
+from wane.service.api.cors import CrossOrigin
 from wane.service.api.dispatch import Dispatcher, Endpoint
 from wane.service.api.exchange import RequestPolicy
 from wane.service.api.inference_statistics import InferenceCounter
@@ -168,6 +169,7 @@ def create_app(
         epochs=registry.epochs,
         tracing=tracing,
         guard=None if keys.keyring is None else Authenticator(keys.keyring),
+        cross_origin=None if settings.cors_origins is None else CrossOrigin(settings.cors_origins.split(",")),
     )
     app = Application(
         policy=policy,

@@ -61,6 +61,13 @@ class Settings(BaseModel):
         "names the client in the "
         "header x-forwarded-for; for every other connection, the log names the connection's peer",
     )
+    cors_origins: str | None = Field(
+        default=None,
+        pattern=r"^(\*|https?://[^/,\s*]+(,https?://[^/,\s*]+)*)$",
+        description="comma-separated origins of browser pages that may call the server, such as "
+        "https://shop.example; * allows the pages of every origin; none: browsers let only the server's own pages read "
+        "answers",
+    )
     bundles: Path = Field(default=SHIPPED, description="a folder of bundles, or the path of one bundle")
     require_all: bool = Field(
         default=False,

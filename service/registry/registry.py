@@ -54,7 +54,9 @@ class RegistryError(Exception):
 
 def other_model(session: str, own: str, given: str) -> InvalidRequest:
     """Returns the error for a request that names another model than the session's own model."""
-    return InvalidRequest(f"session {id_of(session)!r} belongs to model {own!r}, not to {truncate_repr(given)}", "model")
+    return InvalidRequest(
+        f"session {id_of(session)!r} belongs to model {own!r}, not to {truncate_repr(given)}", "model"
+    )
 
 
 class ModelRegistry:

@@ -216,9 +216,7 @@ class Stream:
             await engine.rewind(self.session, body.rewind, deadline)
             return engine, await engine.submit(PredictRequest(session=self.session, deadline=deadline))
         tokens = (token,) if token is not None else await tokens_of(engine, body.sequence, deadline)
-        step = step_request(
-            self.session, tokens, body, deadline, body.expected_position, body.idempotency_key, creator
-        )
+        step = step_request(self.session, tokens, body, deadline, body.expected_position, body.idempotency_key, creator)
         return engine, await engine.submit(step)
 
     async def close(self, code: int, reason: str) -> None:

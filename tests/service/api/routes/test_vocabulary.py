@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.models.bundles import name_vocabulary
 
+from tests.service.engine_harness import name_vocabulary
 from tests.service.fake_engine import FakeEngine, FakeRegistry
 
 PATH = "/v1/models/fake/vocabulary"
@@ -49,9 +49,7 @@ async def test_the_pages_hold_every_event_in_order(
         assert found == wanted
 
 
-async def test_there_is_no_next_page_after_the_last_id(
-    client: httpx.AsyncClient, named: list[dict[str, Any]]
-) -> None:
+async def test_there_is_no_next_page_after_the_last_id(client: httpx.AsyncClient, named: list[dict[str, Any]]) -> None:
     assert (await client.get(PATH, params={"after": 10**14})).json() == {"events": [], "next": None}
 
 
