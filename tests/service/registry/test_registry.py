@@ -340,6 +340,35 @@ async def test_a_default_model_that_is_set_must_exist() -> None:
         await make(PATHS[0], default_model="nobody").load()
 
 
+@pytest.mark.parametrize(
+    ("names", "settings", "chosen"),
+    [
+        (["shop"], {}, "shop: the only model"),
+        (["shop"], {"default_model": "shop"}, "shop: set by default_model"),
+        (["shop", "log"], {}, "log: the first by name; set default_model to choose another"),
+        (["shop", "log"], {"default_model": "shop"}, "shop: set by default_model"),
+        (["shop", "gated-stable", "a"], {}, "gated-stable: set default_model to choose another"),
+    ],
+)
+async def test_the_server_logs_the_default_model_and_lists_it_first(
+    tmp_path: Path,
+    without_verification: None,
+    caplog: pytest.LogCaptureFixture,
+    names: list[str],
+    settings: dict[str, str],
+    chosen: str,
+) -> None:
+    caplog.set_level("INFO")
+    for name in names:
+        put(tmp_path, "1", name=name)
+    registry = make(tmp_path, **settings)
+    await registry.load()
+    name = chosen.partition(":")[0]
+    assert f"the default model is {chosen}" in [record.message for record in caplog.records]
+    assert registry.get().name == registry.list()[0].name == name
+    await registry.close()
+
+
 async def test_two_different_bundles_of_one_version_are_rejected(tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(PATHS[0], tmp_path / name)
