@@ -68,7 +68,9 @@ class Settings(BaseModel):
         "https://shop.example; * allows the pages of every origin; none: browsers let only the server's own pages read "
         "answers",
     )
-    bundles: Path = Field(default=SHIPPED, description="a folder of bundles, each in NAME or in NAME/VERSION, or the path of one bundle")
+    bundles: Path = Field(
+        default=SHIPPED, description="a folder of bundles, each in NAME or in NAME/VERSION, or the path of one bundle"
+    )
     require_all: bool = Field(
         default=False,
         description="exit if any model fails to load; without it, exit only if the default model fails to load",

@@ -579,8 +579,8 @@ class SessionView(Served):
 
 @dataclass(frozen=True, slots=True)
 class SessionState(Served):
-    """A session's state, for a ranker or an index outside of the server. `hidden` is the input of the output layer after
-    `position` tokens: float32 (H). The numbers in JSON are exact. `state` is the source of the state."""
+    """A session's state, for a ranker or an index outside of the server. `hidden` is the input of the output layer
+    after `position` tokens: float32 (H). The numbers in JSON are exact. `state` is the source of the state."""
 
     session: str
     position: int

@@ -31,8 +31,8 @@ class RepositoryError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FoundBundle:
-    """A bundle as its manifest describes it. `folder` is its path in the folder of bundles, `NAME` or `NAME/VERSION`. For
-    an unreadable bundle `name` is the first part of `folder`, `version` is empty, and `reason` is the error.
+    """A bundle as its manifest describes it. `folder` is its path in the folder of bundles, `NAME` or `NAME/VERSION`.
+    For an unreadable bundle `name` is the first part of `folder`, `version` is empty, and `reason` is the error.
     `history_tokens`: see `Manifest`."""
 
     path: Path

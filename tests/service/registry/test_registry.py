@@ -16,6 +16,7 @@ from tests.models.rounding import rounding
 from tests.service.engine_harness import TIMEOUT_S
 from tests.service.sessions.stores.redis_server import redis_server
 from tests.service.shipped import FOLDER, PATHS, each_bundle
+from tests.service.versions import put
 from wane.models.bundle import Bundle, BundleError, CertificateError
 from wane.models.certificate import certify
 from wane.models.manifest import Role
