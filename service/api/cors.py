@@ -64,5 +64,5 @@ class CrossOrigin:
         return found if rules.allow_all_origins else (*found, (b"vary", b"origin"))
 
 
-async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
+async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
     raise AssertionError("the middleware is called as an application: this is a bug")
