@@ -61,7 +61,16 @@ class Settings(BaseModel):
         "names the client in the "
         "header x-forwarded-for; for every other connection, the log names the connection's peer",
     )
-    bundles: Path = Field(default=SHIPPED, description="a folder of bundles, or the path of one bundle")
+    cors_origins: str | None = Field(
+        default=None,
+        pattern=r"^(\*|https?://[^/,\s*]+(,https?://[^/,\s*]+)*)$",
+        description="comma-separated origins of browser pages that may call the server, such as "
+        "https://shop.example; * allows the pages of every origin; none: browsers let only the server's own pages read "
+        "answers",
+    )
+    bundles: Path = Field(
+        default=SHIPPED, description="a folder of bundles, each in NAME or in NAME/VERSION, or the path of one bundle"
+    )
     require_all: bool = Field(
         default=False,
         description="exit if any model fails to load; without it, exit only if the default model fails to load",
@@ -74,8 +83,8 @@ class Settings(BaseModel):
     )
     default_model: str = Field(
         default="gated-stable",
-        description="the model for requests without a model name; if this is not set and gated-stable is absent, "
-        "the first model by name",
+        description="the model for requests without a model name; if this is not set, the only model, else "
+        "gated-stable, else the first model by name",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",

@@ -47,7 +47,7 @@ from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.state.cache import StateCache
 from wane.service.state.pool import HIDDEN
-from wane.service.types import MAX_POSITION, Answer, Latency, Mode, StateSource, StepRequest
+from wane.service.types import MAX_POSITION, Answer, Latency, Mode, Owner, StateSource, StepRequest
 
 NO_POSITION = -1  # stands for a missing expected position of a step
 FEW_ROWS = 8  # batch size up to which the margin proof is faster in Python than in numpy
@@ -62,6 +62,9 @@ class StepReceiver(Protocol):
 
     done: bool
     """Whether the receiver has stopped waiting."""
+
+    creator: Owner | None
+    """The `creator` of the receiver's steps."""
 
     def step_ran(self, results: StepResults, row: int, number: int) -> None:
         """Receives the answer of a committed step, which is row `row` of `results`."""
@@ -159,10 +162,11 @@ class StepAnswer(Answer):
 class PendingStep(Pending[Answer]):
     """The pending result of a step that was taken in columns."""
 
-    __slots__ = ("_general",)
+    __slots__ = ("_general", "creator")
 
-    def __init__(self) -> None:
+    def __init__(self, creator: Owner | None = None) -> None:
         super().__init__()
+        self.creator = creator
         self._general: Pending[Answer] | None = None
 
     def cancel(self) -> None:
@@ -218,7 +222,15 @@ class StepBatch(ColumnBatch):
         """Returns the step of a row as a request."""
         expected: int = self.expected.item(row)
         position = None if expected == NO_POSITION else expected
-        return StepRequest(self.sessions[row], (self.tokens.item(row),), None, position, None, self.top_k[row])
+        return StepRequest(
+            self.sessions[row],
+            (self.tokens.item(row),),
+            None,
+            position,
+            None,
+            self.top_k[row],
+            creator=self.receivers[row].creator,
+        )
 
     def part(self, rows: NDArray[np.bool_]) -> StepBatch:
         """Returns a batch of the selected rows and their outputs. rows: bool (B)."""

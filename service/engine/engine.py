@@ -85,6 +85,7 @@ from wane.service.types import (
     ScoredTokens,
     ScoreRequest,
     ScoreSummary,
+    SessionState,
     SessionView,
     StepRequest,
 )
@@ -377,7 +378,7 @@ class Engine:
             and request.filter == NO_FILTER
         )
         if len(tokens) == 1 and plain:
-            pending = PendingStep()
+            pending = PendingStep(request.creator)
             if self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending):
                 return pending
         ticket = Ticket(request.deadline)
@@ -605,6 +606,16 @@ class Engine:
     async def get_session(self, session: str) -> SessionView:
         """Returns a session without resetting its idle time. Raises UnknownSession."""
         return self.steps.view(await self.sessions.read(session), self.identity)
+
+    async def session_state(self, session: str, deadline: float | None = None) -> SessionState:
+        """Returns the output layer's input after a session's tokens, without changing the session or its idle time.
+        Raises UnknownSession."""
+        ticket = Ticket(deadline)
+        return await Pending.of(self._state(session, ticket), ticket)
+
+    async def _state(self, session: str, ticket: Ticket) -> SessionState:
+        with self.admission.admitted():
+            return await self.steps.state(session, self.identity, ticket)
 
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
         """Deletes a session after the end of any step in flight. Raises UnknownSession."""

@@ -32,12 +32,14 @@ from wane.service.sessions.stores.store import SessionRecord
 from wane.service.state.cache import CachedState
 from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import (
+    NO_FILTER,
     Answer,
     Filter,
     GenerateRequest,
     Identity,
     Mode,
     PredictRequest,
+    SessionState,
     SessionView,
     StateSource,
     StepRequest,
@@ -125,6 +127,11 @@ class SessionSteps:
                 record, kind = sessions.look(request) if request.tokens else None, StepKind.NEXT
                 if record is None:
                     record, kind = await sessions.check_out(request)
+                if kind is StepKind.FIRST and not request.tokens:
+                    created = await sessions.commit(record, request, None, 0, kind)
+                    if created is None:
+                        continue
+                    record = created
                 mode = routing.of_session(request.mode, record.mode)
                 if kind is StepKind.REPLAY or not request.tokens:
                     replayed = kind is StepKind.REPLAY
@@ -135,7 +142,7 @@ class SessionSteps:
                     token_logprobs: tuple[float | None, ...] | None = None
                     if request.token_logprobs:
                         token_logprobs = await self._replayed_logprobs(record, request, ticket) if replayed else ()
-                    return await self._answer_again(
+                    answer = await self._answer_again(
                         record,
                         mode,
                         free,
@@ -150,9 +157,13 @@ class SessionSteps:
                         token_logprobs=token_logprobs,
                         replayed=replayed,
                     )
-                answer = await self._append(record, request, mode, ticket)
-                if answer is not None:
+                    of_first = replayed and record.last is not None and record.last.start == 0
+                    if kind is StepKind.FIRST or (request.creator is not None and of_first):
+                        answer.created = True
                     return answer
+                appended = await self._append(record, request, mode, ticket, kind)
+                if appended is not None:
+                    return appended
             raise conflict(await sessions.read(request.session), request.expected_position)
         finally:
             sessions.locks.leave(request.session)
@@ -210,6 +221,32 @@ class SessionSteps:
         slot = held.enter_context(self._pool.lease())
         return RecurrentSource(self._forward, input_ids, start, slot, ticket, read=read), result
 
+    async def state(self, session: str, identity: Identity, ticket: Ticket) -> SessionState:
+        """Returns the output layer's input after the session's tokens, from a run in the session's own mode. Does not
+        change the session. Raises UnknownSession; InvalidRequest if the model has a zero start and the session has no
+        token."""
+        async with self._sessions.locks.held(session):
+            record = await self._sessions.read(session)
+            if not len(self._input_ids(record)):
+                raise InvalidRequest(
+                    f"session {id_of(session)!r} has no token yet, and its model reads no start token: no state",
+                    "session",
+                )
+            mode = routing.of_session(None, record.mode)
+            free = routing.is_free(None, record.mode)
+            plan, _, recurrent, window = await self._run_again(record, mode, free, None, ticket, cache=False)
+        answered = recurrent or window
+        assert answered is not None, "neither mode ran: this is a bug"
+        return SessionState(
+            *identity,
+            session=id_of(session),
+            position=record.position,
+            state=plan.state,
+            hidden=tuple(answered.result.hidden.tolist()),
+            state_error_bound=None if answered.bound is None else answered.bound.state,
+            durable=record.durable,
+        )
+
     def seconds(self, request: StepRequest) -> float:
         """Returns the expected seconds of a step's runs. Returns 0 for a step of few tokens, which the
         backlog does not count."""
@@ -241,8 +278,10 @@ class SessionSteps:
             durable=record.durable,
         )
 
-    async def _append(self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket) -> Answer | None:
-        """Runs the next step and commits it. Returns None if another writer committed first."""
+    async def _append(
+        self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket, kind: StepKind
+    ) -> Answer | None:
+        """Runs a step of kind FIRST or NEXT, and commits it. Returns None if another writer committed first."""
         position = record.position + len(request.tokens)
         own = routing.of_session(None, record.mode)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
@@ -296,7 +335,7 @@ class SessionSteps:
             if plan.window is not None:
                 window_ids = tail(input_ids, position, plan.window)
                 window = await builder.window(plan, window_ids, input_ids, ticket, prove=False, binding=True)
-            committed = await self._sessions.commit(record, request, write, dropped_tokens)
+            committed = await self._sessions.commit(record, request, write, dropped_tokens, kind)
         finally:
             self._pool.release(read)
             if write is not None:
@@ -308,7 +347,7 @@ class SessionSteps:
         if request.prove:  # the search runs after the commit, because the client may cancel during a long search
             recurrent = None if recurrent is None else await builder.search(plan, recurrent, ticket)
             window = None if window is None else await builder.search(plan, window, ticket)
-        return await builder.answer(
+        answer = await builder.answer(
             plan,
             lambda: input_ids,
             recurrent,
@@ -323,6 +362,8 @@ class SessionSteps:
             token_logprobs=token_logprobs,
             unknown=request.unknown + wanted.unknown,
         )
+        answer.created = True if kind is StepKind.FIRST else None
+        return answer
 
     async def _answer_again(
         self,
@@ -342,15 +383,9 @@ class SessionSteps:
         token_logprobs: tuple[float | None, ...] | None = None,
         replayed: bool | None = None,
     ) -> Answer:
-        """Answers from a session without appending. If `free`, chooses the cheapest number of tokens for a rebuild. A
-        rebuilt state stays resident.
-
-        Raises InvalidRequest if the answer's bound does not meet the tolerance. This happens before the run if the
-        bound is already known.
-        """
-        input_ids = context_ids = self._input_ids(record)
+        """Answers from a session without appending. See `_run_again`."""
         unknown += wanted.unknown
-        if not len(input_ids):
+        if not len(self._input_ids(record)):
             k = None if mode is Mode.RECURRENT else window or self._limits.window
             return self._answer_builder.nothing(
                 mode,
@@ -364,6 +399,45 @@ class SessionSteps:
                 has_seen=wanted.exclude_seen,
                 cache=cache,
             )
+        plan, input_ids, recurrent, part = await self._run_again(
+            record, mode, free, window, ticket, tolerance, prove=prove, cache=cache, wanted=wanted
+        )
+        return await self._answer_builder.answer(
+            plan,
+            lambda: input_ids,
+            recurrent,
+            part,
+            top_k,
+            ticket,
+            prove=prove,
+            session=record.session,
+            replayed=replayed,
+            durable=record.durable,
+            logits=logits,
+            token_logprobs=token_logprobs,
+            unknown=unknown,
+        )
+
+    async def _run_again(
+        self,
+        record: SessionRecord,
+        mode: Mode,
+        free: bool,
+        window: int | None,
+        ticket: Ticket,
+        tolerance: float | None = None,
+        *,
+        prove: bool = False,
+        cache: bool,
+        wanted: Filter = NO_FILTER,
+    ) -> tuple[AnswerPlan, NDArray[np.int64], ModeResult | None, ModeResult | None]:
+        """Runs a session's answer without appending. Returns the plan, the session's tokens, and the recurrent and the
+        window part. If `free`, chooses the cheapest number of tokens for a rebuild. A rebuilt state stays resident.
+
+        Raises InvalidRequest if the answer's bound does not meet the tolerance. This happens before the run if the
+        bound is already known.
+        """
+        input_ids = context_ids = self._input_ids(record)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         if base is not None and free and tolerance is not None and record.dropped_tokens < base.dropped_tokens:
             known = record.position - base.dropped_tokens
@@ -406,21 +480,7 @@ class SessionSteps:
         answered = recurrent or part
         assert answered is not None, "neither mode ran: this is a bug"
         _check(answered.bound, tolerance)
-        return await self._answer_builder.answer(
-            plan,
-            lambda: input_ids,
-            recurrent,
-            part,
-            top_k,
-            ticket,
-            prove=prove,
-            session=record.session,
-            replayed=replayed,
-            durable=record.durable,
-            logits=logits,
-            token_logprobs=token_logprobs,
-            unknown=unknown,
-        )
+        return plan, input_ids, recurrent, part
 
     async def _replayed_logprobs(
         self, record: SessionRecord, request: StepRequest, ticket: Ticket

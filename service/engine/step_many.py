@@ -20,6 +20,9 @@ class StepCall(Waiter[None]):
 
     __slots__ = ("_general", "results", "waits_for")
 
+    creator = None
+    """No step creates its session."""
+
     def __init__(self) -> None:
         super().__init__()
         self.results: dict[int, Answer | Exception] = {}

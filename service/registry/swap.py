@@ -26,7 +26,7 @@ from wane.service.errors import LoadFailed, Unavailable, WaneError
 from wane.service.observability.metrics import Metrics
 from wane.service.registry import loader
 from wane.service.registry.loader import LoadedBundle
-from wane.service.registry.repository import FoundBundle, Repository, look, tell
+from wane.service.registry.repository import FoundBundle, Repository, tell
 from wane.service.runners.runner import DeviceError
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
@@ -287,7 +287,7 @@ class ModelLifecycle:
             self.store.session_history_tokens = max(self.store.session_history_tokens, longest)
             return await loader.start(opened, self.store, self._settings, self._metrics)
         except (BundleError, DeviceError, ValueError) as error:
-            raise LoadFailed(found.name, tell(error, found.path)) from error
+            raise LoadFailed(found.name, tell(error, found.path, found.folder)) from error
         except Exception as error:
             if isinstance(error, WaneError):
                 raise
@@ -299,7 +299,7 @@ class ModelLifecycle:
     def read(self, found: FoundBundle) -> LoadedBundle:
         """Reads a bundle and opens its graphs. Blocks. Raises LoadFailed if the bundle changes meanwhile."""
         opened = loader.open_graphs(loader.read(found.path), self._settings)
-        if look(found.path).digest != found.digest:
+        if self._repository.look(found.path).digest != found.digest:
             opened.close()
             raise LoadFailed(found.name, "its bundle changed while it was read: try again")
         return opened
