@@ -192,8 +192,8 @@ def _fits_table(name: str, fits: CacheFits) -> Table:
 
 
 def _corpus(bundle: Bundle, data: Path | None) -> Corpus:
-    """Returns the corpus on which the bundle was trained, if `data` has the same hashes. Otherwise returns the two
-    halves of `data` as the splits `valid` and `test`."""
+    """Returns the corpus on which the bundle was trained, if `data` (or the download, if `data` is None) has this
+    corpus's hashes. Otherwise returns the two halves of `data` as the splits `valid` and `test`."""
     manifest = bundle.manifest
     tokenizer_json = (bundle.path / manifest.tokenizer).read_text(encoding="utf-8")
     try:
