@@ -12,12 +12,12 @@ session begins with an item of a random aisle. Each later click is a step along 
   of the aisle.
 - A detour is a popular item. A detour follows a step with the probability `leave`, and another detour with `stay`.
 
-After its second click, a session ends after each click with the probability `stop`. With `--memory long`, detours last 5
-clicks on average, and a model must remember the last aisle item through them. With `--memory short`, there are no
+After its second click, a session ends after each click with the probability `stop`. With `--memory long`, detours last
+5 clicks on average, and a model must remember the last aisle item through them. With `--memory short`, there are no
 detours, so the next click depends on the last one alone: a table of counts of pairs is then the best model.
 
-All clicks of the past that matter are visible, so the true probabilities of the next click are known exactly. Ranking by
-them gives the largest possible recall, and their perplexity is the smallest possible one.
+All clicks of the past that matter are visible, so the true probabilities of the next click are known exactly. Ranking
+by them gives the largest possible recall, and their perplexity is the smallest possible one.
 """
 
 from __future__ import annotations
@@ -198,9 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     clicks = generate(shop, options.sessions, options.seed)
     write(shop, clicks, options.folder)
     best = optimum(shop, clicks.last(TEST_SHARE))
-    print(
-        f"{len(clicks.items):,} clicks in {options.sessions:,} sessions on {len(shop.names):,} items, in {options.folder}"
-    )
+    print(f"{len(clicks.items):,} clicks, {options.sessions:,} sessions, {len(shop.names):,} items: {options.folder}")
     print(
         f"best possible on the last {TEST_SHARE:.0%} of the sessions: "
         + ", ".join(f"recall@{k} {value:.3f}" for k, value in best.recall.items())
