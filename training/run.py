@@ -80,7 +80,8 @@ def train(
     parameters = sum(tensor.numel() for tensor in trainer.network.weights().values())
     console.print(
         f"{experiment.name}: {parameters:,} weights, {len(corpus.streams['train']):,} training tokens, "
-        f"{trainer.train_lanes.steps:,} steps an epoch, vocabulary {corpus.vocabulary.size:,}, on {trainer.device}, in {folder.path}"
+        f"{trainer.train_lanes.steps:,} steps an epoch, "
+        f"vocabulary {corpus.vocabulary.size:,}, on {trainer.device}, in {folder.path}"
         + (f", {group.size} processes" if not group.alone else "")
         + (f", from step {trainer.step}" if trainer.step else ""),
         soft_wrap=True,

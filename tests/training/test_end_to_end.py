@@ -48,7 +48,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def endless(experiment: str) -> str:
-    """Returns the experiment with a million steps, for a file in any folder. Its schedule does not depend on the number of steps."""
+    """Returns the experiment with a million steps, for a file in any folder. Its schedule does not depend on the number
+    of steps."""
     (steps,) = re.findall(r"^steps = \d+\n", experiment, re.MULTILINE)
     assert "schedule" not in experiment
     experiment = experiment.replace('"../../LICENSE"', f'"{ROOT / "LICENSE"}"')
