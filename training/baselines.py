@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from wane.training.lanes import Sessions
+from wane.training.sessions import Sessions
 
 NEIGHBOURS = 100
 """k of V-SkNN."""

@@ -26,9 +26,10 @@ from wane.training.cache import sequence_before
 from wane.training.data import Corpus
 from wane.training.evaluate import POSITIONS, ROWS, WINDOWS, Advance, SplitLosses, spread_positions, window_hidden
 from wane.training.group import ALONE
-from wane.training.lanes import SessionLanes, Sessions
+from wane.training.lanes import SessionLanes
 from wane.training.ranking import RankingMetrics, Rankings, best_of, metrics_of, ranks_of
 from wane.training.sampled_softmax import LOGITS_AT_ONCE, full_losses
+from wane.training.sessions import Sessions
 
 WIDTH, CHUNK = 64, 128
 """The number of sessions that run beside each other, and the number of tokens of a chunk."""

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wane.models.manifest import Start
 from wane.training.data import Corpus, batches
 from wane.training.group import Group
+from wane.training.sessions import Sessions
 
 POOL = 64
 """The number of batches whose sessions are sorted by length together. Batches of similar lengths need little padding.
@@ -99,35 +99,6 @@ class TextLanes:
         positions = rows[:, None] + (len(self._rows) - 1) * np.arange(self._width)[self.mine]
         share = self.count / self._width
         return Batch(tokens[:-1], tokens[1:], positions, None, index == 0, self._chunk * self._width, share)
-
-
-class Sessions:
-    """The sessions of a stream of events in which `<eos>` stands before each session and after the last.
-
-    begins: int64 (sessions,), the index of the first input of each session: its `<eos>`, or its first event if the
-    start is "zero". lengths: int64 (sessions,), the number of inputs of each session. The target of its last input is
-    the next `<eos>`.
-    """
-
-    def __init__(self, stream: NDArray[np.int64], eos_id: int, start: Start) -> None:
-        self.stream, self.eos_id, self.start = stream, eos_id, start
-        edges = np.flatnonzero(stream == eos_id)
-        self.begins = edges[:-1] + (start == "zero")
-        self.lengths = edges[1:] - self.begins
-
-    def begin_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the index of the first input of the session of each position, int64 of the same shape."""
-        return self.begins[np.searchsorted(self.begins, positions, side="right") - 1]
-
-    def end_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the index of the `<eos>` that ends the session of each position, int64 of the same shape."""
-        index = np.searchsorted(self.begins, positions, side="right") - 1
-        return self.begins[index] + self.lengths[index]
-
-    def inputs(self) -> NDArray[np.int64]:
-        """Returns the positions of all inputs, ascending: those after which a token is predicted."""
-        positions = np.arange(len(self.stream) - 1)
-        return positions if self.start == "token" else positions[self.stream[:-1] != self.eos_id]
 
 
 class SessionLanes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,10 +117,15 @@ def train(
     epochs = trainer.step / trainer.train_lanes.steps
     console.print(
         f"done: best validation loss {trainer.best_loss:.4f} at step {trainer.best_step}; {epochs:.1f} epochs, "
-        f"{trainer.wall_s / epochs:,.0f} s an epoch with its evaluations",
+        f"{trainer.wall_s / epochs:,.0f} s an epoch with its evaluations, at most {peak_memory_gib():.2f} GiB of memory",
         soft_wrap=True,
     )
     return folder.path
+
+
+def peak_memory_gib() -> float:
+    """Returns the largest resident memory of this process so far, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)  # Linux counts KiB
 
 
 def _read_tokenizer(path: Path | None) -> str | None:

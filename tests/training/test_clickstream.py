@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_the_clicks_have_the_described_frequencies() -> None:
     of_aisles = SMALL.aisles * SMALL.items
     counts = np.zeros((2, 2))
     for items in sessions(clicks):
-        for last, item in zip(items, items[1:], strict=False):
+        for last, item in pairwise(items):
             counts[int(last >= of_aisles), int(item >= of_aisles)] += 1
     shares = counts[:, 1] / counts.sum(1)
     assert shares == pytest.approx([SMALL.leave, SMALL.stay], abs=0.02)
