@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -51,10 +52,7 @@ def test_every_epoch_has_every_session_once_from_its_first_input_to_its_end(star
     sessions = random_sessions(start)
     edges = np.flatnonzero(sessions.stream == 0)
     skipped = 1 if start == "zero" else 0
-    expected = sorted(
-        tuple(sessions.stream[begin + skipped : end + 1].tolist())
-        for begin, end in zip(edges[:-1], edges[1:], strict=True)
-    )
+    expected = sorted(tuple(sessions.stream[begin + skipped : end + 1].tolist()) for begin, end in pairwise(edges))
     lanes = SessionLanes(ALONE, sessions, width=6, chunk=5, shuffle_seed=4)
     assert read(lanes, 0, lanes.steps) == expected
 
