@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from pydantic import ValidationError
 
 from wane.models.manifest import Architecture
 from wane.training.audit.checkpoint import Checkpoint
-from wane.training.audit.embedding_and_head import find_embedding_and_head
+from wane.training.audit.embedding_and_head import find_embedding_and_head, outer_weights
 from wane.training.audit.layers import find_layers, layer_weights
 from wane.training.audit.tensor_map import Array, TensorMap
 
@@ -54,33 +53,16 @@ def import_model(
             "--ignore PATTERN; if they do, Wane cannot express this model"
         )
     weights = layer_weights(tensors, layers)
-    hidden = max(layers.sizes)
-    if outer.embedding is None:
-        weights["embedding.weight"] = np.eye(layers.inputs, dtype=np.float32)
-    else:
-        weights["embedding.weight"] = tensors.take("embedding.weight", outer.embedding)
-    vocabulary = len(weights["embedding.weight"])
-    tied = outer.head is None and layers.inputs == hidden
-    if not tied:
-        name = outer.head or outer.embedding
-        assert name is not None, "neither a head nor an embedding was found: this is a bug"
-        matrix = np.pad(tensors.take("head.weight", name), ((0, 0), (0, hidden - layers.sizes[-1])))
-        if layers.inputs == hidden and np.array_equal(matrix, weights["embedding.weight"]):
-            tensors.notes.append("the head's matrix equals the embedding's: the two are tied")
-            tied = True
-        else:
-            weights["head.weight"] = matrix
-    bias = None if outer.bias is None else tensors.take("head.bias", outer.bias)
-    weights["head.bias"] = np.zeros(vocabulary, np.float32) if bias is None else bias
+    outer_weights(tensors, outer, layers, weights)
     tensors.note_conversions()
     try:
         architecture = Architecture(
             cell=layers.cell,
-            vocabulary_size=vocabulary,
-            embedding=layers.inputs,
-            hidden=hidden,
+            vocabulary_size=len(weights["embedding.weight"]),
+            embedding=weights["embedding.weight"].shape[1],
+            hidden=max(layers.sizes),
             layers=len(layers.names),
-            tied=tied,
+            tied="head.weight" not in weights,
         )
     except ValidationError as error:
         raise tensors.error(f"Wane cannot serve this model: {error.errors()[0]['msg']}") from error
