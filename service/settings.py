@@ -119,6 +119,9 @@ class Settings(BaseModel):
     max_generated_tokens: int = Field(
         default=4096, ge=1, description="largest number of tokens that one request may generate for each sample"
     )
+    max_filter_events: int = Field(
+        default=10_000, ge=1, description="largest number of events in the list exclude or candidates of a request"
+    )
     top_k_limit: int = Field(default=100, ge=1, description="largest number of predictions in one answer")
     session_history_tokens: int = Field(
         default=256,

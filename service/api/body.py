@@ -28,9 +28,10 @@ from starlette.requests import Request
 
 from wane.service.aio.deadline import until
 from wane.service.api.exchange import WHOLE_BODY, context
-from wane.service.api.schemas.common import AtMost, Body
+from wane.service.api.schemas.common import AtMost, Body, EventInput, GivenSequence, RankedBody
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.engine.engine import Engine
+from wane.service.engine.event_names import EventTokens
 from wane.service.errors import (
     REPR_MAX_CHARACTERS,
     Abandoned,
@@ -42,7 +43,7 @@ from wane.service.errors import (
     truncate_repr,
 )
 from wane.service.settings import Settings
-from wane.service.types import MAX_POSITION, SESSION_ID
+from wane.service.types import MAX_POSITION, NO_FILTER, SESSION_ID, Filter
 
 MOST_DIGITS = 1000
 """The largest number of digits of one number in a large body. Decoding time grows with the square of the number of
@@ -123,6 +124,7 @@ KINDS = {
     "greater_than_equal": "at least {ge}",
     "int_type": "an integer",
     "less_than": "less than {lt}",
+    "literal_error": "{expected}",
     "list_type": "a list",
     "model_type": "an object",
     "string_type": "a string",
@@ -290,7 +292,8 @@ class Decoder:
         self._settings = settings
         fields = MOST_FIELDS * (settings.max_batch_inputs + 4)
         tokens = max(settings.max_input_tokens, settings.max_scored_tokens)
-        self.most = BodyLimits(values=tokens + fields, fields=fields, containers=fields)
+        filtered = 2 * settings.max_filter_events
+        self.most = BodyLimits(values=tokens + filtered + fields, fields=fields, containers=fields)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
 
     async def decode(self, raw: bytes | str, model: type[B], deadline: float | None = None) -> B:
@@ -314,7 +317,7 @@ class Decoder:
             return self.decode_now(data, model)
         place, most = over
         self._check_part(data[:place], model)
-        limit = "the limit follows from max_input_tokens, max_scored_tokens and max_batch_inputs"
+        limit = "the limit follows from max_input_tokens, max_scored_tokens, max_filter_events and max_batch_inputs"
         raise TooLarge(f"the body holds more than {most}: {limit}")
 
     def decode_now(self, raw: bytes | str, model: type[B]) -> B:
@@ -461,17 +464,33 @@ def valid(document: Any, model: type[B]) -> B:
 
 
 async def tokens_of(
-    engine: Engine, given: str | list[int], deadline: float | None, *, document: bool = False
-) -> tuple[int, ...]:
-    """Returns the token ids of a text, or the given token ids. If `document` is true, the input is for scoring, which
-    has a larger limit on the number of tokens. Raises TooLarge, DeadlineExceeded, and InvalidRequest for a text without
-    tokens."""
+    engine: Engine, given: GivenSequence, deadline: float | None, *, document: bool = False
+) -> EventTokens:
+    """Returns the tokens of a text or of events, or the given token ids. If `document` is true, the input is for
+    scoring, which has a larger limit on the number of tokens. Raises TooLarge, DeadlineExceeded, and InvalidRequest for
+    a text without tokens, for events that the model refuses, and if the model does not read this kind of input."""
     if isinstance(given, list):
-        return tuple(given)
+        return EventTokens(tuple(given))
+    if isinstance(given, EventInput):
+        engine.check_event_count(len(given.events), document=document)
+        return engine.events.tokens(given.events, given.unknown)
     tokens = await engine.encode(given, deadline, document=document)
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")
-    return tokens
+    return EventTokens(tokens)
+
+
+def filter_of(engine: Engine, body: RankedBody) -> Filter:
+    """Returns the filter of a body. Raises InvalidRequest."""
+    if body.exclude is None and body.candidates is None and not (body.exclude_seen or body.include_end):
+        return NO_FILTER
+    return engine.events.filter(
+        body.exclude,
+        body.candidates,
+        body.unknown,
+        exclude_seen=body.exclude_seen,
+        include_end=body.include_end,
+    )
 
 
 def headers(described: Mapping[str, tuple[str, Mapping[str, object]]]) -> dict[str, Any]:

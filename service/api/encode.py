@@ -158,6 +158,10 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
         document["durable"] = given.durable
     if given.cache_tokens is not None:
         document["cache_tokens"] = given.cache_tokens
+    if given.unknown is not None:
+        document["unknown"] = list(given.unknown)
+    if given.seen_tokens is not None:
+        document["seen_tokens"] = given.seen_tokens
     return document
 
 
@@ -213,6 +217,8 @@ COLUMNS = (
     "state_error_bound",
     "top1_proved",
     "cache_tokens",
+    "unknown",
+    "seen_tokens",
 )
 """Columns of the answers to many steps. Each column has the name of a field of `Answer`."""
 

@@ -37,6 +37,7 @@ from wane.service.engine import bounds
 from wane.service.engine.bounds import Bound
 from wane.service.engine.logits import listed
 from wane.service.engine.pending import STILL_COMMITS, Admission, Pending
+from wane.service.engine.ranking import Ranking
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.errors import DeadlineExceeded
@@ -254,15 +255,19 @@ class StepColumns:
         most_predictions: int,
         max_queue: int,
         queue_columns: Callable[[], None],
+        ranking: Ranking,
         cache: CacheMixture | None = None,
     ) -> None:
         """`procedure` is the general procedure: it runs any admitted step, and releases the session's lock.
-        `most_predictions` is the largest top_k that the step graph outputs; if 0, no step is taken in columns.
+        `most_predictions` is the largest top_k for which the step graph outputs enough tokens; if 0, no step is taken
+        in columns.
         `max_queue` limits the number of queued steps. `queue_columns` notifies the batcher that steps are queued.
-        `cache` is the model's cache, if it has one.
+        `ranking` has the tokens that answers list. `cache` is the model's cache, if it has one.
         """
         self._vocabulary = vocabulary
+        self._ranking = ranking
         self._size = vocabulary.size
+        self._unlisted = vocabulary.unlisted
         self._state_cache = state_cache
         self._slots = state_cache.order
         self._buffered = resident.buffered
@@ -496,7 +501,7 @@ class StepColumns:
             ]
         else:
             results.bounds = [self._bound_of_all] * len(batch)
-        width = max(FEW, *batch.top_k)
+        width = min(max(FEW, *batch.top_k) + len(self._unlisted), outputs[TOP_IDS].shape[1])
         if self._cache is None:
             self._largest(results, outputs, width)
         else:
@@ -511,8 +516,10 @@ class StepColumns:
 
     def _largest(self, results: StepResults, outputs: Mapping[str, Array], width: int) -> None:
         """Sets the fields of `results` for the most probable tokens and for the proof of the first of these tokens."""
-        ids = outputs[TOP_IDS][:, :width]
-        logits = outputs[TOP_LOGITS][:, :width].astype(np.float64)
+        ids, top_logits = outputs[TOP_IDS][:, :width], outputs[TOP_LOGITS][:, :width]
+        if self._unlisted:
+            ids, top_logits = self._without_unlisted(ids, top_logits)
+        logits = top_logits.astype(np.float64)
         # Because the log-sum-exp is rounded, the log-probability of a token with a probability near 1 may come out
         # above 0.
         logprobs = np.minimum(logits - outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
@@ -528,9 +535,12 @@ class StepColumns:
         mixtures. `found` holds the cache's part of each row's mixture."""
         logits, ids = outputs["logits"], outputs[TOP_IDS]
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
-        top = cache.top(logits, sums, ids, found, min(width, ids.shape[1]))
-        results.ids, results.probabilities = top.ids.tolist(), top.probabilities.tolist()
-        results.logprobs = np.log(top.probabilities).tolist()
+        top = cache.top(logits, sums, ids, found, width)
+        probabilities, top_ids = top.probabilities, top.ids
+        if self._unlisted:
+            top_ids, probabilities = self._without_unlisted(top_ids, probabilities)
+        results.ids, results.probabilities = top_ids.tolist(), probabilities.tolist()
+        results.logprobs = np.log(probabilities).tolist()
         results.cache_tokens = found.tokens.tolist()
         unknown = [cache.unknown(*known) for known in zip(results.cache_tokens, results.positions, strict=True)]
         errors = [
@@ -543,8 +553,17 @@ class StepColumns:
             return
 
         results.proved = self._margin.proves_mixtures(
-            top.probabilities, outputs[HIDDEN], found.network, np.array(errors)
+            probabilities, outputs[HIDDEN], found.network, np.array(errors)
         ).tolist()
+
+    def _without_unlisted(
+        self, ids: NDArray[np.int64], values: NDArray[np.floating]
+    ) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
+        """Returns the arguments (B, K) without the tokens that are not listed, in the same order: (B, K - U). U is the
+        number of unlisted tokens."""
+        is_unlisted = np.isin(ids, self._unlisted)
+        order = np.argsort(is_unlisted, axis=1, kind="stable")[:, : ids.shape[1] - len(self._unlisted)]
+        return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
 
     def _proved(
         self,
@@ -566,7 +585,7 @@ class StepColumns:
         settled = self._margin.settled(ids, logits, lengths, errors)
         proved = (settled == 1) & known
         for row in np.flatnonzero((settled < 0) & known).tolist():
-            proved[row] = self._margin.proves(outputs["logits"][row], outputs[HIDDEN][row], errors.item(row))
+            proved[row] = self._has_no_rival(outputs, row, ids.item(row, 0), errors.item(row))
         flags: list[bool] = proved.tolist()
         return flags
 
@@ -587,9 +606,13 @@ class StepColumns:
                 continue
             settled = self._margin.settles(first, second, highest - next_one, length, error)
             if settled is None:
-                settled = self._margin.proves(outputs["logits"][row], outputs[HIDDEN][row], error)
+                settled = self._has_no_rival(outputs, row, first, error)
             flags.append(settled)
         return flags
+
+    def _has_no_rival(self, outputs: Mapping[str, Array], row: int, first: int, error: float) -> bool:
+        logits, hidden = outputs["logits"][row], outputs[HIDDEN][row]
+        return self._margin.has_no_rival(logits, hidden, error, first, among=self._ranking.ids)
 
     def _count(self, results: StepResults, batch: StepBatch) -> None:
         self._stats.stepped(

@@ -1,6 +1,8 @@
 """Serves one version of one model: `submit` admits a request, runs it and answers it.
 
 limits      checks a request against the model and the settings
+event_names converts the names of events to tokens
+ranking     selects the tokens that an answer lists
 routing     chooses between the recurrent mode and a window, by cost
 step        runs a step of a session: check out, run, commit, answer
 predict     answers requests without a session
@@ -38,6 +40,7 @@ from wane.service.engine import compare
 from wane.service.engine.answer import AnswerBuilder
 from wane.service.engine.backlog import Backlog
 from wane.service.engine.columns import PendingStep, StepColumns, StepReceiver
+from wane.service.engine.event_names import EventNames
 from wane.service.engine.forward import PIECE_TOKENS, Forward
 from wane.service.engine.generate import SessionSource
 from wane.service.engine.housekeeping import Housekeeper
@@ -64,6 +67,7 @@ from wane.service.settings import Settings
 from wane.service.state.cache import StateCache
 from wane.service.types import (
     ANYBODY,
+    NO_FILTER,
     Answer,
     CompareRequest,
     Comparison,
@@ -139,6 +143,7 @@ class Engine:
         self._runner = runner
         self._max_batch = settings.max_batch_size
         self._limits = Limits(manifest, settings)
+        self.events = EventNames(manifest, vocabulary, settings)
         self.state_cache = pool = StateCache(
             manifest.state,
             manifest.architecture.hidden,
@@ -176,7 +181,14 @@ class Engine:
         self._stats = Stats(metrics, name)
         self._prover = ThreadPoolExecutor(1, thread_name_prefix=f"prover-{name}")
         cache = None if manifest.cache is None else CacheMixture(manifest.cache, vocabulary.size)
-        places = TopPlaces(self.batcher, self.forward, vocabulary, cache, has_hiddens=HIDDENS in runner.outputs("scan"))
+        places = TopPlaces(
+            self.batcher,
+            self.forward,
+            vocabulary,
+            cache,
+            has_hiddens=HIDDENS in runner.outputs("scan"),
+            start_tokens=len(manifest.start_tokens),
+        )
         self.scorer = Scorer(manifest, parallel, pool, self._cost_model, self._prover, places, cache)
         self.answer_builder = AnswerBuilder(
             manifest, vocabulary, margin, self.forward, self._stats, self._prover, cache
@@ -210,6 +222,7 @@ class Engine:
         """Returns whether the state of a session, given by its key, is in the state cache."""
         self._resident = resident = ResidentSessions(pool, store, settings.session_ttl_s, clock, cache)
         outputs = runner.outputs("step")
+        most_predictions = min(settings.top_k_limit, min(TOP, vocabulary.size) - len(vocabulary.unlisted))
         self._columns = StepColumns(
             manifest.certificate,
             vocabulary,
@@ -222,9 +235,10 @@ class Engine:
             metrics,
             name,
             partial(self._step_admitted, is_locked=True),
-            most_predictions=min(settings.top_k_limit, TOP, vocabulary.size) if TOP_IDS in outputs else 0,
+            most_predictions=most_predictions if TOP_IDS in outputs and most_predictions > 1 else 0,
             max_queue=settings.max_queue,
             queue_columns=self.batcher.queue_columns,
+            ranking=self.answer_builder.rankings.default,
             cache=cache,
         )
         self.batcher.columns = self._columns
@@ -281,8 +295,7 @@ class Engine:
         warm_up(
             self._runner,
             self.state_cache,
-            self.vocabulary.eos_id,
-            window=self.manifest.window,
+            self.manifest,
             max_batch_size=self._max_batch,
         )
         lengths = (1, self._limits.window, self._limits.max_window)
@@ -306,8 +319,10 @@ class Engine:
         """Returns the token ids of `text`. A long text is encoded on a thread. A text that certainly exceeds the limit
         is refused before it is encoded. A `document` is input for scoring, for which the limit is higher.
 
-        Raises TooLarge if there are too many tokens, and InvalidRequest if `text` is not valid text.
+        Raises TooLarge if there are too many tokens, and InvalidRequest if `text` is not valid text, or if the model
+        reads events.
         """
+        self.events.check_text()
         try:
             self._limits.length(self.vocabulary.fewest_tokens(text), "at least ", document=document)
             with self.admission.admitted(), until(deadline):
@@ -323,6 +338,11 @@ class Engine:
             raise InvalidRequest(f"the input is not valid text: {error}", "input") from error
         self._limits.length(len(tokens), document=document)
         return tuple(tokens)
+
+    def check_event_count(self, count: int, *, document: bool = False) -> None:
+        """Checks the number of an input's events before they are converted to tokens. `document`: see `encode`. Raises
+        TooLarge."""
+        self._limits.length(count, document=document)
 
     def check_tokens(self, tokens: Sequence[int], field: str = "tokens", *, document: bool = False) -> None:
         """Checks tokens before a request is built from them. `document`: see `encode`. Raises TooLarge if there are too
@@ -353,6 +373,8 @@ class Engine:
             and request.cache
             and not request.logits
             and not request.token_logprobs
+            and not request.unknown
+            and request.filter == NO_FILTER
         )
         if len(tokens) == 1 and plain:
             pending = PendingStep()
@@ -467,8 +489,9 @@ class Engine:
         return [result for result in results if result is not None]
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Returns one log-probability for each token of the request; None for the first token of a truncated text.
-        Raises InvalidRequest, TooLarge."""
+        """Returns one log-probability for each token of the request; None for a token that has no prediction, and for a
+        skipped event. Raises InvalidRequest, TooLarge."""
+        tokens: list[int | None] = []
         logprobs: list[float | None] = []
         error_bounds: list[float | None] = []
         places: list[tuple[Prediction, ...] | None] = []
@@ -476,12 +499,13 @@ class Engine:
             async for item in scoring:
                 if isinstance(item, ScoredTokens):
                     places.extend(item.predictions or ())
+                    tokens.extend(item.tokens)
                     logprobs.extend(item.logprobs)
                     error_bounds.extend(item.error_bounds or ())
                 elif isinstance(item, ScoreSummary):
                     return Score(
                         **asdict(item),
-                        tokens=request.tokens,
+                        tokens=tuple(tokens),
                         logprobs=tuple(logprobs),
                         error_bounds=tuple(error_bounds) if request.truncated else None,
                         predictions=None if request.top_k is None else tuple(places),
@@ -519,7 +543,7 @@ class Engine:
                 self.forward,
                 self.state_cache,
                 self.answer_builder,
-                self.vocabulary,
+                self.manifest.start_tokens,
                 request,
                 self.identity,
                 ticket,

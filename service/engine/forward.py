@@ -15,6 +15,7 @@ from wane.service.batching.ticket import Ticket
 from wane.service.chunked.chunked import IN_ORDER, ChunkedRunner
 from wane.service.engine.bounds import Bound, of_mixture
 from wane.service.engine.mixed import Mixed
+from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
 # Largest number of tokens in one run of a long sequence. The limit keeps the delay of other requests and the
@@ -70,6 +71,21 @@ class RunResult:
     def largest(self, count: int) -> Largest | None:
         """Returns at least the `count` most probable tokens; None if the graph does not output enough of them."""
         return self.row.largest(count) if self.mixed is None else self.mixed.largest(count)
+
+    @property
+    def most(self) -> int:
+        """The largest `count` for which `largest` returns tokens. It is the number of largest logits that the graph
+        outputs."""
+        ids = self.row.output(TOP_IDS)
+        return 0 if ids is None else len(ids)
+
+    @property
+    def log_sum_exp(self) -> float | None:
+        """The log-sum-exp of `logits`; None if the graph does not output it."""
+        if self.mixed is not None:
+            return 0.0  # the logits of a mixture are log-probabilities
+        found = self.row.output(LOG_SUM_EXP)
+        return None if found is None else found.item()
 
     @property
     def hidden(self) -> NDArray[np.float32]:
@@ -143,15 +159,16 @@ class Forward:
         return RunResult(row, self._pool.gather_hidden([slot])[0])
 
 
-def sequence(eos_id: int, tokens: Sequence[int], *, truncated: bool = False) -> NDArray[np.int64]:
-    """Returns the model's input: the start token `<eos>` and the tokens, int64 (1 + n). If `truncated`, the tokens are
-    the end of a longer sequence, and the input has no start token: int64 (n)."""
-    return np.array(tokens if truncated else [eos_id, *tokens], np.int64)
+def sequence(start_tokens: Sequence[int], tokens: Sequence[int], *, truncated: bool = False) -> NDArray[np.int64]:
+    """Returns the model's input: the start tokens (`Manifest.start_tokens`) and the tokens, int64 (s + n). If
+    `truncated`, the tokens are the end of a longer sequence, and the input has no start token: int64 (n). If there are
+    no tokens, the input has the start tokens in any case."""
+    return np.array(tokens if truncated and tokens else [*start_tokens, *tokens], np.int64)
 
 
 def tail(input_ids: NDArray[np.int64], position: int, k: int) -> NDArray[np.int64]:
-    """Returns the last `k` tokens of `input_ids`, which ends at `position`. Returns all of `input_ids`, with `<eos>`,
-    if k >= position."""
+    """Returns the last `k` tokens of `input_ids`, which ends at `position`. Returns all of `input_ids`, with its start
+    token, if k >= position."""
     return input_ids if k >= position else input_ids[-k:]
 
 

@@ -21,7 +21,7 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
-from wane.service.engine.logits import Preferences, Sampler, log_softmax, most_probable
+from wane.service.engine.logits import FORBID, Preferences, Sampler, log_softmax, most_probable
 from wane.service.types import (
     Finish,
     FinishReason,
@@ -31,6 +31,10 @@ from wane.service.types import (
     Mode,
     StateSource,
     id_of,
+)
+
+NOTHING_TO_CONTINUE = (
+    "there is nothing to continue: the model starts from the zero state, and predicts nothing before the first event"
 )
 
 
@@ -240,10 +244,12 @@ async def generate(
     """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`. `cache`: see
     `RunResult.mix`."""
     preferences: Preferences | None = None
-    if request.presence_penalty or request.frequency_penalty or request.logit_bias:
-        preferences = Preferences(
-            vocabulary.size, request.logit_bias or {}, request.presence_penalty, request.frequency_penalty
-        )
+    # `<unk>` stands for no event, so it is never drawn. A bias that forces it would leave no token to draw.
+    bias = dict(request.logit_bias or {})
+    if vocabulary.kind == "events" and vocabulary.unk_id is not None:
+        bias[vocabulary.unk_id] = FORBID
+    if request.presence_penalty or request.frequency_penalty or bias:
+        preferences = Preferences(vocabulary.size, bias, request.presence_penalty, request.frequency_penalty)
     sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed, request.sample, preferences)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
@@ -291,4 +297,5 @@ async def generate(
         cache_tokens=None if result.mixed is None else result.mixed.tokens,
         session=None if start.session is None else id_of(start.session),
         position=None if start.session is None else start.position,
+        unknown=request.unknown or None,
     )

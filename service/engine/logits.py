@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.vocabulary import Vocabulary
-from wane.service.batching.batch import Largest, Top
+from wane.service.batching.batch import Largest
 from wane.service.types import Prediction
 
 _made = partial(tuple.__new__, Prediction)
@@ -23,26 +23,33 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     return normalised
 
 
-def predictions(
-    logits: NDArray[np.float32], count: int, vocabulary: Vocabulary, top: Top | None = None
-) -> tuple[Prediction, ...]:
+def largest(
+    logits: NDArray[np.float32],
+    count: int,
+    ids: NDArray[np.int64] | None = None,
+    log_sum_exp: float | None = None,
+) -> Largest:
     """Returns the `count` most probable tokens in descending order. Among equal probabilities, the smaller id comes
     first.
 
-    `top` holds the largest values of `logits`. If `top` holds at least `count` values, `logits` is not read.
+    logits: float32 (V). If `ids`, int64 in ascending order, is given, only these tokens are listed. `log_sum_exp` is
+    that of all logits; it is computed if it is None.
     """
-    count = min(count, len(logits))
-    found = None if top is None else top.first(count)
-    if found is not None:
-        return listed(found, count, vocabulary)
-    of_all = log_softmax(logits)
-    least = np.partition(of_all, -count)[-count]
-    candidates = np.flatnonzero(of_all >= least)  # includes all tokens that tie for the last place
-    order = candidates[np.argsort(-of_all[candidates], kind="stable")][:count]
-    logprobs = of_all[order]
-    return listed(
-        Largest(order.tolist(), logits[order].tolist(), logprobs.tolist(), np.exp(logprobs).tolist()), count, vocabulary
-    )
+    listed_logits = logits if ids is None else logits[ids]
+    count = min(count, len(listed_logits))
+    if not count:
+        return Largest([], [], [], [])
+    least = np.partition(listed_logits, -count)[-count]
+    places = np.flatnonzero(listed_logits >= least)  # includes all tokens that tie for the last place
+    order = places[np.argsort(-listed_logits[places], kind="stable")][:count]
+    values = listed_logits[order].astype(np.float64)
+    if log_sum_exp is None:
+        highest = float(logits.max())
+        logprobs = values - highest - np.log(np.exp(logits.astype(np.float64) - highest).sum())
+    else:
+        logprobs = np.minimum(values - log_sum_exp, 0.0)  # the sum is rounded
+    found = order if ids is None else ids[order]
+    return Largest(found.tolist(), values.tolist(), logprobs.tolist(), np.exp(logprobs).tolist())
 
 
 def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Prediction, ...]:
@@ -61,8 +68,14 @@ def listed(found: Largest, count: int, vocabulary: Vocabulary) -> tuple[Predicti
 def most_probable(
     logprobs: NDArray[np.float64], count: int, also: int, vocabulary: Vocabulary
 ) -> tuple[Prediction, ...]:
-    """Returns the `count` most probable tokens, as in `predictions`, and the token `also` at the end if it is not one
-    of them. Its log-probability is the same float as in `logprobs`, float64 (V)."""
+    """Returns the `count` most probable tokens, as in `largest`, and the token `also` at the end if it is not one of
+    them. Its log-probability is the same float as in `logprobs`, float64 (V). For a vocabulary of events, `<unk>` is in
+    the list only as `also`."""
+    hidden = vocabulary.unk_id if vocabulary.kind == "events" else None
+    if hidden is not None and hidden != also:
+        logprobs = logprobs.copy()
+        logprobs[hidden] = -np.inf
+        count = min(count, len(logprobs) - 1)
     count = min(count, len(logprobs))
     ids: list[int] = []
     if count:

@@ -46,6 +46,7 @@ from wane.service.api.routes.sessions import step_request
 from wane.service.api.schemas.sessions import StreamBody
 from wane.service.auth.guard import chosen
 from wane.service.engine.engine import Engine
+from wane.service.engine.event_names import EventTokens
 from wane.service.errors import (
     Abandoned,
     Conflict,
@@ -205,9 +206,9 @@ class Stream:
         if body.rewind is not None:
             await engine.rewind(self.session, body.rewind, deadline)
             return await engine.submit(PredictRequest(session=self.session, deadline=deadline))
-        tokens = (token,) if token is not None else await tokens_of(engine, body.sequence, deadline)
+        given = await tokens_of(engine, body.sequence, deadline) if token is None else EventTokens((token,))
         return await engine.submit(
-            step_request(self.session, tokens, body, deadline, body.expected_position, body.idempotency_key)
+            step_request(engine, self.session, given, body, deadline, body.expected_position, body.idempotency_key)
         )
 
     async def close(self, code: int, reason: str) -> None:
