@@ -9,8 +9,9 @@ would compute a different function without it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 from pydantic import ValidationError
 
 from wane.models.manifest import Architecture
@@ -18,6 +19,9 @@ from wane.training.audit.checkpoint import Checkpoint
 from wane.training.audit.embedding_and_head import find_embedding_and_head, outer_weights
 from wane.training.audit.layers import find_layers, layer_weights
 from wane.training.audit.tensor_map import Array, TensorMap
+
+IMPOSSIBLE = 104.0
+"""The difference of logits, in nats, from which the less probable token has the probability 0 in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +71,22 @@ def import_model(
     except ValidationError as error:
         raise tensors.error(f"Wane cannot serve this model: {error.errors()[0]['msg']}") from error
     return ForeignModel(architecture, weights, tensors.names, tuple(tensors.notes))
+
+
+def add_unused_tokens(model: ForeignModel, count: int) -> ForeignModel:
+    """Adds `count` tokens after the last token. The model never reads them and predicts them with probability 0. The
+    probabilities of the other tokens do not change.
+
+    An added token has only a bias b. The logit of a token v is at least b_v - |w_v|_1, because the output of every unit
+    is in [-1, 1] (except with ReLU). b is `IMPOSSIBLE` below the largest of these lower bounds.
+    """
+    if not count:
+        return model
+    weights = dict(model.weights)
+    head = weights.get("head.weight", weights["embedding.weight"])
+    bias = (weights["head.bias"] - np.abs(head).sum(axis=1)).max() - IMPOSSIBLE
+    for name in {"embedding.weight", "head.weight"} & weights.keys():
+        weights[name] = np.pad(weights[name], ((0, count), (0, 0)))
+    weights["head.bias"] = np.append(weights["head.bias"], np.full(count, bias, np.float32))
+    size = model.architecture.vocabulary_size + count
+    return replace(model, weights=weights, architecture=model.architecture.model_copy(update={"vocabulary_size": size}))
