@@ -88,6 +88,7 @@ Tokens = Annotated[
     says(minItems=1, items={"type": "integer", "minimum": 0}),
 ]
 Event = Annotated[str | Integer, Field(union_mode="left_to_right")]
+EventList = Annotated[list[Event], Field(fail_fast=True, description="names of events")]
 Events = Annotated[
     list[Event],
     Field(
@@ -262,7 +263,7 @@ class SequenceBody(Body):
 class RankedBody(SequenceBody):
     """A body whose answer lists tokens. The filters are for models of events."""
 
-    exclude: Annotated[Events | None, AtMost("max_filter_events")] = Field(
+    exclude: Annotated[EventList | None, AtMost("max_filter_events")] = Field(
         default=None, description="events that the answer does not list. Probabilities do not change"
     )
     exclude_seen: bool = Field(
@@ -270,7 +271,7 @@ class RankedBody(SequenceBody):
         description="true: the answer does not list the events of the sequence that the server knows. `seen_tokens` is "
         "their number",
     )
-    candidates: Annotated[Events | None, AtMost("max_filter_events")] = Field(
+    candidates: Annotated[EventList | None, AtMost("max_filter_events")] = Field(
         default=None, description="the only events that the answer may list. Probabilities do not change"
     )
     include_end: bool = Field(

@@ -24,6 +24,7 @@ from wane.service.types import (
     GenerateRequest,
     History,
     Mode,
+    Prediction,
     PredictRequest,
     ScoreRequest,
     StateSource,
@@ -67,15 +68,16 @@ def ranking(
     return sorted(left, key=lambda one: (-of[one], one))[:count]
 
 
-def assert_lists(answer: Answer, of: NDArray[np.float64], count: int, **filters: Any) -> None:
+def assert_lists(found: Answer | Sequence[Prediction], of: NDArray[np.float64], count: int, **filters: Any) -> None:
     """Checks the tokens of an answer, their order, and that their probabilities are those of the whole distribution."""
-    ids = [one.token_id for one in answer.predictions]
+    predictions = found.predictions if isinstance(found, Answer) else found
+    ids = [one.token_id for one in predictions]
     wanted = ranking(of, count, **filters)
     assert len(ids) == len(set(ids)) == len(wanted)
     assert set(ids) <= set(ranking(of, SIZE, **filters))
     assert of[ids] == pytest.approx(of[wanted], abs=CLOSE)
-    assert [one.probability for one in answer.predictions] == pytest.approx(of[ids], abs=CLOSE)
-    assert [one.logprob for one in answer.predictions] == pytest.approx(np.log(of[ids]), abs=1e-4)
+    assert [one.probability for one in predictions] == pytest.approx(of[ids], abs=CLOSE)
+    assert [one.logprob for one in predictions] == pytest.approx(np.log(of[ids]), abs=1e-4)
 
 
 OPTIONS = [
