@@ -123,8 +123,9 @@ class Vocabulary:
 
         Releases the interpreter lock while it encodes lines. Raises ValueError if the text contains half of a surrogate
         pair. If `most` is given, raises TooManyTokens for a text of more than `most` tokens, because building a list of
-        millions of ids would block the other threads. For events, `most` has no effect.
+        millions of ids would block the other threads.
         """
+        assert self.kind != "events", "events are not text: this is a bug"
         _check_characters(text)
         lines = text.split("\n")
         ids: list[int] = []

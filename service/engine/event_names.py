@@ -90,18 +90,17 @@ class EventNames:
 
         Raises InvalidRequest like `tokens`, and if a list is too long.
         """
-        lists, flags = (
-            {"exclude": exclude, "candidates": candidates},
-            {
-                "exclude_seen": exclude_seen,
-                "include_end": include_end,
-            },
-        )
-        given = [name for name, value in (lists | flags).items() if value is not None and value is not False]
-        if not given:
+        given = {
+            "exclude": exclude is not None,
+            "candidates": candidates is not None,
+            "exclude_seen": exclude_seen,
+            "include_end": include_end,
+        }
+        first = next((name for name, is_given in given.items() if is_given), None)
+        if first is None:
             return NO_FILTER
-        self.check_events(given[0])
-        for name, events in lists.items():
+        self.check_events(first)
+        for name, events in (("exclude", exclude), ("candidates", candidates)):
             if events is not None and len(events) > self._most:
                 raise InvalidRequest(f"{name} holds {len(events)} values, but must hold at most {self._most}", name)
         excluded = self._find(exclude or (), "skip", "exclude")

@@ -201,7 +201,7 @@ async def test_unknown_is_a_field_of_a_request(harness: EngineHarness, client: h
     message = await refused(client, "/v1/predict", events=given, unknown="ignore")
     assert message == "unknown must be 'refuse', 'skip' or 'token'"
     message = await refused(client, "/v1/predict", tokens=TOKENS, unknown="skip")
-    assert message == "`unknown` is for events: give it with `events` or `inputs` or `candidates`"
+    assert message == "`unknown` is given without `events` or `inputs` or `candidates`"
     found = await post(client, "/v1/predict", events=EVENTS, candidates=["item 3", "new"])
     assert_ranked(found["predictions"], of(harness), 5, candidates=(5,))
     assert found["unknown"] == ["new"]
