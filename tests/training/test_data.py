@@ -66,7 +66,9 @@ def test_the_splits_contain_every_line_once_in_order() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("[1, 2]", "not a list of event names"),
+        ("[1, 2.5]", "not a list of event names"),
+        ("[true]", "not a list of event names"),
+        ('"a"', "not a list of event names"),
         ('{"a": 1}', "not a list of event names"),
         ('["a", ""]', "not a list of event names"),
         ('["a\\nb"]', "line break, or blanks around"),
