@@ -179,7 +179,7 @@ def _export(
             sample_tokens=subject.corpus.streams["audit"][:SAMPLE_TOKENS].tolist(),
             torch_network=network,
             replace=options.replace,
-            start=subject.start,
+            start=subject.corpus.start,
         )
     _print_bundle(manifest, target, recommended, report, console)
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.bundle import Bundle, BundleError
-from wane.models.manifest import Architecture, Rounding, Start
+from wane.models.manifest import Architecture, Rounding
 from wane.models.weights import Weights
 from wane.training.audit.checkpoint import read_checkpoint
 from wane.training.audit.model import add_unused_tokens, import_model
@@ -56,8 +56,7 @@ class AuditOptions:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The audited model and the text that the audit reads. `split`: the name of the text's stream in `corpus`. `start`:
-    whether a sequence begins with `<eos>`."""
+    """The audited model and the text that the audit reads. `split`: the name of the text's stream in `corpus`."""
 
     source: Literal["checkpoint", "bundle", "run"]
     architecture: Architecture
@@ -68,12 +67,11 @@ class Subject:
     tensors: dict[str, str] | None = None
     notes: tuple[str, ...] = ()
     rounding: Rounding | None = None
-    start: Start = "token"
 
     @property
     def joined(self) -> bool:
         """Whether the text is one sequence that joins all sequences, because the model reads no token between them."""
-        return self.start == "zero" and self.corpus.vocabulary.kind == "events"
+        return self.corpus.start == "zero" and self.corpus.vocabulary.kind == "events"
 
 
 def find_subject(options: AuditOptions) -> Subject:
@@ -81,7 +79,8 @@ def find_subject(options: AuditOptions) -> Subject:
     if (options.file / "experiment.json").exists():
         run = open_run(options.file, options.data)
         weights = {name: tensor.numpy() for name, tensor in run.network.weights().items()}
-        return Subject("run", run.network.architecture, weights, run.corpus, "valid")
+        notes = _join(run.corpus, "valid")
+        return Subject("run", run.network.architecture, weights, run.corpus, "valid", notes=notes)
     if options.data is None:
         raise RunError("no text: name a file or folder with --data")
     if options.file.is_dir():
@@ -91,17 +90,16 @@ def find_subject(options: AuditOptions) -> Subject:
         except BundleError as error:
             raise RunError(f"{options.file} is neither a checkpoint, a run nor a bundle: {error}") from error
         json_text = (options.file / bundle.manifest.tokenizer).read_text(encoding="utf-8")
-        corpus = load_whole(options.data, bundle.vocabulary, json_text, options.tokens)
         manifest = bundle.manifest
+        corpus = load_whole(options.data, bundle.vocabulary, json_text, options.tokens, manifest.start)
         return Subject(
             "bundle",
             manifest.architecture,
             weights,
             corpus,
             "audit",
-            notes=_join(corpus, manifest.start),
+            notes=_join(corpus, "audit"),
             rounding=manifest.certificate.rounding,
-            start=manifest.start,
         )
     return _foreign(options, options.data)
 
@@ -127,7 +125,7 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
             f"{model.architecture.vocabulary_size} rows: the model was trained with another vocabulary"
         )
     model = add_unused_tokens(model, read.added)
-    corpus = load_whole(data, read.vocabulary, read.tokenizer_json, options.tokens)
+    corpus = load_whole(data, read.vocabulary, read.tokenizer_json, options.tokens, read.start)
     return Subject(
         "checkpoint",
         model.architecture,
@@ -136,21 +134,20 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
         "audit",
         checkpoint.sha256,
         model.tensors,
-        (*model.notes, *read.notes, *_join(corpus, read.start)),
-        start=read.start,
+        (*model.notes, *read.notes, *_join(corpus, "audit")),
     )
 
 
-def _join(corpus: Corpus, start: Start) -> tuple[str, ...]:
+def _join(corpus: Corpus, split: str) -> tuple[str, ...]:
     """Removes the `<eos>` around the sequences of a model that reads none, and returns a note about it. In a text only
     the first is removed, because the others are line breaks."""
-    if start == "token":
+    if corpus.start == "token":
         return ()
-    vocabulary, stream = corpus.vocabulary, corpus.streams["audit"]
+    vocabulary, stream = corpus.vocabulary, corpus.streams[split]
     if vocabulary.kind == "events":
-        corpus.streams["audit"] = stream[stream != vocabulary.eos_id]
+        corpus.streams[split] = stream[stream != vocabulary.eos_id]
         return ("the sequences are joined for the measurement, so its perplexity is not that of separate sequences",)
-    corpus.streams["audit"] = stream[1:]
+    corpus.streams[split] = stream[1:]
     return ()
 
 
