@@ -30,8 +30,8 @@ class Batch:
 
     inputs, targets: int64 (T, lanes). A target is the token after its input. positions: int64 (T, lanes), the index in
     the split's stream of each input. real: bool (T, lanes), false for padding, or None if nothing is padding. fresh:
-    whether the lanes begin in the zero state, not in the last batch's. share: this process's share of the real tokens
-    of all processes.
+    whether the lanes start from the zero state instead of the state after the batch before. tokens: the number of real
+    inputs of all processes. share: this process's share of them.
     """
 
     inputs: Tensor
@@ -39,6 +39,7 @@ class Batch:
     positions: NDArray[np.int64]
     real: Tensor | None
     fresh: bool
+    tokens: int
     share: float
 
     def chosen(self, values: Tensor) -> Tensor:
@@ -51,8 +52,11 @@ class Batch:
 
 
 class Lanes(Protocol):
-    """One process's lanes of a split. `mine`: the slice of these lanes in the lanes of all processes. `count`: their
-    number, which is 0 if there are fewer lanes than processes. `steps`: the number of batches of the first epoch."""
+    """One process's lanes of a split.
+
+    `mine`: the slice of these lanes in the lanes of all processes. `count`: their number, which is 0 if there are fewer
+    lanes than processes. `steps`: the number of batches in the first epoch, after which the sequences begin again.
+    """
 
     mine: slice
     steps: int
@@ -93,7 +97,8 @@ class TextLanes:
         tokens = torch.from_numpy(np.array(part, order="C")).to(device)
         rows = np.arange(index * self._chunk, (index + 1) * self._chunk)
         positions = rows[:, None] + (len(self._rows) - 1) * np.arange(self._width)[self.mine]
-        return Batch(tokens[:-1], tokens[1:], positions, None, index == 0, self.count / self._width)
+        share = self.count / self._width
+        return Batch(tokens[:-1], tokens[1:], positions, None, index == 0, self._chunk * self._width, share)
 
 
 class Sessions:
@@ -166,6 +171,7 @@ class SessionLanes:
             positions,
             torch.from_numpy(mine).to(device),
             piece == 0,
+            int(real.sum()),
             float(mine.sum() / real.sum()),
         )
 

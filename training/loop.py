@@ -70,7 +70,7 @@ class Trainer:
             self.valid_lanes = self._lanes("valid", self._valid_width(), None)
             self.cache = CacheTraining.of(experiment, corpus, self.device)
             self.sampled = self._sampled_softmax()
-        self.step = 0
+        self.step = self.step_tokens = 0
         self.state = self.network.zero_state(self.train_lanes.count)
         self.best_loss, self.best_step = math.inf, 0
         self.decay_start: int | None = None
@@ -93,7 +93,7 @@ class Trainer:
             rate = learning_rate(self.config, self.step, self.decay_start)
             loss = self._train_step(rate)
             self.step += 1
-            seen += self.config.batch * self.config.chunk
+            seen += self.step_tokens
             last = self.step >= self.end
             if self.step % LOG_EVERY == 0 or self.step == 1 or last:
                 record: dict[str, object] = {"step": self.step, "loss": loss, "learning_rate": rate}
@@ -113,6 +113,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         batch = self.train_lanes.batch(self.step, self.device)
+        self.step_tokens = batch.tokens
         carried = self.config.regime == "recurrent" and not batch.fresh
         state = [tensor.detach() for tensor in self.state] if carried else None
         self.group.seed_noise(self.config.seed, self.step)

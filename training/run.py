@@ -25,6 +25,7 @@ from rich.progress import (
 from rich.table import Table
 
 from wane.models.bundle import BundleExistsError, check_place
+from wane.models.certificate.certify import CERTIFIED
 from wane.models.export import ExportError, export_bundle
 from wane.models.manifest import CacheModel, Certificate, Perplexity, Precision, Provenance, Quality, Unknown
 from wane.models.networks import Network
@@ -79,14 +80,13 @@ def train(
     parameters = sum(tensor.numel() for tensor in trainer.network.weights().values())
     console.print(
         f"{experiment.name}: {parameters:,} weights, {len(corpus.streams['train']):,} training tokens, "
-        f"vocabulary {corpus.vocabulary.size:,}, on {trainer.device}, in {folder.path}"
+        f"{trainer.train_lanes.steps:,} steps an epoch, vocabulary {corpus.vocabulary.size:,}, on {trainer.device}, in {folder.path}"
         + (f", {group.size} processes" if not group.alone else "")
         + (f", from step {trainer.step}" if trainer.step else ""),
         soft_wrap=True,
     )
     for note in corpus.notes:
         console.print(note, soft_wrap=True)
-    console.print(f"{trainer.train_lanes.steps:,} steps an epoch, {trainer.end:,} steps in all")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -112,7 +112,12 @@ def train(
                 )
     if group.first:
         plot_log(experiment.name, folder.path / "log.jsonl", folder.path / "training.png")
-    console.print(f"done: best validation loss {trainer.best_loss:.4f} at step {trainer.best_step}")
+    epochs = trainer.step / trainer.train_lanes.steps
+    console.print(
+        f"done: best validation loss {trainer.best_loss:.4f} at step {trainer.best_step}; {epochs:.1f} epochs, "
+        f"{trainer.wall_s / epochs:,.0f} s an epoch with its evaluations",
+        soft_wrap=True,
+    )
     return folder.path
 
 
@@ -309,16 +314,15 @@ def _unknown(corpus: Corpus, experiment: Experiment) -> Unknown:
 
 
 def describe_certificate(certificate: Certificate) -> str:
-    """Returns one line about what is proved. A contractive model forgets its past; it is certified only if its largest
-    window's proved error is small enough."""
+    """Returns one line that says whether the model is contractive and whether the server reports it as certified."""
+    if not certificate.contractive:
+        return f"not contractive, and therefore not certified: {certificate.reason}"
     if certificate.certified:
-        return f"contractive and certified: {len(certificate.error_bound)} tokens give the answer to within 1e-3"
-    if certificate.contractive:
-        return (
-            f"contractive (its state forgets any past), but served as not certified ({certificate.reason}): "
-            "its answers carry a proved error_bound, which is larger than 1e-3 even for the largest window"
-        )
-    return f"not contractive, and served as not certified: {certificate.reason}"
+        return f"contractive and certified: the error_bound of the largest window is at most {CERTIFIED:g}"
+    return (
+        f"contractive (the state forgets its start), but not certified (which needs an error_bound of at most "
+        f"{CERTIFIED:g} for the largest window): {certificate.reason}"
+    )
 
 
 @contextmanager
