@@ -120,7 +120,7 @@ class WeightDrop(nn.Module):
     def __init__(self, module: nn.LSTM) -> None:
         super().__init__()
         self.module = module
-        matrix = module.weight_hh_l0
+        matrix = module.get_parameter("weight_hh_l0")
         del module._parameters["weight_hh_l0"]
         self.weight_hh_l0_raw = nn.Parameter(matrix.data)
 

@@ -239,7 +239,7 @@ def test_a_projection_to_a_tied_head_is_taken_on_request(tmp_path: Path) -> None
     tokens = some_tokens()
     with torch.no_grad():
         hidden = module.rnn(module.embedding(tokens))[0]  # type: ignore[operator]
-        expected = projection(hidden) @ module.embedding.weight.T  # type: ignore[union-attr, operator]
+        expected = projection(hidden) @ module.embedding.weight.T  # type: ignore[union-attr]
     model = imported(path, mapping=parse_mapping(["projection=proj.weight"]))
     assert torch.allclose(logits_of(model, tokens), expected, atol=1e-5)
 
