@@ -80,15 +80,18 @@ class WindowSummary:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """The results of `measure`: the latency of each mode and phase in milliseconds, the agreement of windows of k
-    tokens with recurrent mode, and the results for each window size. `sequences`: the number of sequences. `unknown`:
-    how often each event occurs that the vocabulary lacks, and that was left out."""
+    """The results of `measure`: the latency of each mode and phase in milliseconds, with windows of k tokens; the
+    agreement of windows of the model's own k, `model_k`, with recurrent mode; and the results for each window size.
+
+    `sequences`: the number of sequences. `unknown`: how often each event occurs that the vocabulary lacks, and that was
+    left out."""
 
     url: str
     model: str
     model_version: str
     device: str
     k: int
+    model_k: int
     sequences: int
     steps: int
     unknown: dict[str, int]
@@ -147,6 +150,7 @@ def measure(
         model_version=card["model_version"],
         device=card["device"],
         k=k,
+        model_k=card["k"],
         sequences=len(sequences),
         steps=len(places),
         unknown=dict(compared.unknown),

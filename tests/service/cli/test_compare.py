@@ -281,10 +281,11 @@ def test_windows_are_measured_where_they_do_not_reach_the_start() -> None:
             sent.append(json.loads(request.content)["tokens"])
         return httpx.Response(200, json=answer)
 
-    card = {"id": "m", "model_version": "1", "device": "cpu", "max_window": 1}
+    card = {"id": "m", "model_version": "1", "device": "cpu", "max_window": 1, "k": 4}
     with Client("http://wane", httpx.MockTransport(respond)) as client:
-        measure(client, "http://wane", card, 2, ComparedInput([[5, 6, 7, 8], [9]]), advance=lambda: None)
+        found = measure(client, "http://wane", card, 2, ComparedInput([[5, 6, 7, 8], [9]]), advance=lambda: None)
     assert sent == [[5], [5, 6], [5, 6, 7], [6, 7, 8], [9]]
+    assert (found.k, found.model_k) == (2, 4)  # sessions answer in mode both with windows of the model's own k
 
 
 def test_a_server_without_models_is_reported() -> None:
