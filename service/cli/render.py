@@ -48,7 +48,7 @@ def agreement_table(compared: Measurements) -> Table:
             end_section=last,
         )
 
-    add(str(compared.k), compared.agreement, "", last=True)
+    add(str(compared.model_k), compared.agreement, "", last=True)
     for line in compared.windows:
         add(str(line.window), line.agreement, f"{line.compute_ms:.3f}")
     return table
@@ -175,7 +175,7 @@ def _draw_top1(axes: Axes, compared: Measurements) -> None:
 
 def _finish_window_axis(axes: Axes, compared: Measurements, legend: str) -> None:
     sizes = [line.window for line in compared.windows]
-    axes.axvline(compared.k, color="grey", linewidth=0.8, label=f"the model's k = {compared.k}")
+    axes.axvline(compared.model_k, color="grey", linewidth=0.8, label=f"the model's k = {compared.model_k}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
