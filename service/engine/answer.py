@@ -18,10 +18,8 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine import agreement, bounds
 from wane.service.engine.agreement import Source
 from wane.service.engine.bounds import Bound
-from wane.service.engine.forward import Forward, RunResult
-from wane.service.engine.logits import listed
-from wane.service.engine.mixed import Mixed
-from wane.service.engine.ranking import Ranking, Rankings
+from wane.service.engine.forward import Forward, Mixed, RunResult
+from wane.service.engine.logits import Ranking, Rankings, listed
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Prediction, StateSource

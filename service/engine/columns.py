@@ -35,9 +35,8 @@ from wane.service.batching.batch import FEW, ColumnBatch, Largest
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import bounds
 from wane.service.engine.bounds import Bound
-from wane.service.engine.logits import listed
+from wane.service.engine.logits import Ranking, listed
 from wane.service.engine.pending import STILL_COMMITS, Admission, Pending
-from wane.service.engine.ranking import Ranking
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.errors import DeadlineExceeded

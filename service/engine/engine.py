@@ -2,7 +2,6 @@
 
 limits      checks a request against the model and the settings
 event_names converts the names of events to tokens
-ranking     selects the tokens that an answer lists
 routing     chooses between the recurrent mode and a window, by cost
 step        runs a step of a session: check out, run, commit, answer
 predict     answers requests without a session

@@ -22,8 +22,7 @@ from wane.service.engine.bounds import Bound, bound, meets
 from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
-from wane.service.engine.logits import log_softmax
-from wane.service.engine.ranking import Ranking
+from wane.service.engine.logits import Ranking, log_softmax
 from wane.service.errors import InvalidRequest, PositionConflict
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
