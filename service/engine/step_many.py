@@ -11,7 +11,7 @@ from wane.service.aio.eager import EagerTask, Waiter
 from wane.service.engine.columns import StepAnswer, StepResults
 from wane.service.engine.pending import Pending
 from wane.service.errors import EarlierStepFailed
-from wane.service.types import Answer, StepRequest, id_of
+from wane.service.types import Answer, Owner, StepRequest, id_of
 
 
 class StepCall(Waiter[None]):
@@ -20,7 +20,7 @@ class StepCall(Waiter[None]):
 
     __slots__ = ("_general", "results", "waits_for")
 
-    creator = None
+    creator: Owner | None = None
     """No step creates its session."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from wane.service.errors import (
     UnknownSession,
     WaneError,
 )
-from wane.service.types import ANYBODY, Answer, Mode, StepRequest
+from wane.service.types import ANYBODY, Answer, Mode, Owner, StepRequest
 
 HOUR_S = 3600.0
 TRAVELS_S = 1.1 * HOUR_S  # a coarse timer may fire late by a 64th of its duration
@@ -332,7 +332,7 @@ class Receiver:
 
     def __init__(self, on_run: Callable[[], object]) -> None:
         self.done = False
-        self.creator = None
+        self.creator: Owner | None = None
         self.ran: list[int] = []
         self._on_run = on_run
 
