@@ -41,7 +41,7 @@ GROUPS: dict[str, list[str]] = {
         "Models": "require_all model_poll_interval_s device threads",
         "Batches and queues": "max_batch_size max_queue inline_batch_max_us",
         "Limits of a request": "request_timeout_ms max_batch_inputs max_input_tokens max_scored_tokens "
-        "max_generated_tokens max_window top_k_limit",
+        "max_generated_tokens max_filter_events max_window top_k_limit",
         "Sessions and their states": "session_history_tokens session_ttl_s session_file state_budget_bytes state_ttl_s",
         "The shared store": "store_password_file store_namespace store_timeout_ms store_failure_mode store_policy "
         "state_checkpoint_interval_tokens",

@@ -112,6 +112,11 @@ class Vocabulary:
             return ()
         return (self.eos_id,) if self.unk_id is None else (self.eos_id, self.unk_id)
 
+    @property
+    def never_drawn(self) -> int | None:
+        """The id of `<unk>` in a vocabulary of events, because it stands for no event. None: every token is drawn."""
+        return self.unk_id if self.kind == "events" else None
+
     def event_id(self, name: str) -> int | None:
         """Returns the id of an event. Returns None for a name that the vocabulary lacks, and for `<unk>`, which is not
         the name of an event."""
@@ -123,8 +128,9 @@ class Vocabulary:
 
         Releases the interpreter lock while it encodes lines. Raises ValueError if the text contains half of a surrogate
         pair. If `most` is given, raises TooManyTokens for a text of more than `most` tokens, because building a list of
-        millions of ids would block the other threads. For events, `most` has no effect.
+        millions of ids would block the other threads.
         """
+        assert self.kind != "events", "events are not text: this is a bug"
         _check_characters(text)
         lines = text.split("\n")
         ids: list[int] = []

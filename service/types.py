@@ -445,7 +445,7 @@ UNKNOWN = (
     "the names of events that the vocabulary lacks; present only if the request has such a name in its events or "
     "candidates"
 )
-Unknown = Annotated[tuple[str, ...] | None, Field(description=UNKNOWN), LEFT_OUT]
+UnknownNames = Annotated[tuple[str, ...] | None, Field(description=UNKNOWN), LEFT_OUT]
 
 SEEN_TOKENS = (
     "the number of the sequence's last tokens that the server knew and did not list; present only with `exclude_seen`"
@@ -611,7 +611,7 @@ class SessionView(Served):
     error_bound: ErrorBound
     idle_s: float
     durable: Annotated[bool | None, Field(description=DURABLE), LEFT_OUT] = None
-    unknown: Unknown = None
+    unknown: UnknownNames = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -660,7 +660,7 @@ class ScoreSummary(Served):
     error_bound: ErrorBound
     latency: Latency
     cache_tokens: CacheTokens = field(default=None, kw_only=True)
-    unknown: Unknown = field(default=None, kw_only=True)
+    unknown: UnknownNames = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -725,7 +725,7 @@ class Finish(Served):
     cache_tokens: CacheTokens = field(default=None, kw_only=True)
     session: Annotated[str | None, LEFT_OUT] = field(default=None, kw_only=True)
     position: Annotated[int | None, LEFT_OUT] = field(default=None, kw_only=True)
-    unknown: Unknown = field(default=None, kw_only=True)
+    unknown: UnknownNames = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -778,4 +778,4 @@ class Comparison(Served):
     recurrent: ComparedMode
     windows: tuple[ComparedMode, ...]
     cache_tokens: CacheTokens = field(default=None, kw_only=True)
-    unknown: Unknown = field(default=None, kw_only=True)
+    unknown: UnknownNames = field(default=None, kw_only=True)

@@ -156,12 +156,19 @@ def shape(model: type[Body]) -> BodyShape:
     for name, field in model.model_fields.items():
         if (inner := _body_type(field.annotation)) is not None:
             bodies[name] = inner
-        elif get_origin(field.annotation) is list and (inner := _body_type(*get_args(field.annotation))) is not None:
+        elif (inner := _item_type(field.annotation)) is not None:
             lists[name] = inner
     longest = {
         name: one for name, field in model.model_fields.items() for one in field.metadata if isinstance(one, AtMost)
     }
     return BodyShape(frozenset(model.model_fields), bodies, lists, longest)
+
+
+def _item_type(annotation: Any) -> type[Body] | None:
+    """Returns the body among the types of a list's items. Returns None if there is none, or if it is no list."""
+    if get_origin(annotation) in (Union, UnionType):  # of a list and null
+        return next((found for one in get_args(annotation) if (found := _item_type(one)) is not None), None)
+    return _body_type(*get_args(annotation)) if get_origin(annotation) is list else None
 
 
 def _body_type(annotation: Any) -> type[Body] | None:
@@ -473,7 +480,7 @@ async def tokens_of(
         return EventTokens(tuple(given))
     if isinstance(given, EventInput):
         engine.check_event_count(len(given.events), document=document)
-        return engine.events.tokens(given.events, given.unknown)
+        return await engine.events.read(given.events, given.unknown)
     tokens = await engine.encode(given, deadline, document=document)
     if not tokens:
         raise InvalidRequest("the input is empty: there is no token in the text", "input")

@@ -162,6 +162,7 @@ def _events(
     """Returns the tokens of a row of events. The manifest's `unknown` decides what becomes of a name that the
     vocabulary lacks."""
     names = values[index * width : index * width + (width if length is None else length)]
+    engine.events.check_events(EVENTS)
     engine.check_event_count(len(names), document=document)
     try:
         return engine.events.tokens(names, field=f"{EVENTS}[{index}]")

@@ -142,7 +142,7 @@ class Engine:
         self.retired = False
         self._runner = runner
         self._max_batch = settings.max_batch_size
-        self._limits = Limits(manifest, settings)
+        self._limits = Limits(manifest, settings, vocabulary.never_drawn)
         self.events = EventNames(manifest, vocabulary, settings)
         self.state_cache = pool = StateCache(
             manifest.state,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from wane.models.manifest import Manifest, Unknown
@@ -14,6 +16,9 @@ from wane.service.types import NO_FILTER, Filter
 
 EXAMPLES = 2
 """Number of events of the vocabulary that a message shows."""
+
+READ_AT_ONCE = 8192
+"""The number of events that `read` converts in one iteration of the event loop."""
 
 Event = str | int
 """The name of an event. An integer is the name with its decimal digits."""
@@ -58,7 +63,9 @@ class EventNames:
         """Raises InvalidRequest if `field`, which is only for models of events, is given for a model that reads
         text."""
         if self._vocabulary.kind != "events":
-            raise InvalidRequest(f"{field} is for models of events, but model {self._model} reads text", field)
+            raise InvalidRequest(
+                f"{field} is only for models whose vocabulary has events; {self._model} has a text vocabulary", field
+            )
 
     def tokens(self, events: Sequence[Event], unknown: Unknown | None = None, field: str = "events") -> EventTokens:
         """Returns the tokens of events. `unknown` says what becomes of a name that the vocabulary lacks. None: the
@@ -71,6 +78,21 @@ class EventNames:
         if not events:
             raise InvalidRequest("the input is empty: give at least one event", field)
         return self._find(events, unknown or self._unknown, field)
+
+    async def read(self, events: Sequence[Event], unknown: Unknown | None = None) -> EventTokens:
+        """Like `tokens`, but lets the event loop run other work between two pieces of a long list."""
+        if len(events) <= READ_AT_ONCE:
+            return self.tokens(events, unknown)
+        self.check_events("events")
+        parts: list[EventTokens] = []
+        for start in range(0, len(events), READ_AT_ONCE):
+            parts.append(self._find(events[start : start + READ_AT_ONCE], unknown or self._unknown, "events", start))
+            await asyncio.sleep(0)
+        return EventTokens(
+            tuple(chain.from_iterable(part.tokens for part in parts)),
+            tuple(chain.from_iterable(part.unknown for part in parts)),
+            tuple(chain.from_iterable(part.skipped for part in parts)),
+        )
 
     def lines(self, text: str, unknown: Unknown | None = None, field: str = "prompt") -> EventTokens:
         """Like `tokens`, for a text with one event in each line. Empty lines, and space around a name, are ignored."""
@@ -90,18 +112,17 @@ class EventNames:
 
         Raises InvalidRequest like `tokens`, and if a list is too long.
         """
-        lists, flags = (
-            {"exclude": exclude, "candidates": candidates},
-            {
-                "exclude_seen": exclude_seen,
-                "include_end": include_end,
-            },
-        )
-        given = [name for name, value in (lists | flags).items() if value is not None and value is not False]
-        if not given:
+        given = {
+            "exclude": exclude is not None,
+            "candidates": candidates is not None,
+            "exclude_seen": exclude_seen,
+            "include_end": include_end,
+        }
+        first = next((name for name, is_given in given.items() if is_given), None)
+        if first is None:
             return NO_FILTER
-        self.check_events(given[0])
-        for name, events in lists.items():
+        self.check_events(first)
+        for name, events in (("exclude", exclude), ("candidates", candidates)):
             if events is not None and len(events) > self._most:
                 raise InvalidRequest(f"{name} holds {len(events)} values, but must hold at most {self._most}", name)
         excluded = self._find(exclude or (), "skip", "exclude")
@@ -111,14 +132,15 @@ class EventNames:
         allowed = self._find(candidates, "refuse" if policy == "refuse" else "skip", "candidates")
         return Filter(excluded.tokens, exclude_seen, allowed.tokens, include_end, allowed.unknown)
 
-    def _find(self, events: Sequence[Event], unknown: Unknown, field: str) -> EventTokens:
+    def _find(self, events: Sequence[Event], unknown: Unknown, field: str, first: int = 0) -> EventTokens:
+        """Returns the tokens of events, of which the first is at place `first` of the list `field`."""
         find, unk_id = self._vocabulary.event_id, self._vocabulary.unk_id
         if unknown == "token" and unk_id is None:
             raise InvalidRequest(f"unknown is token, but the vocabulary of {self._model} has no {UNK}", "unknown")
         tokens: list[int] = []
         names: list[str] = []
         skipped: list[int] = []
-        for place, event in enumerate(events):
+        for place, event in enumerate(events, first):
             name = event if isinstance(event, str) else str(event)
             token = find(name)
             if token is not None:

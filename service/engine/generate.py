@@ -244,10 +244,9 @@ async def generate(
     """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`. `cache`: see
     `RunResult.mix`."""
     preferences: Preferences | None = None
-    # `<unk>` stands for no event, so it is never drawn. A bias that forces it would leave no token to draw.
     bias = dict(request.logit_bias or {})
-    if vocabulary.kind == "events" and vocabulary.unk_id is not None:
-        bias[vocabulary.unk_id] = FORBID
+    if vocabulary.never_drawn is not None:
+        bias[vocabulary.never_drawn] = FORBID
     if request.presence_penalty or request.frequency_penalty or bias:
         preferences = Preferences(vocabulary.size, bias, request.presence_penalty, request.frequency_penalty)
     sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed, request.sample, preferences)

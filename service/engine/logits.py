@@ -23,6 +23,12 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     return normalised
 
 
+def log_sum_exp_of(logits: NDArray[np.float32]) -> float:
+    """Returns the log-sum-exp of finite logits (V)."""
+    highest = float(logits.max())
+    return highest + float(np.log(np.exp(logits.astype(np.float64) - highest).sum()))
+
+
 def largest(
     logits: NDArray[np.float32],
     count: int,
@@ -43,11 +49,8 @@ def largest(
     places = np.flatnonzero(listed_logits >= least)  # includes all tokens that tie for the last place
     order = places[np.argsort(-listed_logits[places], kind="stable")][:count]
     values = listed_logits[order].astype(np.float64)
-    if log_sum_exp is None:
-        highest = float(logits.max())
-        logprobs = values - highest - np.log(np.exp(logits.astype(np.float64) - highest).sum())
-    else:
-        logprobs = np.minimum(values - log_sum_exp, 0.0)  # the sum is rounded
+    # Because the log-sum-exp is rounded, a log-probability near 0 may come out above 0.
+    logprobs = np.minimum(values - (log_sum_exp_of(logits) if log_sum_exp is None else log_sum_exp), 0.0)
     found = order if ids is None else ids[order]
     return Largest(found.tolist(), values.tolist(), logprobs.tolist(), np.exp(logprobs).tolist())
 
@@ -71,10 +74,9 @@ def most_probable(
     """Returns the `count` most probable tokens, as in `largest`, and the token `also` at the end if it is not one of
     them. Its log-probability is the same float as in `logprobs`, float64 (V). For a vocabulary of events, `<unk>` is in
     the list only as `also`."""
-    hidden = vocabulary.unk_id if vocabulary.kind == "events" else None
-    if hidden is not None and hidden != also:
+    if vocabulary.never_drawn is not None and vocabulary.never_drawn != also:
         logprobs = logprobs.copy()
-        logprobs[hidden] = -np.inf
+        logprobs[vocabulary.never_drawn] = -np.inf
         count = min(count, len(logprobs) - 1)
     count = min(count, len(logprobs))
     ids: list[int] = []

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from wane.models.vocabulary import Vocabulary
 from wane.service.batching.batch import Largest
 from wane.service.engine.forward import RunResult
-from wane.service.engine.logits import largest
+from wane.service.engine.logits import largest, log_sum_exp_of
 from wane.service.types import NO_FILTER, Filter
 
 
@@ -62,7 +62,13 @@ class Ranking:
                     found = None  # the graph outputs too few tokens
             if found is not None:
                 return found
-        return largest(result.logits, count, self.ids, result.log_sum_exp)
+        logits, total = result.logits, result.log_sum_exp
+        if self._candidates is not None or not self._excluded:
+            return largest(logits, count, self.ids, total)
+        total = log_sum_exp_of(logits) if total is None else total
+        logits = logits.copy()
+        logits[list(self._excluded)] = -np.inf  # faster than a copy of the other logits
+        return largest(logits, min(count, self._size - len(self._excluded)), None, total)
 
     def _kept(self, found: Largest) -> Largest:
         """Returns the tokens of `found` that may be listed."""

@@ -121,9 +121,8 @@ class SessionSteps:
             await sessions.locks.wait(request.session)
         try:
             for _ in range(1 + RETRIES):
-                record, kind = None, StepKind.NEXT
-                if request.tokens:
-                    record = sessions.look(request)
+                # A step without tokens is not committed, so only a read shows whether the session has changed.
+                record, kind = sessions.look(request) if request.tokens else None, StepKind.NEXT
                 if record is None:
                     record, kind = await sessions.check_out(request)
                 mode = routing.of_session(request.mode, record.mode)

@@ -92,7 +92,7 @@ def test_event_names_may_contain_any_character_but_a_line_break(tmp_path: Path) 
     path = tmp_path / "events.jsonl"
     path.write_text("".join(json.dumps(names, ensure_ascii=False) + "\n" for _ in range(30)), encoding="utf-8")
     vocabulary = load_corpus(DataConfig(kind="events", path=path)).vocabulary
-    assert vocabulary.decode(vocabulary.encode("\n".join(names))) == "\n".join(names)
+    assert vocabulary.decode(vocabulary.encode_events(names)) == "\n".join(names)
     assert 1 not in vocabulary.encode_events(names)
 
 
@@ -137,10 +137,8 @@ def test_events_keep_their_names_and_unknown_events_become_unk(tmp_path: Path) -
     sequences = [["log in", "view item", "view item"], ["view item", "buy"]] * 30 + [["never seen before", "buy"]] * 2
     corpus = load_corpus(DataConfig(kind="events", path=write_events(tmp_path / "events.jsonl", sequences)))
     vocabulary = corpus.vocabulary
-    assert vocabulary.encode("log in\nview item\nno such event") == [
-        *vocabulary.encode_events(["log in", "view item"]),
-        1,
-    ]
+    known = vocabulary.encode_events(["log in", "view item"])
+    assert vocabulary.encode_events(["log in", "view item", "no such event"]) == [*known, 1]
     assert vocabulary.decode(vocabulary.encode_events(["log in", "buy"])) == "log in\nbuy"
     assert [vocabulary.token(index) for index in range(3)] == ["<eos>", "<unk>", "view item"]
     assert 1 in corpus.streams["test"]

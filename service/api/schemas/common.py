@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import combinations
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
@@ -88,11 +87,13 @@ Tokens = Annotated[
     says(minItems=1, items={"type": "integer", "minimum": 0}),
 ]
 Event = Annotated[str | Integer, Field(union_mode="left_to_right")]
+EventList = Annotated[list[Event], Field(fail_fast=True, description="names of events")]
 Events = Annotated[
     list[Event],
     Field(
         fail_fast=True,
-        description="names of events, for a model of events; an integer is the name with its decimal digits",
+        description='names of events, for a model of events, such as ["coats/08", "coats/09"]; an integer is the name '
+        "with its decimal digits",
     ),
     says(minItems=1),
 ]
@@ -170,23 +171,12 @@ def present(name: str) -> dict[str, Any]:
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
-EVENT_FIELDS = ("events", "inputs", "candidates")
-"""The fields that may have names of events that the vocabulary lacks, so that `unknown` applies to them."""
-
-
-@cache
-def event_fields(model: type[Body]) -> tuple[str, ...]:
-    """Returns those of `EVENT_FIELDS` that a body has. Empty for a body without the field `unknown`."""
-    known = model.model_fields
-    return tuple(name for name in EVENT_FIELDS if name in known) if "unknown" in known else ()
-
-
 class Body(BaseModel):
     """A request body. The OpenAPI page shows the `examples`. A test posts each example.
 
     A body must have exactly one of the fields in `one_of`. A null field counts as absent. A body may have at most one
-    of the fields in `not_both`. The fields in `only_with` are allowed only in some modes. A body may have `unknown`
-    only with one of the fields in `EVENT_FIELDS`. `rules` are further rules, as JSON schemas.
+    of the fields in `not_both`. The fields in `only_with` are allowed only in some modes. A body may have a field in
+    `needs` only with one of the fields that it names. `rules` are further rules, as JSON schemas.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -194,6 +184,7 @@ class Body(BaseModel):
     one_of: ClassVar[tuple[str, ...]] = ()
     not_both: ClassVar[tuple[str, ...]] = ()
     only_with: ClassVar[Mapping[str, tuple[Mode, ...]]] = {}
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     rules: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     @model_validator(mode="after")
@@ -206,9 +197,9 @@ class Body(BaseModel):
         both = [f"`{name}`" for name in self.not_both if getattr(self, name) is not None]
         if len(both) > 1:
             raise ValueError(f"give {' or '.join(both)}, not both")
-        fields = event_fields(type(self))
-        if fields and self.unknown is not None and all(getattr(self, name) is None for name in fields):
-            raise ValueError(f"`unknown` is for events: give it with {' or '.join(f'`{name}`' for name in fields)}")
+        for name, others in self.needs.items():
+            if getattr(self, name) is not None and all(getattr(self, other) is None for other in others):
+                raise ValueError(f"`{name}` is given without {' or '.join(f'`{other}`' for other in others)}")
         return self
 
     @classmethod
@@ -219,8 +210,8 @@ class Body(BaseModel):
             found["oneOf"] = [present(name) for name in cls.one_of]
         rules: list[dict[str, Any]] = list(cls.rules)
         rules += [{"anyOf": [absent(one), absent(other)]} for one, other in combinations(cls.not_both, 2)]
-        if fields := event_fields(cls):
-            rules.append({"anyOf": [absent("unknown"), *(present(name) for name in fields)]})
+        for name, others in cls.needs.items():
+            rules.append({"anyOf": [absent(name), *(present(other) for other in others)]})
         for name, of in cls.only_with.items():
             asked: dict[str, Any] = {"properties": {"mode": {"enum": [mode.value for mode in of]}}}
             if cls.model_fields["mode"].default not in of:
@@ -245,6 +236,7 @@ class SequenceBody(Body):
     """A body with one sequence, as a text, as token ids or as events."""
 
     one_of: ClassVar[tuple[str, ...]] = ("input", "tokens", "events")
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"unknown": ("events",)}
 
     input: Text | None = None
     tokens: Annotated[Tokens | None, AtMost("max_input_tokens", of_tokens=True)] = None
@@ -262,7 +254,9 @@ class SequenceBody(Body):
 class RankedBody(SequenceBody):
     """A body whose answer lists tokens. The filters are for models of events."""
 
-    exclude: Annotated[Events | None, AtMost("max_filter_events")] = Field(
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"unknown": ("events", "candidates")}
+
+    exclude: Annotated[EventList | None, AtMost("max_filter_events")] = Field(
         default=None, description="events that the answer does not list. Probabilities do not change"
     )
     exclude_seen: bool = Field(
@@ -270,7 +264,7 @@ class RankedBody(SequenceBody):
         description="true: the answer does not list the events of the sequence that the server knows. `seen_tokens` is "
         "their number",
     )
-    candidates: Annotated[Events | None, AtMost("max_filter_events")] = Field(
+    candidates: Annotated[EventList | None, AtMost("max_filter_events")] = Field(
         default=None, description="the only events that the answer may list. Probabilities do not change"
     )
     include_end: bool = Field(

@@ -125,12 +125,12 @@ class LogprobsDocument(TypedDict):
     """The tokens of a choice, with their log-probabilities at temperature 1, before bias and penalties.
 
     A token that alone is not valid UTF-8 is written as its bytes: `bytes:\\xe2\\x80`. `text_offset` is the position of
-    each token in the text, in characters.
+    each token in the text, in characters. The first token of a prompt has null if the model starts from the zero state.
     """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

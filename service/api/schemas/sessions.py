@@ -40,6 +40,7 @@ class SessionBody(Body):
 
     examples = ({"session": "demo"}, {"mode": "recurrent"}, {}, {"history": [5, 6, 7], "position": 20})
     not_both: ClassVar[tuple[str, ...]] = ("history", "input", "events")
+    needs: ClassVar = {"unknown": ("events",)}
     rules: ClassVar = (
         *({"anyOf": [absent(name), BEHIND_A_TOKEN]} for name in not_both),
         {

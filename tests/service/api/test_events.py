@@ -201,7 +201,7 @@ async def test_unknown_is_a_field_of_a_request(harness: EngineHarness, client: h
     message = await refused(client, "/v1/predict", events=given, unknown="ignore")
     assert message == "unknown must be 'refuse', 'skip' or 'token'"
     message = await refused(client, "/v1/predict", tokens=TOKENS, unknown="skip")
-    assert message == "`unknown` is for events: give it with `events` or `inputs` or `candidates`"
+    assert message == "`unknown` is given without `events` or `inputs` or `candidates`"
     found = await post(client, "/v1/predict", events=EVENTS, candidates=["item 3", "new"])
     assert_ranked(found["predictions"], of(harness), 5, candidates=(5,))
     assert found["unknown"] == ["new"]
@@ -223,9 +223,9 @@ async def test_filters_of_a_text_model_are_refused(make_harness: MakeHarness) ->
     async with served(make_harness()) as server, httpx.AsyncClient(base_url=server.url) as client:
         for name, value in (("exclude", ["a"]), ("candidates", ["a"]), ("exclude_seen", True), ("include_end", True)):
             message = await refused(client, "/v1/predict", tokens=[5], **{name: value})
-            assert message == f"{name} is for models of events, but model fake reads text"
+            assert message == f"{name} is only for models whose vocabulary has events; fake has a text vocabulary"
         message = await refused(client, "/v1/predict", events=["a"])
-        assert message == "events is for models of events, but model fake reads text"
+        assert message == "events is only for models whose vocabulary has events; fake has a text vocabulary"
 
 
 async def test_the_lists_of_a_filter_are_bounded_by_a_setting(make_harness: MakeHarness) -> None:

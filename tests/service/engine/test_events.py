@@ -5,17 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from tests.models.caches import random_cache
-from tests.service.engine_harness import EngineHarness, MakeHarness, name_vocabulary
+from tests.service.engine.columns_fuzz import PlainStore
+from tests.service.engine_harness import Clock, EngineHarness, MakeHarness, name_vocabulary
+from wane.models.manifest import Unknown
 from wane.models.reference.cache import mixture
 from wane.service.engine.columns import StepAnswer
+from wane.service.engine.event_names import READ_AT_ONCE
 from wane.service.errors import IdempotencyKeyReused, InvalidRequest, PositionConflict
+from wane.service.sessions.stores.memory import MemoryStore
+from wane.service.sessions.stores.store import Store
 from wane.service.types import (
     Answer,
     CompareRequest,
@@ -161,6 +166,26 @@ async def test_a_rebuilt_and_a_rewound_session_lists_the_ranking(harness: Engine
     assert_lists(answer, distribution(harness, tokens[:2], cache=cache), 5)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+async def test_a_session_that_moves_between_servers_lists_the_ranking(
+    make_harness: MakeHarness, options: dict[str, Any]
+) -> None:
+    clock = Clock()
+    store = cast(Store, PlainStore(MemoryStore(64, 3600, 2**20, clock)))
+    given = {"vocabulary": name_vocabulary(names=NAMES), "certified": True, "session_history_tokens": 64, **options}
+    harnesses = [make_harness(store=store, clock=clock, **given) for _ in range(2)]
+    tokens, sources = clicks(24), set()
+    await harnesses[0].engine.create_session("s")
+    for position, token in enumerate(tokens):
+        harness, seen = harnesses[position % 5 % 2], tokens[: position + 1]
+        request = StepRequest("s", (token,), None, position, filter=Filter(exclude_seen=True))
+        answer = await harness.engine.submit(request)
+        assert_lists(answer, distribution(harness, seen, cache=has_cache(harness)), 5, exclude=seen)
+        assert answer.seen_tokens == answer.position == position + 1
+        sources.add(answer.state)
+    assert sources == {StateSource.RESIDENT, StateSource.REBUILT}
+
+
 async def test_a_session_from_a_history_lists_the_ranking(harness: EngineHarness) -> None:
     engine, tokens, cache = harness.engine, clicks(30), has_cache(harness)
     await engine.create_session("s", history=History(tokens[:-1], len(tokens) - 1))
@@ -236,6 +261,19 @@ def test_names_become_tokens(harness: EngineHarness) -> None:
         names.tokens([])
 
 
+async def test_a_long_list_of_names_is_read_in_pieces(harness: EngineHarness) -> None:
+    names = [NAMES[index % 7] if index % 5 else "nope" for index in range(2 * READ_AT_ONCE + 3)]
+    policies: tuple[Unknown, ...] = ("skip", "token")
+    for unknown in policies:
+        found = await harness.engine.events.read(names, unknown)
+        assert found == harness.engine.events.tokens(names, unknown)
+        assert len(found.tokens) + len(found.skipped) == len(names)
+    names[:] = [NAMES[0]] * len(names)
+    names[-2] = "nope"
+    with pytest.raises(InvalidRequest, match=rf"events\[{len(names) - 2}\] is 'nope'"):
+        await harness.engine.events.read(names, "refuse")
+
+
 def test_an_integer_is_a_name(make_harness: MakeHarness) -> None:
     harness = make_harness(vocabulary=name_vocabulary(names=["17", "-4", "x"]))
     assert harness.engine.events.tokens([17, -4, "17", "x"]).tokens == (2, 3, 2, 4)
@@ -260,9 +298,11 @@ def test_the_filter_of_names(harness: EngineHarness) -> None:
 
 def test_filters_and_events_are_for_models_of_events(make_harness: MakeHarness) -> None:
     names = make_harness(vocabulary=name_vocabulary("words")).engine.events
-    with pytest.raises(InvalidRequest, match="events is for models of events, but model fake reads text"):
+    with pytest.raises(
+        InvalidRequest, match="events is only for models whose vocabulary has events; fake has a text vocabulary"
+    ):
         names.tokens(["open"])
-    with pytest.raises(InvalidRequest, match="exclude_seen is for models of events"):
+    with pytest.raises(InvalidRequest, match="exclude_seen is only for models whose vocabulary has events"):
         names.filter(None, None, None, exclude_seen=True, include_end=False)
 
 
@@ -406,3 +446,9 @@ async def test_generation_never_draws_unk(make_harness: MakeHarness) -> None:
         finish = items[-1]
         assert isinstance(finish, Finish)
         assert UNK not in finish.tokens
+
+
+async def test_a_bias_that_leaves_only_unk_is_refused(make_harness: MakeHarness) -> None:
+    harness = make_harness(vocabulary=name_vocabulary(names=NAMES[:2]))
+    with pytest.raises(InvalidRequest, match="logit_bias forbids every token"):
+        await harness.engine.generate(GenerateRequest((2,), logit_bias={0: -100, 2: -100, 3: -100}))
