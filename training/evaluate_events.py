@@ -20,7 +20,6 @@ from wane.models.cache_statistics import cache_statistics
 from wane.models.manifest import CacheModel
 from wane.models.networks import Network
 from wane.models.parity import log_softmax
-from wane.models.vocabulary import UNK
 from wane.training.baselines import Baseline, baselines_of
 from wane.training.cache import sequence_before
 from wane.training.data import Corpus
@@ -81,9 +80,7 @@ class _Judge:
         self._network, self._sessions, self._positions = network, sessions, positions
         stream = sessions.stream
         self._size = corpus.vocabulary.size
-        names = corpus.vocabulary.texts
-        unknown = names.index(UNK) if UNK in names else None
-        self._excluded = [sessions.eos_id] + ([] if unknown is None else [unknown])
+        self._excluded = list(corpus.vocabulary.unlisted)
         given = stream[positions] != sessions.eos_id
         next_event = given & (stream[positions + 1] != sessions.eos_id)
         self.positions = int(next_event.sum())
@@ -186,7 +183,8 @@ def evaluate_events(
     whole = alone
     if cache is not None:
         whole = -cache_statistics(sessions.stream, cache.length, sessions.eos_id).log_probabilities(cache, -alone)
-    methods, of_window = {}, {}
+    methods: dict[str, RankingMetrics] = {}
+    of_window: dict[int, float] = {}
     at_positions, methods[RECURRENT] = judge.of_model(hidden, cache, missed_share)
     if cache is not None:
         _, methods[WITHOUT_CACHE] = judge.of_model(hidden, None, missed_share)
