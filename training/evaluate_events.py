@@ -53,20 +53,18 @@ def session_losses(
     device = network.embedding.weight.device
     lanes = SessionLanes(ALONE, sessions, WIDTH, CHUNK, None)
     losses = np.full(len(sessions.stream) - 1, np.nan)
-    chosen = np.empty(0, np.int64) if kept is None else kept
-    after = torch.zeros(len(chosen), network.architecture.hidden, device=device)
+    row_of = np.full(len(losses), -1)
+    if kept is not None:
+        row_of[kept] = np.arange(len(kept))
+    after = torch.zeros(0 if kept is None else len(kept), network.architecture.hidden, device=device)
     state = None
     for step in range(lanes.steps):
         batch = lanes.batch(step, device)
         hidden, state = network(batch.inputs, None if batch.fresh else state)
         hidden, positions = batch.chosen(hidden), batch.chosen_positions()
         losses[positions] = full_losses(network, hidden, batch.chosen(batch.targets)).double().numpy(force=True)
-        row = np.searchsorted(chosen, positions)
-        hit = (
-            np.flatnonzero((row < len(chosen)) & (chosen[row.clip(max=len(chosen) - 1)] == positions))
-            if len(chosen)
-            else row[:0]
-        )
+        row = row_of[positions]
+        hit = np.flatnonzero(row >= 0)
         after[torch.from_numpy(row[hit])] = hidden[torch.from_numpy(hit)]
         if advance is not None:
             advance(len(positions))
@@ -87,12 +85,8 @@ class _Judge:
         self._ranked = next_event & ~np.isin(stream[positions + 1], self._excluded)
         inside = (stream[:-1] != sessions.eos_id) & (stream[1:] != sessions.eos_id)
         ends = sessions.end_of(positions)
-        self._rest = [
-            rest[~np.isin(rest, self._excluded)] if ranked else rest[:0]
-            for rest, ranked in zip(
-                (stream[at + 1 : end] for at, end in zip(positions, ends, strict=True)), self._ranked, strict=True
-            )
-        ]
+        rests = (stream[at + 1 : end] for at, end in zip(positions, ends, strict=True))
+        self._rest = [rest[~np.isin(rest, self._excluded)] for rest in rests]
         self.rows = max(1, min(ROWS, LOGITS_AT_ONCE // self._size))
         self._split_targets = int(inside.sum())
 
