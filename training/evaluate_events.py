@@ -20,7 +20,6 @@ from wane.models.cache_statistics import cache_statistics
 from wane.models.manifest import CacheModel
 from wane.models.networks import Network
 from wane.models.parity import log_softmax
-from wane.models.vocabulary import UNK
 from wane.training.baselines import Baseline, baselines_of
 from wane.training.cache import sequence_before
 from wane.training.data import Corpus
@@ -54,20 +53,18 @@ def session_losses(
     device = network.embedding.weight.device
     lanes = SessionLanes(ALONE, sessions, WIDTH, CHUNK, None)
     losses = np.full(len(sessions.stream) - 1, np.nan)
-    chosen = np.empty(0, np.int64) if kept is None else kept
-    after = torch.zeros(len(chosen), network.architecture.hidden, device=device)
+    row_of = np.full(len(losses), -1)
+    if kept is not None:
+        row_of[kept] = np.arange(len(kept))
+    after = torch.zeros(0 if kept is None else len(kept), network.architecture.hidden, device=device)
     state = None
     for step in range(lanes.steps):
         batch = lanes.batch(step, device)
         hidden, state = network(batch.inputs, None if batch.fresh else state)
         hidden, positions = batch.chosen(hidden), batch.chosen_positions()
         losses[positions] = full_losses(network, hidden, batch.chosen(batch.targets)).double().numpy(force=True)
-        row = np.searchsorted(chosen, positions)
-        hit = (
-            np.flatnonzero((row < len(chosen)) & (chosen[row.clip(max=len(chosen) - 1)] == positions))
-            if len(chosen)
-            else row[:0]
-        )
+        row = row_of[positions]
+        hit = np.flatnonzero(row >= 0)
         after[torch.from_numpy(row[hit])] = hidden[torch.from_numpy(hit)]
         if advance is not None:
             advance(len(positions))
@@ -81,21 +78,15 @@ class _Judge:
         self._network, self._sessions, self._positions = network, sessions, positions
         stream = sessions.stream
         self._size = corpus.vocabulary.size
-        names = corpus.vocabulary.texts
-        unknown = names.index(UNK) if UNK in names else None
-        self._excluded = [sessions.eos_id] + ([] if unknown is None else [unknown])
+        self._excluded = list(corpus.vocabulary.unlisted)
         given = stream[positions] != sessions.eos_id
         next_event = given & (stream[positions + 1] != sessions.eos_id)
         self.positions = int(next_event.sum())
         self._ranked = next_event & ~np.isin(stream[positions + 1], self._excluded)
         inside = (stream[:-1] != sessions.eos_id) & (stream[1:] != sessions.eos_id)
         ends = sessions.end_of(positions)
-        self._rest = [
-            rest[~np.isin(rest, self._excluded)] if ranked else rest[:0]
-            for rest, ranked in zip(
-                (stream[at + 1 : end] for at, end in zip(positions, ends, strict=True)), self._ranked, strict=True
-            )
-        ]
+        rests = (stream[at + 1 : end] for at, end in zip(positions, ends, strict=True))
+        self._rest = [rest[~np.isin(rest, self._excluded)] for rest in rests]
         self.rows = max(1, min(ROWS, LOGITS_AT_ONCE // self._size))
         self._split_targets = int(inside.sum())
 
@@ -186,7 +177,8 @@ def evaluate_events(
     whole = alone
     if cache is not None:
         whole = -cache_statistics(sessions.stream, cache.length, sessions.eos_id).log_probabilities(cache, -alone)
-    methods, of_window = {}, {}
+    methods: dict[str, RankingMetrics] = {}
+    of_window: dict[int, float] = {}
     at_positions, methods[RECURRENT] = judge.of_model(hidden, cache, missed_share)
     if cache is not None:
         _, methods[WITHOUT_CACHE] = judge.of_model(hidden, None, missed_share)

@@ -185,7 +185,7 @@ def evaluate_opened(run: Trained, positions: int, console: Console) -> Quality:
             bar.advance(task, tokens)
 
         rankings: dict[str, Rankings] = {}
-        losses = {}
+        losses: dict[str, SplitLosses] = {}
         if run.corpus.vocabulary.kind == "events":
             baselines = baselines_of(sessions_of(run.corpus, "train"), run.corpus.vocabulary.size)
             for split in EVALUATED_SPLITS:

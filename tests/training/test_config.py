@@ -93,6 +93,22 @@ def test_the_error_names_an_invalid_key_of_the_data(tmp_path: Path, keys: str, m
         Experiment.read(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("steps = 3\n[training.proof]\nweight = 0.1", r"training\.proof is for text"),
+        ("steps = 3\nnegatives = 9", r"training\.negatives needs a model without a cache"),
+    ],
+)
+def test_the_error_names_keys_that_do_not_fit_together(tmp_path: Path, change: str, message: str) -> None:
+    path = tmp_path / "one.toml"
+    model = 'cell = "gated"\nhidden = 8\nblock = "residual"\ncache = 8'
+    text = VALID.replace('cell = "lstm"\nhidden = 8', model).replace('kind = "text"', 'kind = "events"')
+    path.write_text(text.replace("steps = 3", change))
+    with pytest.raises(ConfigError, match=message):
+        Experiment.read(path)
+
+
 def test_a_path_is_relative_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").mkdir()
     path = tmp_path / "runs" / "one.toml"
