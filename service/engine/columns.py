@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import copy
 from functools import lru_cache, partial
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,8 @@ from wane.service.sessions.resident import ResidentSessions
 from wane.service.state.cache import StateCache
 from wane.service.state.pool import HIDDEN
 from wane.service.types import MAX_POSITION, Answer, Latency, Mode, Owner, StateSource, StepRequest
+
+Float = TypeVar("Float", np.float32, np.float64)
 
 NO_POSITION = -1  # stands for a missing expected position of a step
 FEW_ROWS = 8  # batch size up to which the margin proof is faster in Python than in numpy
@@ -569,8 +571,8 @@ class StepColumns:
         ).tolist()
 
     def _without_unlisted(
-        self, ids: NDArray[np.int64], values: NDArray[np.floating]
-    ) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
+        self, ids: NDArray[np.int64], values: NDArray[Float]
+    ) -> tuple[NDArray[np.int64], NDArray[Float]]:
         """Returns the arguments (B, K) without the tokens that are not listed, in the same order: (B, K - U). U is the
         number of unlisted tokens."""
         is_unlisted = np.isin(ids, self._unlisted)

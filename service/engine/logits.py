@@ -114,8 +114,13 @@ class Ranking:
 
     def _kept(self, found: Largest) -> Largest:
         """Returns the tokens of `found` that may be listed."""
-        rows = [row for row in zip(*found, strict=True) if row[0] not in self._excluded]
-        return Largest(*([row[column] for row in rows] for column in range(len(Largest._fields))))
+        kept = [place for place, token in enumerate(found.ids) if token not in self._excluded]
+        return Largest(
+            [found.ids[place] for place in kept],
+            [found.logits[place] for place in kept],
+            [found.logprobs[place] for place in kept],
+            [found.probabilities[place] for place in kept],
+        )
 
 
 class Rankings:

@@ -90,6 +90,7 @@ def test_an_embedding_of_three_times_the_width_expresses_one_hot_input() -> None
     one_hot = torch.nn.GRU(SIZE, 5)
     model = Network(ModelConfig(cell="gru", hidden=5, embedding=15, tied=False).architecture(SIZE))
     cell = model.layers[0].cell
+    assert isinstance(cell, torch.nn.GRU)
     with torch.no_grad():
         model.embedding.weight.copy_(one_hot.weight_ih_l0.T)
         cell.weight_ih_l0.copy_(torch.eye(15))

@@ -147,10 +147,11 @@ def test_gru4rec_is_served_as_published(folder: Path) -> None:
         httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         sent = [3, 1, 4]
-        body = {"events": [EVENTS[token] for token in sent], "top_k": VOCABULARY}
+        events = [EVENTS[token] for token in sent]
+        body = {"events": events, "top_k": VOCABULARY}
         answers = [client.post("/v1/predict", json=body | {"mode": "recurrent"}).json()]
         steps = client.post("/v1/sessions", json={}).json()["session"]
-        for event in body["events"]:
+        for event in events:
             step = client.post(f"/v1/sessions/{steps}/tokens", json={"events": [event], "top_k": VOCABULARY}).json()
         answers.append(step)
     expected = probabilities_of(module, sent)
