@@ -139,7 +139,7 @@ class StepColumnsDocument(TypedDict):
     step.
 
     `token_id` and `logprob` list each step's predictions, most probable first. For each phase, `latency` has the
-    largest latency of all steps.
+    largest latency of all steps. `unknown` and `seen_tokens` are present only if a step has them.
     """
 
     session: list[str]
@@ -157,7 +157,7 @@ class StepColumnsDocument(TypedDict):
     state_error_bound: list[float | None]
     top1_proved: list[bool | None]
     cache_tokens: list[int | None]
-    unknown: list[list[str] | None]
-    seen_tokens: list[int | None]
+    unknown: NotRequired[list[list[str] | None]]
+    seen_tokens: NotRequired[list[int | None]]
     error: list[dict[str, object] | None]
     latency: LatencyDocument
