@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -255,17 +256,19 @@ async def generate(
     with until(request.deadline):
         result = await source.prompt()
     start = source.start
+    recent = deque(start.history, maxlen=0 if cache is None else cache.length)
     while True:
         position, known = start.position + len(stream.tokens), start.known + len(stream.tokens)
         if source.window is not None:
             known = min(source.window, known)
         if cache is not None:
-            result = result.mix(cache, [*start.history, *stream.tokens], position)
+            result = result.mix(cache, list(recent), position)
         found = bound(manifest.certificate, known, position, result.radius)
         found = result.bound(found)
         bounds.append(None if found is None else found.variation)
         logprobs = log_softmax(result.logits)
         token = sampler.choose(logprobs)
+        recent.append(token)
         is_last = len(stream.tokens) + 1 == request.max_tokens
         partial = vocabulary.partial_bytes(token)
         yield GeneratedToken(
