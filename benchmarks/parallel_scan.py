@@ -2,7 +2,7 @@
 
     python -m benchmarks.parallel_scan [BUNDLE ...] [--tokens N] [--rounds N] [--json FILE] [--figure FILE]
 
-Without BUNDLE, the bundles are the model of `benchmarks/lstm256.py` and the shipped gated-stable. Two results are
+Without BUNDLE, the bundles are the model of `benchmarks/bench/lstm256.py` and the shipped gated-stable. Two results are
 measured: `state`, the last state alone, and `score`, the log-probability of every token. Every round measures each of
 these methods once:
 
