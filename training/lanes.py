@@ -118,7 +118,7 @@ class SessionLanes:
 
     @property
     def count(self) -> int:
-        return self.mine.stop - self.mine.start
+        return len(range(self._width)[self.mine])
 
     def batch(self, step: int, device: torch.device) -> Batch:
         self._seek(step)

@@ -87,8 +87,9 @@ def train() -> tuple[Sessions, list[list[int]]]:
 
 
 def weights() -> np.ndarray:
-    weights = 1 / np.arange(1, SIZE - 1)
-    return weights / weights.sum()
+    weights: np.ndarray = 1 / np.arange(1, SIZE - 1)
+    weights /= weights.sum()
+    return weights
 
 
 QUERIES = [[2], [5, 5], [13], [3, 9, 4, 3], [2, 3, 4, 5, 6, 7, 8]]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from wane.models.networks import Network
+from wane.models.cells.gru import GruCell
+from wane.models.networks import Network, PlainLayer
 from wane.training.config import ModelConfig
 from wane.training.sampled_softmax import POWER, SampledSoftmax, full_losses, token_losses
 
@@ -89,7 +90,10 @@ def test_an_embedding_of_three_times_the_width_expresses_one_hot_input() -> None
     torch.manual_seed(4)
     one_hot = torch.nn.GRU(SIZE, 5)
     model = Network(ModelConfig(cell="gru", hidden=5, embedding=15, tied=False).architecture(SIZE))
-    cell = model.layers[0].cell
+    layer = model.layers[0]
+    assert isinstance(layer, PlainLayer)
+    cell = layer.cell
+    assert isinstance(cell, GruCell)
     with torch.no_grad():
         model.embedding.weight.copy_(one_hot.weight_ih_l0.T)
         cell.weight_ih_l0.copy_(torch.eye(15))
