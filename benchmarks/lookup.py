@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 from rich.console import Console
 
-from benchmarks import lstm256
+from benchmarks.bench import lstm256
 from benchmarks.precision import Subject, in_turns, table, twin
 from benchmarks.summary import provenance, write_json
 from wane.models.bundle import Bundle

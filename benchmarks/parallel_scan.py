@@ -55,7 +55,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import lstm256
+from benchmarks.bench import lstm256
 from benchmarks.summary import Spread, provenance, ratios, rounded, write_json
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
