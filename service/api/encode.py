@@ -154,6 +154,8 @@ def answer(engine: Engine, given: Answer) -> AnswerDocument:
         document["position"] = given.position
     if given.replayed is not None:
         document["replayed"] = given.replayed
+    if given.created:
+        document["created"] = True
     if given.durable is not None:
         document["durable"] = given.durable
     if given.cache_tokens is not None:
@@ -212,6 +214,7 @@ COLUMNS = (
     "state",
     "position",
     "replayed",
+    "created",
     "durable",
     "error_bound",
     "state_error_bound",

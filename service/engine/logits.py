@@ -114,8 +114,13 @@ class Ranking:
 
     def _kept(self, found: Largest) -> Largest:
         """Returns the tokens of `found` that may be listed."""
-        rows = [row for row in zip(*found, strict=True) if row[0] not in self._excluded]
-        return Largest(*([row[column] for row in rows] for column in range(len(Largest._fields))))
+        kept = [place for place, token in enumerate(found.ids) if token not in self._excluded]
+        return Largest(
+            [found.ids[place] for place in kept],
+            [found.logits[place] for place in kept],
+            [found.logprobs[place] for place in kept],
+            [found.probabilities[place] for place in kept],
+        )
 
 
 class Rankings:
@@ -161,8 +166,8 @@ def most_probable(
     logprobs: NDArray[np.float64], count: int, also: int, vocabulary: Vocabulary
 ) -> tuple[Prediction, ...]:
     """Returns the `count` most probable tokens, as in `largest`, and the token `also` at the end if it is not one of
-    them. Its log-probability is the same float as in `logprobs`, float64 (V). For a vocabulary of events, `<unk>` is in
-    the list only as `also`."""
+    them. The log-probability of `also` is its float in `logprobs`, float64 (V). For a vocabulary of events, `<unk>` is
+    in the list only as `also`."""
     if vocabulary.never_drawn is not None and vocabulary.never_drawn != also:
         logprobs = logprobs.copy()
         logprobs[vocabulary.never_drawn] = -np.inf
@@ -186,7 +191,8 @@ def most_probable(
 
 
 FORCE, FORBID = 100.0, -100.0
-"""If any token has the bias FORCE, only tokens with that bias are drawn. A token with the bias FORBID is never drawn.
+"""If any token has a bias of FORCE or more, only such tokens are drawn. A token with a bias of FORBID or less is never
+drawn.
 """
 
 
