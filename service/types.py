@@ -209,7 +209,8 @@ class History:
 class StepRequest:
     """Append `tokens` to a session and predict the next token. `mode` defaults to the session's mode. `PredictRequest`
     describes `prove`, `cache`, `logits`, `filter` and `unknown`. A step whose events were all skipped has no tokens and
-    appends nothing. If `token_logprobs`, the answer has the log-probability of each token."""
+    appends nothing. If `token_logprobs`, the answer has the log-probability of each token. If the session does not
+    exist, the step creates it for `creator`, in mode auto. If `creator` is None, such a step fails."""
 
     session: str
     tokens: tuple[int, ...]
@@ -224,6 +225,7 @@ class StepRequest:
     token_logprobs: bool = False
     filter: Filter = NO_FILTER
     unknown: tuple[str, ...] = ()
+    creator: Owner | None = None
 
     def __post_init__(self) -> None:
         _some_tokens(self.tokens, self.unknown)
@@ -457,6 +459,11 @@ PLACES = (
     "the token itself at the end if it is not one of them; null for a token that has no prediction"
 )
 
+CREATED = (
+    "true if the step created the session, or is a retry of the step that did; otherwise absent. If a client expected "
+    "the session to exist, its earlier tokens have expired"
+)
+
 DURABLE = (
     "whether the session store has acknowledged the session's latest tokens; if false, these tokens may be lost; "
     "present only if replicas share the store"
@@ -552,7 +559,8 @@ class Answer:
 
     `mode` is the mode that was used. `window` is the window size k of an answer from a window. `top1_proved` is true if
     the never-interrupted model provably has the same first prediction. `position` is present for sessions only, and
-    `replayed` for steps only. `durable` is present if replicas share the session store. `durable` says whether the
+    `replayed` for steps only. `created` is true if the step created the session, or replays the first step of a session
+    that it would create. `durable` is present if replicas share the session store. `durable` says whether the
     store has the session's tokens. `cache_tokens` is present if the answer is a mixture with the model's cache.
     `cache_tokens` is the number of tokens in the cache. `logits`, float32 (V), are present if the request asked for
     them, and are never in JSON. The logits of a mixture are its log-probabilities. `token_logprobs` are present if the
@@ -575,6 +583,7 @@ class Answer:
     session: str | None = None
     position: int | None = None
     replayed: bool | None = None
+    created: bool | None = None
     durable: bool | None = None
     cache_tokens: int | None = None
     logits: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
@@ -612,6 +621,19 @@ class SessionView(Served):
     idle_s: float
     durable: Annotated[bool | None, Field(description=DURABLE), LEFT_OUT] = None
     unknown: UnknownNames = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState(Served):
+    """A session's state, for a ranker or an index outside of the server. `hidden` is the input of the output layer
+    after `position` tokens: float32 (H). The numbers in JSON are exact. `state` is the source of the state."""
+
+    session: str
+    position: int
+    state: StateSource
+    hidden: tuple[float, ...]
+    state_error_bound: StateErrorBound
+    durable: Annotated[bool | None, Field(description=DURABLE), LEFT_OUT] = None
 
 
 @dataclass(frozen=True, slots=True)

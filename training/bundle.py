@@ -110,6 +110,11 @@ def fit_bundle_cache(
     """
     source = open_bundle(path)
     manifest = source.manifest
+    if manifest.precision != "float32":
+        raise RunError(
+            f"{path} has the precision {manifest.precision}: fit the cache to the float32 bundle, then export that "
+            f"bundle with --precision {manifest.precision}"
+        )
     version = version or next_version(manifest)
     target = None if bundles is None else bundles / manifest.name
     if target is not None:

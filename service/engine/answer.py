@@ -18,16 +18,15 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine import agreement, bounds
 from wane.service.engine.agreement import Source
 from wane.service.engine.bounds import Bound
-from wane.service.engine.forward import Forward, RunResult
-from wane.service.engine.logits import listed
-from wane.service.engine.mixed import Mixed
-from wane.service.engine.ranking import Ranking, Rankings
+from wane.service.engine.forward import Forward, Mixed, RunResult
+from wane.service.engine.logits import Ranking, Rankings, listed
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Prediction, StateSource
 
 SMALL_ENOUGH = 1e-3
-"""If the bound on the total variation is at most this value, no sharper bound is computed."""
+"""If the margin proof succeeds and the bound on the total variation is at most this value, the gradient proof is not
+run."""
 
 
 class AnswerPlan(NamedTuple):
@@ -68,12 +67,13 @@ class AnswerPlan(NamedTuple):
         return StateSource.WINDOW if self.mode is Mode.WINDOW else self.origin
 
     def bound(self, certificate: Certificate) -> Bound | None:
-        """Returns the bound of the answer that is known before the run. The run may output a radius that gives a
-        smaller bound."""
+        """Returns the part of the bound that is known before the run: the certificate's bound. The run may output a
+        radius that gives a smaller bound."""
         return self.bound_of(certificate, self.mode is not Mode.WINDOW)
 
     def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
-        """Returns the bound of the recurrent or the window part. `radius`: see `bounds.bound`."""
+        """Returns the bound of the recurrent part or, if not `recurrent`, of the window part. `radius`: see
+        `bounds.bound`."""
         context_length = self.context_length if recurrent else self.window
         assert context_length is not None, "the plan of a window part has no k: this is a bug"
         return bounds.bound(certificate, context_length, self.position, radius)
@@ -90,7 +90,7 @@ class ModeResult(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Samples live answers for repetition in the other mode."""
+    """Chooses the live answers that are repeated in the other mode."""
 
     def chosen(self) -> bool:
         """Returns whether the next answer is sampled. Call it once for each answer."""
@@ -160,8 +160,8 @@ class AnswerBuilder:
         """Runs the window part of a plan over `context_ids`, the window's tokens. `input_ids`: see `part`. If `prove`,
         calls `search`.
 
-        The caller runs the window part after the recurrent part, not concurrently, so that each part's latency is that
-        of its mode alone.
+        The caller runs the window part after the recurrent part, not concurrently, so that the latency of one part does
+        not include the run of the other part.
         """
         mark = ticket.mark() if plan.mode is Mode.BOTH else None
         result = await self._forward.window(context_ids, ticket, binding=binding)
@@ -217,8 +217,8 @@ class AnswerBuilder:
 
         `input_ids` returns all available tokens up to the plan's position. `prove` says whether `search` ran on the
         parts. The time of the search is then part of the answer's latency. `session` is the id of the session, if the
-        request has one. `logits` adds the logits to the answer. `token_logprobs` are the log-probabilities of the
-        session's latest tokens, if the request asked for them. `unknown`: see `Answer`.
+        request has one. `logits` says whether the answer contains the logits. `token_logprobs` are the
+        log-probabilities of the session's latest tokens, if the request asked for them. `unknown`: see `Answer`.
         """
         answered = recurrent or window
         assert answered is not None, "neither mode ran: this is a bug"
@@ -348,7 +348,8 @@ class AnswerBuilder:
 
 
 def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:
-    """Returns the bound on the distance between the parts. It is the bound of the part that has read fewer tokens. That
-    bound holds for the distance to any run that ends in these tokens, and the other part is such a run."""
+    """Returns the bound on the distance between the answers of the two parts. This is the bound of the part that has
+    read fewer tokens. That bound holds for the distance to any run that ends in the tokens of that part, and the other
+    part is such a run."""
     assert plan.window is not None, "the plan of two parts has no k: this is a bug"
     return window.bound if plan.window <= plan.context_length else recurrent.bound

@@ -2,7 +2,6 @@
 
 limits      checks a request against the model and the settings
 event_names converts the names of events to tokens
-ranking     selects the tokens that an answer lists
 routing     chooses between the recurrent mode and a window, by cost
 step        runs a step of a session: check out, run, commit, answer
 predict     answers requests without a session
@@ -85,6 +84,7 @@ from wane.service.types import (
     ScoredTokens,
     ScoreRequest,
     ScoreSummary,
+    SessionState,
     SessionView,
     StepRequest,
 )
@@ -95,8 +95,8 @@ BEGUN_AT_ONCE = 32
 """The largest number of predictions of one call that start in one iteration of the event loop."""
 
 IN_COLUMNS = (None, Mode.AUTO)
-"""Modes with which a step may be taken in columns. With these modes, the engine chooses how the session's state is
-rebuilt.
+"""Values of a step's `mode` with which the step may be taken in columns (see `columns.py`). With these values, the
+session's own mode applies.
 """
 
 TOKENIZER_DIGITS = 16  # number of hex digits of the tokenizer's digest that a session record holds
@@ -377,7 +377,7 @@ class Engine:
             and request.filter == NO_FILTER
         )
         if len(tokens) == 1 and plain:
-            pending = PendingStep()
+            pending = PendingStep(request.creator)
             if self.take_step(request.session, tokens[0], expected, request.top_k, request.deadline, pending):
                 return pending
         ticket = Ticket(request.deadline)
@@ -606,6 +606,16 @@ class Engine:
         """Returns a session without resetting its idle time. Raises UnknownSession."""
         return self.steps.view(await self.sessions.read(session), self.identity)
 
+    async def session_state(self, session: str, deadline: float | None = None) -> SessionState:
+        """Returns the output layer's input after a session's tokens, without changing the session or its idle time.
+        Raises UnknownSession."""
+        ticket = Ticket(deadline)
+        return await Pending.of(self._state(session, ticket), ticket)
+
+    async def _state(self, session: str, ticket: Ticket) -> SessionState:
+        with self.admission.admitted():
+            return await self.steps.state(session, self.identity, ticket)
+
     async def delete_session(self, session: str, deadline: float | None = None) -> None:
         """Deletes a session after the end of any step in flight. Raises UnknownSession."""
         with until(deadline):
@@ -674,7 +684,7 @@ class Engine:
         self._prover.shutdown(wait=False, cancel_futures=True)
         self._columns.close(Unavailable("the server is stopping"))
         await self.batcher.close()
-        await self._resident.close()  # last, because closing the batcher may still commit the steps of a batch
+        await self._resident.close()  # this is last, because closing the batcher may commit the steps of a batch
 
     def discard(self) -> None:
         """Frees the runner and the states immediately, without garbage collection. Must be called last, after

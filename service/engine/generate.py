@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -120,9 +121,9 @@ class Prompt:
     """The sequence that a generation continues.
 
     `position` is the number of the sequence's tokens. `known` is the number of latest tokens that the state after the
-    prompt has read. A window may have fewer tokens. `history` holds the sequence's last tokens without the start token:
-    all of them, or at least as many as the model's cache can hold. If a request without a session truncates the
-    sequence, `position` is one more than the number of the request's tokens.
+    prompt has read. In mode window, a window may have fewer tokens. `history` holds the sequence's last tokens without
+    the start token: all of them, or at least as many as the model's cache can hold. If a request without a session
+    truncates the sequence, `position` is one more than the number of the request's tokens.
     """
 
     history: Sequence[int]
@@ -255,17 +256,19 @@ async def generate(
     with until(request.deadline):
         result = await source.prompt()
     start = source.start
+    recent = deque(start.history, maxlen=0 if cache is None else cache.length)
     while True:
         position, known = start.position + len(stream.tokens), start.known + len(stream.tokens)
         if source.window is not None:
             known = min(source.window, known)
         if cache is not None:
-            result = result.mix(cache, [*start.history, *stream.tokens], position)
+            result = result.mix(cache, list(recent), position)
         found = bound(manifest.certificate, known, position, result.radius)
         found = result.bound(found)
         bounds.append(None if found is None else found.variation)
         logprobs = log_softmax(result.logits)
         token = sampler.choose(logprobs)
+        recent.append(token)
         is_last = len(stream.tokens) + 1 == request.max_tokens
         partial = vocabulary.partial_bytes(token)
         yield GeneratedToken(

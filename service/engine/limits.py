@@ -41,7 +41,7 @@ class Limits:
         )
 
     def longest(self, *, document: bool = False) -> int:
-        """Returns the largest number of tokens of an input."""
+        """Returns the largest allowed number of tokens of an input."""
         return self._settings.max_scored_tokens if document else self._settings.max_input_tokens
 
     def length(self, count: int, how: str = "", *, document: bool = False) -> None:

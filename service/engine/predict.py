@@ -81,13 +81,11 @@ class Predictor:
         """Predicts the token after the request's tokens."""
         ranking = self._answer_builder.rankings.of(request.filter, request.tokens)
         if not self._runs(request):
-            mode = Mode.RECURRENT if request.mode is Mode.AUTO else request.mode
-            window = None if mode is Mode.RECURRENT else request.window or self._limits.window
-            state = StateSource.WINDOW if mode is Mode.WINDOW else StateSource.FULL
+            empty_mode = Mode.RECURRENT if request.mode is Mode.AUTO else request.mode
             return self._answer_builder.nothing(
-                mode,
-                window,
-                state,
+                empty_mode,
+                None if empty_mode is Mode.RECURRENT else request.window or self._limits.window,
+                StateSource.WINDOW if empty_mode is Mode.WINDOW else StateSource.FULL,
                 ticket,
                 unknown=request.unknown + request.filter.unknown,
                 has_seen=request.filter.exclude_seen,

@@ -56,7 +56,7 @@ from wane.service.types import (
 )
 
 RESIDUAL = 1e-5
-"""The limit on the difference of any unit of the state at a joint, if the request has no tolerance."""
+"""If the request has no tolerance, the two states at a joint may differ by at most this amount in each unit."""
 
 FED_AT_ONCE = 16_384
 """The number of tokens that are copied into an array in one iteration of the event loop."""
@@ -110,8 +110,8 @@ class MixedScore:
         return here.log_probabilities(self.cache.model, network)
 
     def bounds(self, start: int, found: Sequence[float | None]) -> list[float | None]:
-        """Like `mix`, but returns the bounds of the mixtures' distributions. The text must be truncated. found: the
-        bounds of the network's distributions."""
+        """Like `mix`, but returns the bounds of the mixtures' distributions. The text must be the end of a longer text.
+        found: the bounds of the network's distributions."""
         here = self._statistics.at(np.arange(start, start + len(found)))
         weights, _ = here.parts(self.cache.model)
         unknown = np.where(here.filled < 1, 1 - self.cache.least_network, 0.0)
@@ -291,8 +291,8 @@ class Scorer:
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
-        # The error bound exceeds the tolerance even if the states at the joints differ only by rounding. The tolerance
-        # is then met only by exact joints, or by the certificate's curve.
+        # `_least` is the error bound if the states at the joints differ only by rounding. If even this bound exceeds
+        # the tolerance, only exact joints or the certificate's curve can meet the tolerance.
         if self._least > tolerance:
             return Demand(0.0, None, enough)
 

@@ -22,8 +22,7 @@ from wane.service.engine.bounds import Bound, bound, meets
 from wane.service.engine.forward import PIECE_TOKENS, Forward, RunResult, tail
 from wane.service.engine.generate import NOTHING_TO_CONTINUE, Prompt, RecurrentSource, Source, WindowSource
 from wane.service.engine.limits import Limits
-from wane.service.engine.logits import log_softmax
-from wane.service.engine.ranking import Ranking
+from wane.service.engine.logits import Ranking, log_softmax
 from wane.service.errors import InvalidRequest, PositionConflict
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.resident import ResidentSessions
@@ -32,12 +31,14 @@ from wane.service.sessions.stores.store import SessionRecord
 from wane.service.state.cache import CachedState
 from wane.service.state.pool import ZERO, StatePool
 from wane.service.types import (
+    NO_FILTER,
     Answer,
     Filter,
     GenerateRequest,
     Identity,
     Mode,
     PredictRequest,
+    SessionState,
     SessionView,
     StateSource,
     StepRequest,
@@ -68,7 +69,7 @@ class SessionSteps:
         *,
         has_radius_output: bool,
     ) -> None:
-        """`has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run."""
+        """`has_radius_output` says whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
         self._manifest = manifest
         self._limits = limits
         self._pool = pool
@@ -112,8 +113,8 @@ class SessionSteps:
 
     async def step(self, request: StepRequest, ticket: Ticket, *, is_locked: bool = False) -> Answer:
         """Appends tokens and answers, or replays the last answer. A step without tokens appends nothing, and is not
-        remembered as the last step. If another writer commits first, retries with the new record. `is_locked`: the
-        caller holds the session's lock. The step always releases the lock.
+        remembered as the last step. If another writer commits first, retries with the new record. `is_locked` says
+        whether the caller holds the session's lock. The step releases the lock in either case.
 
         Raises UnknownSession, PositionConflict."""
         sessions = self._sessions
@@ -125,6 +126,11 @@ class SessionSteps:
                 record, kind = sessions.look(request) if request.tokens else None, StepKind.NEXT
                 if record is None:
                     record, kind = await sessions.check_out(request)
+                if kind is StepKind.FIRST and not request.tokens:
+                    created = await sessions.commit(record, request, None, 0, kind)
+                    if created is None:
+                        continue
+                    record = created
                 mode = routing.of_session(request.mode, record.mode)
                 if kind is StepKind.REPLAY or not request.tokens:
                     replayed = kind is StepKind.REPLAY
@@ -135,7 +141,7 @@ class SessionSteps:
                     token_logprobs: tuple[float | None, ...] | None = None
                     if request.token_logprobs:
                         token_logprobs = await self._replayed_logprobs(record, request, ticket) if replayed else ()
-                    return await self._answer_again(
+                    answer = await self._answer_again(
                         record,
                         mode,
                         free,
@@ -150,9 +156,13 @@ class SessionSteps:
                         token_logprobs=token_logprobs,
                         replayed=replayed,
                     )
-                answer = await self._append(record, request, mode, ticket)
-                if answer is not None:
+                    of_first = replayed and record.last is not None and record.last.start == 0
+                    if kind is StepKind.FIRST or (request.creator is not None and of_first):
+                        answer.created = True
                     return answer
+                appended = await self._append(record, request, mode, ticket, kind)
+                if appended is not None:
+                    return appended
             raise conflict(await sessions.read(request.session), request.expected_position)
         finally:
             sessions.locks.leave(request.session)
@@ -210,6 +220,32 @@ class SessionSteps:
         slot = held.enter_context(self._pool.lease())
         return RecurrentSource(self._forward, input_ids, start, slot, ticket, read=read), result
 
+    async def state(self, session: str, identity: Identity, ticket: Ticket) -> SessionState:
+        """Returns the output layer's input after the session's tokens, from a run in the session's own mode. Does not
+        change the session. Raises UnknownSession; InvalidRequest if the model has a zero start and the session has no
+        token."""
+        async with self._sessions.locks.held(session):
+            record = await self._sessions.read(session)
+            if not len(self._input_ids(record)):
+                raise InvalidRequest(
+                    f"session {id_of(session)!r} has no token yet, and its model reads no start token: no state",
+                    "session",
+                )
+            mode = routing.of_session(None, record.mode)
+            free = routing.is_free(None, record.mode)
+            plan, _, recurrent, window = await self._run_again(record, mode, free, None, ticket, cache=False)
+        answered = recurrent or window
+        assert answered is not None, "neither mode ran: this is a bug"
+        return SessionState(
+            *identity,
+            session=id_of(session),
+            position=record.position,
+            state=plan.state,
+            hidden=tuple(answered.result.hidden.tolist()),
+            state_error_bound=None if answered.bound is None else answered.bound.state,
+            durable=record.durable,
+        )
+
     def seconds(self, request: StepRequest) -> float:
         """Returns the expected seconds of a step's runs. Returns 0 for a step of few tokens, which the
         backlog does not count."""
@@ -241,8 +277,10 @@ class SessionSteps:
             durable=record.durable,
         )
 
-    async def _append(self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket) -> Answer | None:
-        """Runs the next step and commits it. Returns None if another writer committed first."""
+    async def _append(
+        self, record: SessionRecord, request: StepRequest, mode: Mode, ticket: Ticket, kind: StepKind
+    ) -> Answer | None:
+        """Runs a step of kind FIRST or NEXT, and commits it. Returns None if another writer committed first."""
         position = record.position + len(request.tokens)
         own = routing.of_session(None, record.mode)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
@@ -296,7 +334,7 @@ class SessionSteps:
             if plan.window is not None:
                 window_ids = tail(input_ids, position, plan.window)
                 window = await builder.window(plan, window_ids, input_ids, ticket, prove=False, binding=True)
-            committed = await self._sessions.commit(record, request, write, dropped_tokens)
+            committed = await self._sessions.commit(record, request, write, dropped_tokens, kind)
         finally:
             self._pool.release(read)
             if write is not None:
@@ -305,10 +343,10 @@ class SessionSteps:
             return None
         if own is Mode.RECURRENT:
             self._resident.add(committed)
-        if request.prove:  # after the commit, because the client may cancel during a long search
+        if request.prove:  # the search runs after the commit, because the client may cancel during a long search
             recurrent = None if recurrent is None else await builder.search(plan, recurrent, ticket)
             window = None if window is None else await builder.search(plan, window, ticket)
-        return await builder.answer(
+        answer = await builder.answer(
             plan,
             lambda: input_ids,
             recurrent,
@@ -323,6 +361,8 @@ class SessionSteps:
             token_logprobs=token_logprobs,
             unknown=request.unknown + wanted.unknown,
         )
+        answer.created = True if kind is StepKind.FIRST else None
+        return answer
 
     async def _answer_again(
         self,
@@ -342,15 +382,9 @@ class SessionSteps:
         token_logprobs: tuple[float | None, ...] | None = None,
         replayed: bool | None = None,
     ) -> Answer:
-        """Answers from a session without appending. If `free`, chooses the cheapest number of tokens for a rebuild. A
-        rebuilt state stays resident.
-
-        Raises InvalidRequest if the answer's bound does not meet the tolerance. This happens before the run if the
-        bound is already known.
-        """
-        input_ids = context_ids = self._input_ids(record)
+        """Answers from a session without appending. See `_run_again`."""
         unknown += wanted.unknown
-        if not len(input_ids):
+        if not len(self._input_ids(record)):
             k = None if mode is Mode.RECURRENT else window or self._limits.window
             return self._answer_builder.nothing(
                 mode,
@@ -364,6 +398,45 @@ class SessionSteps:
                 has_seen=wanted.exclude_seen,
                 cache=cache,
             )
+        plan, input_ids, recurrent, part = await self._run_again(
+            record, mode, free, window, ticket, tolerance, prove=prove, cache=cache, wanted=wanted
+        )
+        return await self._answer_builder.answer(
+            plan,
+            lambda: input_ids,
+            recurrent,
+            part,
+            top_k,
+            ticket,
+            prove=prove,
+            session=record.session,
+            replayed=replayed,
+            durable=record.durable,
+            logits=logits,
+            token_logprobs=token_logprobs,
+            unknown=unknown,
+        )
+
+    async def _run_again(
+        self,
+        record: SessionRecord,
+        mode: Mode,
+        free: bool,
+        window: int | None,
+        ticket: Ticket,
+        tolerance: float | None = None,
+        *,
+        prove: bool = False,
+        cache: bool,
+        wanted: Filter = NO_FILTER,
+    ) -> tuple[AnswerPlan, NDArray[np.int64], ModeResult | None, ModeResult | None]:
+        """Runs a session's answer without appending. Returns the plan, the session's tokens, and the recurrent and the
+        window part. If `free`, chooses the cheapest number of tokens for a rebuild. A rebuilt state stays resident.
+
+        Raises InvalidRequest if the answer's bound does not meet the tolerance. This happens before the run if the
+        bound is already known.
+        """
+        input_ids = context_ids = self._input_ids(record)
         base, rebuilt = self._base(record, needed=mode is not Mode.WINDOW)
         if base is not None and free and tolerance is not None and record.dropped_tokens < base.dropped_tokens:
             known = record.position - base.dropped_tokens
@@ -376,8 +449,8 @@ class SessionSteps:
         ranking = self._ranking(wanted, input_ids, record.position)
         plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, ranking, cache=cache)
         mixes = cache and self._answer_builder.cache is not None
-        # The bound may become smaller: the run may output a radius, and in a mixture with a cache the network's weight
-        # is below 1.
+        # The bound is checked before the run only if the run cannot make it smaller. A run can make it smaller if it
+        # outputs a radius. A mixture with a cache also has a smaller bound, because the network's weight is below 1.
         if not mixes and (not self._has_radius_output or plan.state is StateSource.RESIDENT):
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
@@ -404,23 +477,9 @@ class SessionSteps:
             window_ids = tail(input_ids, plan.position, plan.window)
             part = await self._answer_builder.window(plan, window_ids, input_ids, ticket, prove=prove)
         answered = recurrent or part
-        assert answered is not None, "a plan without a run: this is a bug"
+        assert answered is not None, "neither mode ran: this is a bug"
         _check(answered.bound, tolerance)
-        return await self._answer_builder.answer(
-            plan,
-            lambda: input_ids,
-            recurrent,
-            part,
-            top_k,
-            ticket,
-            prove=prove,
-            session=record.session,
-            replayed=replayed,
-            durable=record.durable,
-            logits=logits,
-            token_logprobs=token_logprobs,
-            unknown=unknown,
-        )
+        return plan, input_ids, recurrent, part
 
     async def _replayed_logprobs(
         self, record: SessionRecord, request: StepRequest, ticket: Ticket

@@ -11,10 +11,10 @@ most |W_a - W_b|_2 E between the two models. So the most probable token a is pro
 
 A token b for which this inequality fails is a rival. The gradient proof may still rule out a rival.
 
-The bound on the rounding is also a theorem. The error of a float32 sum of n terms, in any order, is at most gamma = n u
-/ (1 - n u) times the sum of the terms' magnitudes, where u = 2^-24 (Higham, Accuracy and Stability of Numerical
-Algorithms, 2002, section 4.2). Here the sum of the magnitudes is at most |W_a|_2 |h|_2 + |c_a| (Cauchy-Schwarz). For
-the other run, |h|_2 + E replaces |h|_2. The whole inequality is evaluated in float64.
+The bound on the rounding is a theorem. The error of a float32 sum of n terms, in any order, is at most gamma = n u / (1
+- n u) times the sum of the terms' magnitudes, where u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms,
+2002, section 4.2). Here the sum of the magnitudes is at most |W_a|_2 |h|_2 + |c_a| (Cauchy-Schwarz). For the other run,
+|h|_2 + E replaces |h|_2. The whole inequality is evaluated in float64.
 
 **Gradient proof** (`DirectionProof`). It runs on request, if the margin proof leaves rivals. The margin proof lets the
 output layer's input move in any direction within a radius. For a window of a gated model, the run also outputs a bound
@@ -62,7 +62,7 @@ from wane.service.batching.batch import Largest, Row, Top, WindowTrace
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
 UNIT = 2.0**-24  # unit roundoff of float32
-OUTWARD = 1 + 1e-9  # factor for upper bounds; far larger than the float64 rounding of distances and norms
+OUTWARD = 1 + 1e-9  # upper bounds are multiplied by this factor; 1e-9 far exceeds the relative float64 rounding
 
 
 class MarginProof:
@@ -137,8 +137,8 @@ class MarginProof:
         """Like `proves`, for B rows, but compares only the two most probable tokens. Returns int8 (B): 1 proved, 0 not
         proved, -1 undecided.
 
-        ids int64 and logits float64 (B, K >= 2), the largest first; lengths float64 (B): the 2-norms of `hidden`;
-        errors float64 (B), like `error` of `proves`.
+        ids, int64 (B, K), and logits, float64 (B, K), are the K >= 2 most probable tokens in descending order. lengths,
+        float64 (B), are the 2-norms of `hidden`. errors, float64 (B), are like `error` of `proves`.
         """
         first, second = ids[:, 0], ids[:, 1]
         lengths = lengths * OUTWARD + errors
@@ -361,7 +361,7 @@ class DirectionProof:
         )
 
     def _measured(self, runner: Runner, window: int) -> float:
-        """Returns the larger of two 2-norms, over windows of random, repeated and cycling tokens: the largest rounding
+        """Runs windows of random, repeated and cycling tokens. Returns the larger of two 2-norms: the largest rounding
         error of the stream, and the largest amount by which the graph's error bounds of a layer are too small."""
         random = np.random.default_rng(3)
         tokens = random.integers(self._architecture.vocabulary_size, size=(WINDOWS, window), dtype=np.int64)

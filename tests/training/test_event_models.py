@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -56,8 +57,8 @@ def rankings(run: Trained) -> tuple[float, Rankings]:
 @pytest.mark.parametrize("cell", ["gated", "gru"])
 def test_recurrent_models_beat_every_baseline_where_memory_matters(tmp_path: Path, cell: Cell) -> None:
     data, best_recall, best_perplexity = shop(tmp_path, Shop.leave)
-    model = ModelConfig(cell=cell, hidden=48, block="residual" if cell == "gated" else "plain")
-    run = trained(tmp_path / "run", data, model, steps=400)
+    block: Literal["plain", "residual"] = "residual" if cell == "gated" else "plain"
+    run = trained(tmp_path / "run", data, ModelConfig(cell=cell, hidden=48, block=block), steps=400)
     perplexity, found = rankings(run)
     recall = {name: metrics.recall[20] for name, metrics in found.methods.items()}
     assert recall["recurrent"] >= max(recall[name] for name in BASELINES)

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from wane.training.baselines import Vsknn, baselines_of
 from wane.training.ranking import CUTOFFS, best_of, metrics_of, ranks_of
@@ -86,10 +87,10 @@ def train() -> tuple[Sessions, list[list[int]]]:
     return Sessions(np.array(stream), EOS, "token"), lists
 
 
-def weights() -> np.ndarray:
-    weights: np.ndarray = 1 / np.arange(1, SIZE - 1)
-    weights /= weights.sum()
-    return weights
+def weights() -> NDArray[np.float64]:
+    found: NDArray[np.float64] = 1 / np.arange(1, SIZE - 1)
+    found /= found.sum()
+    return found
 
 
 QUERIES = [[2], [5, 5], [13], [3, 9, 4, 3], [2, 3, 4, 5, 6, 7, 8]]

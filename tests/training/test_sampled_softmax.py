@@ -89,10 +89,14 @@ def test_an_embedding_of_three_times_the_width_expresses_one_hot_input() -> None
     torch.manual_seed(4)
     one_hot = torch.nn.GRU(SIZE, 5)
     model = Network(ModelConfig(cell="gru", hidden=5, embedding=15, tied=False).architecture(SIZE))
-    weights = one_hot.state_dict()
-    model.layers[0].get_submodule("cell").load_state_dict(weights | {"weight_ih_l0": torch.eye(15)})
+    own = one_hot.state_dict()
+    cell = {name: torch.eye(15) if name == "weight_ih_l0" else own[name] for name in own}
+    model.load_state_dict(
+        model.state_dict()
+        | {"embedding.weight": own["weight_ih_l0"].T}
+        | {f"layers.0.cell.{name}": value for name, value in cell.items()}
+    )
     with torch.no_grad():
-        model.embedding.weight.copy_(weights["weight_ih_l0"].T)
         tokens = torch.randint(SIZE, (12, 3))
         expected, _ = one_hot(torch.nn.functional.one_hot(tokens, SIZE).float())
         assert torch.allclose(model(tokens)[0], expected, atol=1e-6)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from wane.service.api import encode
@@ -44,13 +44,15 @@ from wane.service.api.schemas.sessions import (
 from wane.service.engine.engine import Engine
 from wane.service.engine.event_names import EventTokens
 from wane.service.engine.step_many import StepCall, step_many
-from wane.service.errors import EarlierStepFailed, InvalidRequest, truncate_repr
+from wane.service.errors import EarlierStepFailed, InvalidRequest, UnknownSession, truncate_repr
+from wane.service.registry.registry import other_model
 from wane.service.types import (
     MAX_KEY_CHARACTERS,
     SESSION_ID,
     SLASH,
     History,
     NewSession,
+    Owner,
     SessionView,
     StepRequest,
     name_within,
@@ -170,12 +172,14 @@ async def append(request: Request, session: SessionId) -> Response:
         expected_position = position(here.header(POSITION), body.expected_position)
         idempotency_key = here.header(IDEMPOTENCY_KEY)
     key = name_within(here.owner.name, session)
-    engine = registry(request).resident_engine(key)
-    if engine is None:
+    engine, creator = registry(request).resident_engine(key), None
+    if body.create or body.model is not None:
+        engine, creator = await engine_to_step(request, key, body, expected_position, here.deadline)
+    elif engine is None:
         engine = await session_engine(request, key)
     here.fields["model"] = engine.name
     given = await tokens_of(engine, body.sequence, here.deadline) if token is None else EventTokens((token,))
-    wanted = step_request(engine, key, given, body, here.deadline, expected_position, idempotency_key)
+    wanted = step_request(engine, key, given, body, here.deadline, expected_position, idempotency_key, creator)
     answer = await engine.submit(wanted)
     note_answer(scope, answer)
     return encode.reply(encode.answer(engine, answer))
@@ -189,6 +193,7 @@ def step_request(
     deadline: float | None,
     expected_position: int | None,
     idempotency_key: str | None,
+    creator: Owner | None = None,
 ) -> StepRequest:
     """Converts a body to a request for the engine. `session` is the session's key. Raises InvalidRequest."""
     return StepRequest(
@@ -203,7 +208,33 @@ def step_request(
         body.cache,
         filter=filter_of(engine, body),
         unknown=given.unknown,
+        creator=creator,
     )
+
+
+async def engine_to_step(
+    connection: HTTPConnection, session: str, body: StepBody, expected_position: int | None, deadline: float | None
+) -> tuple[Engine, Owner | None]:
+    """Returns the engine for a step of a session, and the `creator` of the step's request. If the session does not
+    exist and the step may create it, returns the engine of the body's model. `session` is the session's key.
+
+    Raises the errors of `ModelRegistry.engine_for`, and UnknownModel.
+    """
+    models, creator = registry(connection), owner(connection) if body.create else None
+    try:
+        engine = await models.engine_for(session, body.model, deadline)
+        if creator is None or engine.name == (body.model or models.default):
+            return engine, creator
+        # If this session has expired, the step creates a session of another model.
+        await engine.get_session(session)
+    except UnknownSession:
+        if creator is None or expected_position:
+            raise
+    else:
+        return engine, None
+    if models.is_coming(body.model):
+        await models.wait_for(body.model, deadline)
+    return models.get(body.model), creator
 
 
 def position(given: str | None, in_body: int | None) -> int | None:
@@ -309,6 +340,7 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
     models, until = registry(request), deadline(request)
     results: list[encode.StepResult | None] = [None] * len(bodies)
     engines: dict[str, Engine] = {}
+    creators: dict[str, Owner | None] = {}
     steps: dict[int, StepRequest] = {}
     failed: set[str] = set()
     owner_name = owner(request).name
@@ -317,13 +349,20 @@ async def _step_many(request: Request, bodies: Sequence[SessionStepBody]) -> lis
             if body.session in failed:
                 raise EarlierStepFailed(body.session)
             session = name_within(owner_name, body.session)
-            engine = engines.get(session) or await models.engine_for(session, None, until)
-            engines[session] = engine
+            if session in engines:
+                engine, creator = engines[session], creators[session]
+                if body.model not in (None, engine.name):
+                    raise other_model(session, engine.name, body.model)
+            elif body.create or body.model is not None:
+                engine, creator = await engine_to_step(request, session, body, body.expected_position, until)
+            else:
+                engine, creator = await models.engine_for(session, None, until), None
+            engines[session], creators[session] = engine, creator
             if body.tokens is None:
                 await asyncio.sleep(0)  # lets the event loop run other work between many short texts
             given = await tokens_of(engine, body.sequence, until)
             steps[index] = step_request(
-                engine, session, given, body, until, body.expected_position, body.idempotency_key
+                engine, session, given, body, until, body.expected_position, body.idempotency_key, creator
             )
         except Exception as error:
             failed.add(body.session)

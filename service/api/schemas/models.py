@@ -107,6 +107,20 @@ class ModelListDocument(TypedDict):
     data: list[ModelSummaryDocument]
 
 
+class VocabularyEntry(TypedDict):
+    """The name of an event, or the text of a token, and its id."""
+
+    id: int
+    name: str
+
+
+class VocabularyDocument(TypedDict):
+    """A page of a vocabulary. `next` is the parameter `after` of the next page, or null on the last page."""
+
+    events: list[VocabularyEntry]
+    next: int | None
+
+
 class LoadedDocument(TypedDict):
     """The answer to a load."""
 

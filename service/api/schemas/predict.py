@@ -29,6 +29,7 @@ from wane.service.api.schemas.common import (
 )
 from wane.service.types import (
     CACHE_TOKENS,
+    CREATED,
     DURABLE,
     SEEN_TOKENS,
     TOLERANCE_MODES,
@@ -107,6 +108,7 @@ class AnswerDocument(ModelDocument):
     session: NotRequired[str]
     position: NotRequired[int]
     replayed: NotRequired[bool]
+    created: NotRequired[Annotated[bool, Field(description=CREATED)]]
     durable: NotRequired[Annotated[bool, Field(description=DURABLE)]]
     cache_tokens: NotRequired[Annotated[int, Field(description=CACHE_TOKENS)]]
     unknown: NotRequired[Annotated[list[str], Field(description=UNKNOWN)]]
@@ -137,7 +139,7 @@ class StepColumnsDocument(TypedDict):
     step.
 
     `token_id` and `logprob` list each step's predictions, most probable first. For each phase, `latency` has the
-    largest latency of all steps.
+    largest latency of all steps. `unknown` and `seen_tokens` are present only if a step has them.
     """
 
     session: list[str]
@@ -147,6 +149,7 @@ class StepColumnsDocument(TypedDict):
     state: list[StateSource | None]
     position: list[int | None]
     replayed: list[bool | None]
+    created: list[bool | None]
     durable: list[bool | None]
     token_id: list[list[int] | None]
     logprob: list[list[float] | None]
@@ -154,7 +157,7 @@ class StepColumnsDocument(TypedDict):
     state_error_bound: list[float | None]
     top1_proved: list[bool | None]
     cache_tokens: list[int | None]
-    unknown: list[list[str] | None]
-    seen_tokens: list[int | None]
+    unknown: NotRequired[list[list[str] | None]]
+    seen_tokens: NotRequired[list[int | None]]
     error: list[dict[str, object] | None]
     latency: LatencyDocument

@@ -16,6 +16,7 @@ from wane.service.api.schemas.common import (
     Events,
     IdempotencyKey,
     Model,
+    Name,
     Natural,
     Prove,
     RankedBody,
@@ -83,7 +84,11 @@ class SessionBody(Body):
 class StepBody(RankedBody):
     """Append tokens to a session, and predict the next token."""
 
-    examples: ClassVar[tuple[dict[str, object], ...]] = ({"input": HISTORY}, {"tokens": [5, 6, 7], "top_k": 3})
+    examples: ClassVar[tuple[dict[str, object], ...]] = (
+        {"input": HISTORY},
+        {"tokens": [5, 6, 7], "top_k": 3},
+        {"tokens": [5], "create": True},
+    )
 
     expected_position: Natural | None = Field(
         default=None,
@@ -95,6 +100,16 @@ class StepBody(RankedBody):
     mode: WireMode | None = Field(default=None, description="default: the session's mode")
     prove: Prove = False
     cache: Cache = True
+    create: bool = Field(
+        default=False,
+        description="create the session if it does not exist and `expected_position` is 0 or absent; the answer then "
+        "has `created`",
+    )
+    model: Name | None = Field(
+        default=None,
+        description="the model of a session that the step creates; default: the first model in /v1/models. An existing "
+        "session must have this model",
+    )
 
 
 class SessionStepBody(StepBody):

@@ -28,6 +28,7 @@ Schema = dict[str, Any]
 SOON = {"x-request-timeout-ms": "40"}  # a request that exceeds this timeout has passed the check of its form
 MODEL = [
     r"but the vocabulary has \d+ tokens",
+    r"belongs to model .*, not to",
     r"a session needs expected_position or the header",
     r"the session is at position \d+, but",
     r"takes windows of 1 to \d+ tokens",

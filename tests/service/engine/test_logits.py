@@ -11,8 +11,7 @@ from wane.models.bundle_checks import TOP
 from wane.service.batching import batch
 from wane.service.batching.batch import Outputs, Row, Work
 from wane.service.engine.forward import RunResult
-from wane.service.engine.logits import listed, log_softmax
-from wane.service.engine.ranking import Ranking
+from wane.service.engine.logits import Ranking, listed, log_softmax
 from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 from wane.service.state.pool import StatePool
 from wane.service.types import Prediction
