@@ -45,7 +45,7 @@ WAIT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round with one of the proxies."""
+    """The figures of one round with one of the proxies."""
 
     way: str
     steps: int

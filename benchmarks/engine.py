@@ -52,13 +52,13 @@ from wane.service.types import Mode, PredictRequest, StepRequest
 SHIPPED = Path("models/bundles/gated-stable")
 ROLES = ("step", "window")
 WAYS = {"rate": ("bare", "batcher", "engine", "turns"), "latency_us": ("bare", "batcher", "engine")}
-"""The methods with which each figure is measured."""
+"""For each figure, the methods with which the figure is measured."""
 BATCH = 64
 CLIENTS = 2 * BATCH
 TIMEOUT_S = 60.0
 
 Ask = Callable[[int], Awaitable[object]]
-"""Sends one request of the client with this number."""
+"""A function that takes the number of a client and sends one request of this client."""
 
 
 class Subject:
@@ -116,7 +116,7 @@ class Subject:
         return taken
 
     def ask(self, way: str, role: str) -> Ask:
-        """Returns a function that sends one request of a client."""
+        """Returns a function that sends one request of a client. The function takes the client's number."""
         token, window = [row[:1] for row in self.tokens], list(self.tokens)
         tuples = [tuple(row.tolist()) for row in self.tokens]
         slots, submit, engine = self.slots, self.batcher.submit, self.engine
@@ -135,7 +135,7 @@ class Subject:
         return by_batcher if way == "batcher" else by_engine
 
     async def rate(self, way: str, role: str, seconds: float) -> float:
-        """Returns requests per second with all clients busy."""
+        """Returns the number of answered requests per second while all clients send requests in a closed loop."""
         if way == "bare":
             taken = self.bare(role, BATCH, seconds)
             return BATCH * len(taken) / sum(taken)
@@ -154,7 +154,8 @@ class Subject:
         return answered / (time.perf_counter() - begun)
 
     async def turns(self, role: str, seconds: float) -> float:
-        """Returns requests per second if each batch is submitted in one iteration of the event loop."""
+        """Returns the number of answered requests per second if BATCH requests at a time are submitted in one iteration
+        of the event loop."""
         ask, answered, begun = self.ask("engine", role), 0, time.perf_counter()
         while (now := time.perf_counter()) - begun < seconds:
             pending = [ask(client) for client in range(BATCH)]
@@ -211,7 +212,7 @@ async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def table(subject: dict[str, Any]) -> Table:
-    """Returns a table of medians with the smallest and the largest value of all rounds."""
+    """Returns a table of the figures: their medians over the rounds, with the smallest and the largest value."""
     title = f"{subject['model']} version {subject['model_version']}, window of {subject['window']}"
     made = Table(title=title)
     for heading in ("", f"requests/s, batch {BATCH}", "of bare", "one client, us"):

@@ -40,7 +40,7 @@ def tables(figures: Path) -> dict[str, list[str]]:
 
 
 def starts(servers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """Returns a table of start times and memory. Each column is a server and the models that it serves."""
+    """Returns a table of start times and memory. Each column is for one server and one set of models that it serves."""
     names = [f"{served}: {name}" for served, measured in servers.items() for name in measured]
     columns = [found for measured in servers.values() for found in measured.values()]
     return markdown(
@@ -67,8 +67,9 @@ def parked(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns a table of shadows' costs for each k and rate: live latency, its difference from the same round without
-    shadows, CPU time, and the shares of answers that were compared and dropped."""
+    """Returns a table of the costs of shadows (see `benchmarks.shadow`) for each k and rate. Its columns are the
+    latency of live answers, the difference of this latency from that of the same round without shadows, the CPU time of
+    shadows, and the shares of live answers whose shadow was compared or dropped."""
     rows = []
     for window in windows:
         for rate, found in window["rates"].items():

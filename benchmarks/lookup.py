@@ -1,4 +1,5 @@
-"""Measures the CPU time saved by lookup tables that hold the first layer's product for each token.
+"""Measures the CPU time that lookup tables save. A table has, for each token, the product of the token's embedding and
+the first layer's input weights.
 
     python -m benchmarks.lookup [BUNDLE ...] [--rounds N] [--json FILE]
 
@@ -30,7 +31,7 @@ SAME = 1e-4  # largest accepted difference between log-probabilities with and wi
 
 
 def measure(path: Path, rounds: int) -> Subject:
-    """Measures one bundle with and without tables."""
+    """Measures the CPU times of one bundle with and without tables. Exits if the two predict differently."""
     bundle = Bundle.read(path)
     with tempfile.TemporaryDirectory() as folder:
         with patch.object(network, "TABLE_ELEMENTS", 0):

@@ -4,12 +4,12 @@
 
 The stack runs as local processes: three replicas behind HAProxy, with sessions in Redis. Each of 200 sessions takes
 1.25 steps a second. After 15 seconds, a replica is killed with SIGKILL every ten seconds and restarted immediately. An
-outage lasts from a kill until that replica is ready again. A step's latency is measured from its due time to its answer
-and includes all retries. Prints the longest latency and three p99s: before the kills, outside the outages, and during
-the outages. The p99 before the kills is the median of the p99s of slices of five seconds. The p99 outside the outages
-is the median of the p99s of slices of ten seconds. The p99 outside the outages includes steps of sessions that move
-back to a restarted replica. On a machine with few cores, loading a model takes CPU time from the other replicas.
-tests/stack/test_killed_replicas.py tests that killed replicas lose no step.
+outage lasts from a kill until the killed replica is ready again. A step's latency is measured from its due time to its
+answer and includes all retries. Prints the longest latency and three p99s: before the kills, outside the outages, and
+during the outages. The p99 before the kills is the median over slices of five seconds, each of which has its own p99.
+The p99 outside the outages is the same median over slices of ten seconds. The p99 outside the outages includes steps of
+sessions that move back to a restarted replica. On a machine with few cores, loading a model takes CPU time from the
+other replicas. tests/stack/test_killed_replicas.py tests that killed replicas lose no step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Span = tuple[float, float]
 
 
 def slices(start_s: float, count: int, each_s: float) -> list[Span]:
-    """Returns `count` consecutive spans of `each_s` seconds."""
+    """Returns `count` consecutive spans of `each_s` seconds. The first span starts at `start_s`."""
     return [(start_s + number * each_s, start_s + (number + 1) * each_s) for number in range(count)]
 
 

@@ -12,9 +12,9 @@ these methods once:
   next run. This is the fastest sequential method.
 - step: the graph `step` runs token by token over the first STEPPED tokens. Its time is extrapolated to the whole
   sequence.
-- chunks: the graph runs over WIDTH parallel chunks without warm-up tokens, which measures the work alone. With
-  `2 threads`, one run computes all chunks on two threads. With `2 runs`, two concurrent runs compute half of the chunks
-  each, on one thread each.
+- chunks: the graph runs over WIDTH parallel chunks without warm-up tokens, which measures the work alone. In
+  `chunks, 2 threads`, one run computes all chunks on two threads. In `chunks, 2 runs`, each of two concurrent runs
+  computes half of the chunks on one thread.
 - parallel: the method that the server uses. The number of chunks depends on the throughput that the engine
   measures when it loads the model. Each chunk starts with warm-up tokens, and the batcher runs the chunks. The error of
   each chunk's initial state is measured and bounded. Chunks whose error is over 1e-5 are run again.
@@ -264,8 +264,8 @@ class Subject:
 
 
 def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Measures every method. Returns its seconds, its ratios to the sequential methods (`against`), and its
-    differences."""
+    """Measures every method. Returns, for each method, the durations and ratios of `against`, and the differences of
+    its results from those of `one call`."""
     subject = Subject(path, tokens)
     ways = {(kind, name): way for kind in ROLES for name, way in subject.ways(kind).items()}
     seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in WAYS} for kind in ROLES}
@@ -300,8 +300,8 @@ def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[st
 
 
 def against(seconds: dict[str, list[float]], name: str) -> dict[str, Spread]:
-    """Returns the duration of a method in seconds, and, for each of the two sequential methods, the ratio of its
-    duration to that duration in each round."""
+    """Returns the duration of the method `name` in seconds. Also returns, for each of the methods `one call` and `in
+    pieces`, its duration divided by that of the method `name`, in each round."""
     ordered = {f"{other} / it": ratios(seconds[other], seconds[name]) for other in ("one call", "in pieces")}
     return {"seconds": Spread.of(seconds[name]), **ordered}
 
@@ -329,7 +329,7 @@ def table(found: dict[str, Any], tokens: int) -> Table:
 
 
 def draw(subjects: list[dict[str, Any]], tokens: int, path: Path) -> None:
-    """Plots tokens per second: medians with the smallest and the largest value."""
+    """Plots the tokens per second of every method: the median, the smallest and the largest value of all rounds."""
     figure, axes = plt.subplots(
         1, len(subjects), figsize=(5.4 * len(subjects), 3.8), layout="constrained", squeeze=False
     )

@@ -4,13 +4,15 @@
 
 Each way to store the sessions is measured in its own process. Its resident memory is compared with 1 GiB:
 
-- objects: a dict of Python objects. Each has its history in a list of ints. All lists share the int objects.
+- objects: a dict of Python objects. Each object has its history in a list of ints. All lists refer to the same int
+objects.
 - store: `MemoryStore`, which the server uses.
 - server: the same store, in a process that has the default model loaded, verified and warmed up.
 
 Histories are filled in four passes over all sessions, each of which appends a quarter of every history, as in a server
-with concurrent sessions. Then a tenth of the sessions is deleted and created again, twice (the churn). This shows freed
-memory that cannot be reused. At the end all sessions expire at the same time, and repeated calls delete them.
+with concurrent sessions. Then a tenth of the sessions is deleted and created again, twice (the churn). Growth during
+the churn is memory that was freed but could not be reused. At the end all sessions expire at the same time, and
+repeated calls delete them.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ SHIPPED = Path("models/bundles/gated-stable")
 VOCABULARY = 2048
 PIECES = 4
 CHURNS = 2
-CHURNED = 10  # one session in CHURNED is deleted and created again
+CHURNED = 10  # in a churn, one of CHURNED sessions is deleted and created again
 TIMED = 20_000
 TTL_S = 24 * 3600
 WAYS = ("objects", "store", "server")
@@ -55,7 +57,7 @@ Result = dict[str, Any]
 
 
 class Kept(Protocol):
-    """One way to store sessions."""
+    """A store of sessions that is measured."""
 
     async def start(self, session: str) -> None: ...
     async def append(self, session: str, tokens: tuple[int, ...]) -> None: ...
@@ -176,7 +178,7 @@ async def measure(way: str, count: int, history: int) -> Result:
 
 
 async def timed(call: Awaitable[object]) -> float:
-    """Awaits a call. Returns the call's duration in microseconds."""
+    """Awaits `call`. Returns the call's duration in microseconds."""
     started = time.perf_counter()
     await call
     return 1e6 * (time.perf_counter() - started)
@@ -193,9 +195,9 @@ def apart(way: str, count: int, history: int) -> Result:
 def show(results: list[Result]) -> None:
     """Prints the table.
 
-    Its columns are: the resident memory of the process after filling and after churn, and the memory after churn as a
-    share of 1 GiB; the memory per session, as measured and as counted by the store; the median times of calls; the time
-    of a full garbage collection; the longest call while all sessions expire.
+    Its columns are: the resident memory of the process after the histories were filled and after the churn, and the
+    latter as a share of 1 GiB; the memory per session, as measured and as counted by the store; the median times of
+    calls; the time of a full garbage collection; the longest call while all sessions expire.
     """
     first = results[0]
     made = f"{first['sessions']:,} parked sessions with histories of {first['session_history_tokens']} tokens"

@@ -4,9 +4,10 @@ predictions.
     python -m benchmarks.precision [BUNDLE ...] [--rounds N] [--json FILE]
 
 The temporary twin is exported from the bundle's weights and tokenizer. The float32 model generates texts token by token
-at temperature 1. The float32 model and the int8 model read these texts, each with its own state. At each token, their
-two predictions are compared as in an answer in the mode `both`, and counted as in the server's report. Times are CPU
-times of one thread. Every round measures the two models one after the other. Needs the extra train.
+at temperature 1. The float32 model and the int8 model read these texts, each with its own state. At each token, the two
+predictions are compared as in an answer in the mode `both`, and the comparisons are summarised as in the server's
+report. Times are CPU times of one thread. Every round measures the two models one after the other. Needs the extra
+train.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Subject = dict[str, Any]
 
 
 def twin(bundle: Bundle, folder: Path, precision: Precision) -> Bundle:
-    """Exports the bundle's weights as a new bundle with `precision`."""
+    """Exports the bundle's weights as a new bundle whose graphs compute in `precision`."""
     manifest = bundle.manifest
     random = np.random.default_rng(0)
     export_bundle(
@@ -76,7 +77,8 @@ def zeros(bundle: Bundle, batch: int) -> dict[str, Array]:
 
 
 def agreement(bundle: Bundle, runners: Runners) -> AgreementStatistics:
-    """Counts the agreement of the two models' predictions at every token of the texts."""
+    """Compares the two models' predictions at every token of the generated texts. Returns statistics of their
+    agreement."""
     random, found = np.random.default_rng(1), AgreementStatistics()
     states = {precision: zeros(bundle, TEXTS) for precision in runners}
     tokens: NDArray[np.int64] = np.full(TEXTS, bundle.manifest.vocabulary.eos_id)
@@ -99,7 +101,8 @@ def agreement(bundle: Bundle, runners: Runners) -> AgreementStatistics:
 def times(
     bundle: Bundle, runners: Mapping[str, OnnxRunner], role: Role, batch: int, repeat: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Returns each runner's CPU time per item in every round, in microseconds."""
+    """Returns each runner's CPU time per row of the batch in every round, in microseconds. `repeat` is the number of
+    runs per round."""
     tokens = np.random.default_rng(0).integers(bundle.manifest.vocabulary.size, size=(batch, bundle.manifest.window))
     feeds: dict[str, Array] = {"tokens": tokens, "lengths": np.full(batch, tokens.shape[1])}
     if role == "step":
@@ -118,8 +121,8 @@ def times(
 def in_turns(
     bundle: Bundle, runners: Mapping[str, OnnxRunner], rounds: int, *, slower: str, quicker: str
 ) -> list[dict[str, Any]]:
-    """Measures two runners alternately with all RUNS. Returns the CPU time per item of each runner, in microseconds,
-    and the ratio of the time of the runner `slower` to that of the runner `quicker` in each round.
+    """Measures two runners alternately with all RUNS. Returns the CPU time per item of each runner, in microseconds.
+    Also returns, for each round, the time of the runner `slower` divided by that of the runner `quicker`.
     """
     found = []
     for role, batch, repeat in RUNS:

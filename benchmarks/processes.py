@@ -3,9 +3,9 @@
     python -m benchmarks.processes TEXT [--rounds N] [--seconds S] [--json FILE]
     python -m benchmarks.processes --render
 
-Shipped experiments train on a text with the shipped vocabulary. Every round measures each setting once, in new
-processes. Whole training steps are timed, without evaluations and checkpoints. `--render` writes the figures into the
-page.
+The benchmark trains shipped experiments on TEXT, with the shipped vocabulary. Every round measures each setting once,
+in new processes. Whole training steps are timed, without evaluations and checkpoints. `--render` writes the figures
+into the documentation.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ BESIDE, MEASURED = WAYS[1].name, WAYS[2].name
 
 
 def speeds(text: Path, threads: int, seconds: float, group: Group) -> dict[str, float]:
-    """Trains in this process, or, if it was started as one of several, in the group of these processes. Returns tokens
-    per second by experiment."""
+    """Trains each experiment in this process. If torchrun has started this process as one of several, trains in the
+    group of these processes. Returns tokens per second by experiment."""
     found = {}
     data = DataConfig(kind="text", path=text)
     corpus = group.from_first(lambda: load_corpus(data, VOCABULARY.read_text(encoding="utf-8")))
@@ -94,7 +94,7 @@ def before(end: float) -> bool:
 
 
 def measure(way: Way, text: Path, seconds: float) -> dict[str, float]:
-    """Runs `speeds` with this setting in new processes."""
+    """Runs `speeds` in new processes, with the setting `way`."""
     with tempfile.NamedTemporaryFile() as answer:
         arguments = [str(text), "--seconds", str(seconds), "--threads", str(way.threads), "--answer", answer.name]
         environment = os.environ | {"OMP_NUM_THREADS": str(way.threads)}
@@ -104,7 +104,8 @@ def measure(way: Way, text: Path, seconds: float) -> dict[str, float]:
 
 
 def summary(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Returns each experiment's tokens per second in every setting, and the ratio of two processes to two threads.
+    """Returns each experiment's tokens per second in every setting. Also returns the ratio of the tokens per second of
+    two processes to those of two threads.
 
     `rounds` has, for each setting, a list with one dict for each round: tokens per second by experiment.
     """

@@ -36,16 +36,17 @@ CONNECTIONS = (1, 32)
 TOKENS = 64
 LISTED = 16
 PROMPTS, PROMPT_TOKENS, GENERATED = 32, 32, 64
-SEQUENCES = 64  # number of different sequences, so that no answer is a copy of the answer before it
+# The number of different sequences. Consecutive requests have different sequences, so that their answers differ.
+SEQUENCES = 64
 TIMEOUT_S = 30.0
 COLUMNS = ("what", "connections", "native, a second", "protocol, a second", "protocol / native", "target")
 
 
 @dataclass(frozen=True)
 class Route:
-    """A route of a server. `requests` has the bytes of requests for the same work. The body of every valid answer
-    contains `wanted`, and counts as `units`. `connections` is the number of connections, if it differs from that of the
-    measurement."""
+    """A route of a server. `requests` are the bytes of the requests, which are sent in order and repeatedly. The body
+    of every valid answer contains `wanted`. `units` is the amount of work of one request. `connections` is the number
+    of connections that the route uses; None: that of the measurement."""
 
     path: str
     requests: Sequence[bytes]
@@ -56,9 +57,9 @@ class Route:
 
 @dataclass(frozen=True)
 class Pair:
-    """A protocol's route and the native route with which it is compared. `unit` names what the routes' `units` count.
-    `target` is the smallest accepted ratio of the protocol's rate to the native rate. `connections` are the numbers of
-    connections that are measured."""
+    """A protocol's route and the native route with which it is compared. `unit` is the name of the unit in which the
+    routes' `units` are counted. `target` is the smallest accepted ratio of the protocol's rate to the native rate.
+    `connections` are the numbers of connections with which the pair is measured, one after another."""
 
     unit: str
     native: Route
@@ -75,7 +76,7 @@ def post(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> by
 
 
 def sequences() -> list[list[int]]:
-    """Returns the sequences that all routes answer."""
+    """Returns the token sequences of the requests to all routes."""
     found: list[list[int]] = np.random.default_rng(0).integers(2, 2000, size=(SEQUENCES, TOKENS)).tolist()
     return found
 
@@ -104,7 +105,7 @@ def infer() -> Route:
 
 
 def prompts() -> list[list[int]]:
-    """Returns the prompts that both routes of the second pair continue."""
+    """Returns the prompts that the routes `generate` and `complete` continue."""
     return [sequence[:PROMPT_TOKENS] for sequence in sequences()[:PROMPTS]]
 
 
@@ -135,8 +136,8 @@ PAIRS: Mapping[str, Pair] = {
 
 
 def rate(port: int, route: Route, connections: int, seconds: float) -> float:
-    """Returns the rate of a route, in units per second. Raises BadAnswer if an answer lacks `route.wanted` or takes too
-    long."""
+    """Returns the rate of a route, in units per second. Raises BadAnswer if an answer lacks `route.wanted` or takes
+    longer than TIMEOUT_S."""
     connections = route.connections or connections
     opened = [connect(port) for _ in range(connections)]
     total, number = 0, 0

@@ -69,7 +69,8 @@ def doubling(graph: GraphWriter, f: str, u: str, initial: str, chunk: int) -> st
 
 
 def session(chunk: int | None) -> onnxruntime.InferenceSession:
-    """Opens a graph that contains only the recurrence. If `chunk` is None, the graph is the loop."""
+    """Opens a graph that contains only the recurrence. If `chunk` is None, the graph uses the method `loop`. Otherwise
+    it uses `doubling` in chunks of `chunk` positions."""
     graph = GraphWriter("recurrence", "", {})
     f, u = (graph.input(name, TensorProto.FLOAT, ["T", "B", HIDDEN]) for name in "fu")
     initial = graph.input("initial", TensorProto.FLOAT, ["B", HIDDEN])

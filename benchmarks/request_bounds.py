@@ -50,7 +50,7 @@ def random_weights(architecture: Architecture) -> dict[str, NDArray[np.float32]]
 def session(
     directory: Path, architecture: Architecture, weights: Weights, bounded: bool
 ) -> onnxruntime.InferenceSession:
-    """Opens the window graph, with or without the output `radius`."""
+    """Opens the window graph. It has the output `radius` if `bounded` is true."""
     data = encode_weights(weights)
     (directory / "weights.safetensors").write_bytes(data)
     request = RequestBound(architecture, weights) if bounded else None

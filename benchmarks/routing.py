@@ -78,7 +78,7 @@ class Round:
 
 
 def counters(stack: Stack) -> dict[str, float]:
-    """Returns each counter's sum over all replicas."""
+    """Returns, for each of COUNTERS, the sum over all replicas."""
     found = dict.fromkeys(COUNTERS, 0.0)
     for replica in stack.replicas:
         with urllib.request.urlopen(f"{replica.url}/metrics") as answer:
@@ -104,13 +104,14 @@ def begin(port: int, sessions: Sequence[str], random: Random) -> None:
 
 
 def steps(sessions: Sequence[str], random: Random) -> Iterator[bytes]:
-    """Yields steps of one random token each, endlessly: one for each session, then again from the first session."""
+    """Yields requests without end. Each is a step of one random token. The sessions take turns."""
     for session in cycle(sessions):
         yield http_request(f"/v1/sessions/{session}/tokens", f'{{"tokens":[{random.randrange(1, VOCABULARY)}]}}')
 
 
 def drive(port: int, sessions: Sequence[Sequence[str]], seconds: float, random: Random) -> list[float]:
-    """Sends steps in a closed loop; each connection steps its own sessions in turn. Returns latencies in seconds."""
+    """Sends steps in a closed loop for `seconds`. There is one connection for each list in `sessions`, and it steps the
+    sessions of its list in turn. Returns the latencies of the steps in seconds."""
     latencies: list[float] = []
     with selectors.DefaultSelector() as selector:
         begun = time.perf_counter()
@@ -161,7 +162,7 @@ def measure(stack: Stack, way: str, number: int, seconds: float) -> Round:
 
 
 def ways_of(rounds: Sequence[Any], *figures: str) -> dict[str, dict[str, Any]]:
-    """Returns, for each routing, the number of steps and the spreads of its `figures` over the rounds."""
+    """Returns, for each routing, the number of steps, and the spread of each of its figures over the rounds."""
     found: dict[str, dict[str, Any]] = {}
     for way in dict.fromkeys(one.way for one in rounds):
         own = [one for one in rounds if one.way == way]

@@ -111,7 +111,7 @@ class OfRate(Frozen):
 
 
 class OfWindow(Frozen):
-    """The figures of one k by shadow rate."""
+    """The figures of one k, by shadow rate."""
 
     k: int
     events_per_s: float
@@ -152,7 +152,7 @@ class Subject:
         )
 
     def load(self, rate: float, seconds: float, seed: int) -> Round:
-        """Sends `rate` events per second for some seconds, and returns the figures of that time."""
+        """Sends `rate` events per second for `seconds`, and returns the figures of that time."""
         before, cpu_s = self._shadows(), self.server.cpu_seconds()
         timed = drive(self.server.port, self._requests, poisson(rate, seconds, seed))
         after, cpu_s = self._shadows(), self.server.cpu_seconds() - cpu_s
@@ -199,7 +199,7 @@ def serving(k: int) -> Iterator[list[Subject]]:
 
 
 def measure(subjects: list[Subject], k: int, rounds: int, seconds: float, share: float) -> OfWindow:
-    """Measures the servers alternately, under a load that is the given share of the capacity."""
+    """Measures the servers alternately. The load is `share` times the capacity of the server without shadows."""
     capacity = statistics.median(subjects[0].capacity() for _ in range(3))
     found: dict[str, list[Round]] = {str(subject.rate): [] for subject in subjects}
     for index in range(rounds + 1):
@@ -218,8 +218,8 @@ def measure(subjects: list[Subject], k: int, rounds: int, seconds: float, share:
 
 
 def table(results: Results) -> Table:
-    """Returns a table with a row for each k and rate: live latency, its difference from the same round without shadows,
-    and CPU time."""
+    """Returns a table with a row for each k and rate. Its columns are the latency of live answers, the difference of
+    this latency from that of the same round without shadows, and the CPU time of shadows."""
     made = Table(title=f"Shadows of {results.model} version {results.model_version}: median (least to most) of rounds")
     for name in ("k", "rate"):
         made.add_column(name, justify="right")
@@ -251,7 +251,8 @@ def table(results: Results) -> Table:
 
 
 def plot(results: Results, path: Path) -> None:
-    """Plots live p50 and p99 (median and range over the rounds) and the added CPU time against the rate."""
+    """Plots the p50 and the p99 of live answers (median and range over the rounds) and the CPU time of shadows against
+    the shadow rate."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     for index, of_window in enumerate(results.windows.values()):
         colour = f"C{index}"

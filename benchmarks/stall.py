@@ -52,7 +52,7 @@ def filled(before: bytes, item: bytes, after: bytes, size: int = LIMIT) -> bytes
 
 
 def text(piece: bytes) -> bytes:
-    """Returns a body whose `input` is one string of repeated text."""
+    """Returns a body whose `input` is one string, which repeats `piece` up to the byte limit."""
     return b'{"input":"' + piece * ((LIMIT - 12) // len(piece)) + b'"}'
 
 
@@ -173,8 +173,8 @@ def handshake(path: str) -> bytes:
 
 
 def probe(port: int, results: Connection) -> None:
-    """Alternates steps and /healthz until `results` has a message. Then sends, for each step and the /healthz request
-    after it, the start time and the two latencies, in seconds."""
+    """Sends a step and a request to /healthz in turn, until `results` has a message. Then sends, for each step and the
+    /healthz request after it, the start time and the two latencies, in seconds."""
     connection = Connected(port)
     step = post("/v1/sessions/probed/tokens", b'{"tokens":[5]}')
     health = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
@@ -191,8 +191,8 @@ def probe(port: int, results: Connection) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """The figures of one kind of body: the answers to the body, and the latencies of other requests while it was sent,
-    in milliseconds."""
+    """The figures of one kind of body: the answers to the body, and the latencies of the other requests while no body
+    was sent (quiet) and while this body was sent, in milliseconds."""
 
     body: str
     answered: str
@@ -205,7 +205,8 @@ class Found:
 
 
 def once(port: int, path: str, body: bytes) -> str:
-    """Sends a body on a new connection. Returns the status, the WebSocket's answer, or `cut off`."""
+    """Sends a body on a new connection. Returns the status of the answer, or the result of `message` for a WebSocket.
+    Returns `cut off` if the server closes the connection without an answer."""
     connection = Connected(port)
     try:
         if path != STREAM:

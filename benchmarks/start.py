@@ -2,9 +2,9 @@
 
     python -m benchmarks.start [--repeats N] [--seconds S] [--baseline FOLDER [--module MODULE]] [--json FILE]
 
-Each repeat starts new servers one after another: first with all shipped models, then with the default model alone; each
-time a server of the baseline, if there is one, and then a server of this checkout. Two times are measured from the
-start of the server's process: until its first prediction, and until /readyz answers 200. Memory is read from
+Each repeat starts new servers one after another: first with all shipped models, then with the default model alone; in
+both cases a server of the baseline, if there is one, and then a server of this checkout. Two times are measured from
+the start of the server's process: until its first prediction, and until /readyz answers 200. Memory is read from
 /proc/PID/smaps_rollup. The idle memory is read SETTLED_S after the server is ready. The memory under load is the
 maximum of many samples. The load is CONNECTIONS clients. Each client has a session of one model and sends steps,
 predictions from windows, scores and generations.
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 BUNDLES = ROOT / "models" / "bundles"
 SERVED = {"all models": BUNDLES, "gated-stable": BUNDLES / "gated-stable"}
 CONNECTIONS = 32
-SETTLED_S = 5.0  # long enough for the measurements that the server makes after it is ready
+SETTLED_S = 5.0  # this is longer than the measurements that the server makes after it is ready
 SAMPLE_S = 0.1
 READY_WITHIN_S = 120.0
 MIB = 2**20
@@ -186,9 +186,9 @@ def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=20.0, help="duration of the load")
-    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout to compare with")
-    parser.add_argument("--module", default="wane", help="module of the other checkout's command (default wane)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of the load, in seconds")
+    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout of Wane to compare with")
+    parser.add_argument("--module", default="wane", help="module that starts the server of FOLDER (default: wane)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     python = [sys.executable, "-m"]

@@ -8,8 +8,8 @@ fsynced at every write or every second:
 - served: engines of real models, without HTTP. 64 sessions with full tails repeatedly step one token each,
   concurrently. Then a second engine, which has none of their states, takes the sessions over. Reports the steps per
   second, Redis's memory per session, the bytes written to the file per step, and the latency of the first step at the
-  second engine, for single sessions and for many at the same time. Also reports how often the second engine's top-1
-  token equals that of the first engine.
+  second engine, for single sessions and for many at the same time. Also reports how often the two engines predict the
+  same most probable token.
 - sizes: the store alone. One token at a time is appended to each of 64 sessions, with a state of a given size. This
   shows the size from which a state costs more than the tail.
 
@@ -51,7 +51,7 @@ from wane.service.types import Mode, PredictRequest, StepRequest
 BUNDLES = Path("models/bundles")
 TEXT = Path("service/cli/sample.txt")
 CLIENTS = 64
-PAST = 600  # number of tokens of a session before the measurement; a tail is shorter
+PAST = 600  # number of tokens of a session before the measurement, which is more than a tail has
 ALONE = 24  # sessions that are taken over one after another; the others are taken over concurrently
 POLICIES = ("memory", "tail", "state:64", "state:32", "state:8", "state:1")
 FSYNCS = ("always", "everysec")
@@ -61,7 +61,7 @@ Result = dict[str, Any]
 
 
 class Replica:
-    """An engine with its own client of the store, like that of a replica."""
+    """An engine with its own connection to the store, as a replica has."""
 
     def __init__(self, bundle: Bundle, policy: str, url: str) -> None:
         kind, _, every = policy.partition(":")

@@ -63,7 +63,7 @@ LEAD_S = 0.5
 
 UNDISTURBED_S = 2.0
 SLICE_S = 0.025
-"""Length in seconds of the figure's slices."""
+"""Seconds of a slice in the plot."""
 
 TAIL = 256
 WAYS = ("undisturbed", "fair", "first come")
@@ -265,9 +265,9 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
 
 
 def timeline(one: Round) -> dict[str, Any]:
-    """Returns one round in slices of SLICE_S: the middle of each slice, and the median and the longest latency of the
-    steps that were due in it. Slices without steps are left out. storm_s: the time from the storm's start until all
-    parked sessions were answered.
+    """Returns one round in slices of SLICE_S seconds. at_s: the middle of each slice. p50_ms, max_ms: the median and
+    the longest latency of the steps that were due in the slice. Slices without steps are left out. storm_s: the time
+    from the storm's start until all parked sessions were answered.
     """
     taken_ms = np.array(one.taken_ms)
     slices = np.floor(np.array(one.due_s) / SLICE_S)
@@ -294,13 +294,14 @@ HEADINGS = ("", "steps, p50 ms", "p99 ms", "max ms", f"{PARKED} rebuilt in s")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Plots the latency of resident steps against their due time in the last rounds. A line shows each slice's median.
-    A shaded area extends to its longest latency."""
+    """Plots the latency of resident steps against their due time in the last rounds. A line shows each slice's median
+    latency. A shaded area extends to the slice's longest latency."""
     figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
     axes.set_yscale("log")
     for index, way in enumerate(WAYS):
         last = result["ways"][way]["last"]
-        middle = np.array([value if value > 0 else np.nan for value in last["p50_ms"]])  # a timer may fire too early
+        # A log scale shows only positive values. A median may be negative, because a timer may fire too early.
+        middle = np.array([value if value > 0 else np.nan for value in last["p50_ms"]])
         axes.plot(last["at_s"], middle, color=f"C{index}", label=way)
         axes.fill_between(last["at_s"], middle, last["max_ms"], color=f"C{index}", alpha=0.25, linewidth=0)
         if last["storm_s"] is not None:
@@ -324,7 +325,7 @@ def main() -> None:
         "--within",
         type=float,
         default=RESIDENT / RATE,
-        help="seconds over which the returns of parked sessions are spread",
+        help="number of seconds over which the steps of the parked sessions are spread",
     )
     parser.add_argument("--json", type=Path, help="output file for the figures")
     parser.add_argument("--plot", type=Path, help="output file for the plot")

@@ -80,7 +80,7 @@ weights file."""
 def bundle_hashes(names: Iterable[str] | None = None) -> dict[str, str]:
     """Returns, for each shipped bundle, the first 16 digits of a SHA-256 over the manifest's MEASURED_FIELDS.
 
-    A new version of a bundle that computes the same function has the same hash. `names` are the names of the hashed
+    Two versions of a bundle that compute the same function have the same hash. `names` are the names of the hashed
     bundles; None for all shipped bundles.
     """
     found = sorted(path.parent.name for path in BUNDLES.glob("*/manifest.json")) if names is None else sorted(names)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.tracing [--rounds N] [--json FILE] [--page FILE]
 
-Three servers run with one model. One sends no traces. Two send traces to a real collector, with the sampling ratios 0
-and 1. Each case has one connection, which sends steps of one token one after another. In each round, every case sends a
-hundred steps. All processes share the machine. Needs the extras `otel` and `dev`.
+Three servers run with one model. One of them sends no traces. The others send traces to a real collector, one with the
+sampling ratio 0, one with the ratio 1. Each case has one connection, which sends steps of one token one after another.
+In each round, every case sends a hundred steps. All processes share the machine. Needs the extras `otel` and `dev`.
 """
 
 from __future__ import annotations

@@ -51,13 +51,16 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
         "[training]",
         "The optimisation of the weights. After `warmup` steps, the schedule `constant` keeps the learning rate, "
-        "`cosine` lowers it to 0, and `inverse_time` sets it to learning_rate / t. `plateau` keeps it until validation "
+        "`cosine` lowers it to 0, and `inverse_time` sets it to learning_rate / t. `plateau` keeps the "
+        "learning rate until validation "
         "stops improving, and then lowers it linearly to 0.",
         TrainingConfig,
     ),
     (
         "[training.proof]",
-        "A loss term for predictions whose top-1 token the error bound of a window cannot prove.",
+        "A loss term for predictions whose most probable token a window cannot prove. The lead is the difference "
+        "between the logits of this token and of a competing token. The ratio is the largest change of the lead that "
+        "the tokens before the window can cause, divided by the lead.",
         ProofConfig,
     ),
     ("[export]", "Texts and values for the bundle's manifest.", ExportConfig),
@@ -167,7 +170,8 @@ def _kinds(annotation: Any) -> Iterator[str]:
 
 
 def _metadata(annotation: Any) -> list[Any]:
-    """Returns the limits of the first of the type's arguments that has limits."""
+    """Returns the limits in a type's annotation. For a union, returns the limits of the first
+    member that has limits."""
     found = getattr(annotation, "__metadata__", None)
     if found is not None:
         return [limit for one in found for limit in (one.metadata if isinstance(one, FieldInfo) else [one])]

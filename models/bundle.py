@@ -54,8 +54,7 @@ __all__ = [
 ]
 
 PROBE_LENGTHS = (24, 1, 17)
-"""The lengths of the token sequences on which `verify_graphs` runs the graphs. They differ, and one sequence has a
-single token."""
+"""The lengths of the token sequences on which `verify_graphs` runs the graphs. All lengths differ, and one is 1."""
 
 BEYOND_FRONT = 16
 """The longest sequence in `verify_graphs` has at least this many tokens more than the convolutions' receptive field.

@@ -54,7 +54,7 @@ def read_manifest(path: Path) -> Manifest:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BundleError(f"{file}: the file is missing") from error
-    except (OSError, ValueError, RecursionError) as error:  # ValueError includes invalid UTF-8 and very long integers
+    except (OSError, ValueError, RecursionError) as error:  # also raised for invalid UTF-8 and for very long integers
         raise BundleError(f"{file}: cannot be read as JSON: {error}") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -150,7 +150,7 @@ def _check_alike(where: str, claimed: object, computed: object) -> None:
             _check_alike(f"{where}.{name}", claimed[name], computed[name])
     elif isinstance(claimed, tuple) and isinstance(computed, tuple):
         if len(claimed) != len(computed):
-            raise CertificateError(f"{where}: {len(claimed)} claimed, the weights give {len(computed)}")
+            raise CertificateError(f"{where}: {len(claimed)} entries claimed, the weights give {len(computed)}")
         for index, (stated, found) in enumerate(zip(claimed, computed, strict=True)):
             _check_alike(f"{where}.{index}", stated, found)
     elif isinstance(claimed, float) and isinstance(computed, float):

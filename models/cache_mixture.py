@@ -52,7 +52,8 @@ class CacheShares(NamedTuple):
     def at(self, keys: NDArray[np.int64], rows: NDArray[np.intp]) -> NDArray[np.float64]:
         """Returns the probability that the cache adds to the token of each key. `rows` is the row of each key. The
         result is float64 and has the shape of `keys`."""
-        sought = keys.astype(self.keys.dtype, copy=False)  # searchsorted converts all keys if the types differ
+        # If the types differed, searchsorted would convert all of `self.keys`.
+        sought = keys.astype(self.keys.dtype, copy=False)
         result = np.zeros(keys.shape)
         if len(self.keys):
             counts = np.searchsorted(self.keys, sought, side="right") - np.searchsorted(self.keys, sought)
@@ -214,7 +215,7 @@ class CacheMixture:
         of_network = found.network[:, None] * np.exp(logits[every[:, None], ids] - log_sum_exp[:, None])
         near = of_network + found.at(near_keys, every[:, None])
         least = np.partition(near, near.shape[1] - count, axis=1)[:, near.shape[1] - count]
-        # To any token that is not in `ids`, the network gives at most the probability of the last token in `ids`.
+        # The network's probability of a token that is not in `ids` is at most that of the last token in `ids`.
         needed = least - of_network[:, -1] * (1 + 1e-9)
         others = self._that_add(found, needed)
         row = others // stride
@@ -234,8 +235,8 @@ class CacheMixture:
         return TopTokens(keys[chosen] - (every * stride)[:, None], np.minimum(probabilities[chosen], 1.0))
 
     def _that_add(self, found: CacheShares, needed: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Returns the ascending keys of all tokens to which the cache may add at least `needed`, the row's probability
-        (B)."""
+        """Returns ascending keys. They include the key of every token to which the cache adds at least `needed`, a
+        probability for each row, (B)."""
         # In all other rows, even N occurrences of a token add less than `needed`.
         rows = np.flatnonzero(found.each * self.length >= needed)
         if not len(rows) or not len(found.keys):

@@ -55,7 +55,7 @@ def cache_statistics(
     stream: NDArray[np.int64], length: int, start: int | None = None, *, truncated: bool = False
 ) -> CacheStatistics:
     """Returns the statistics of a stream of at least two tokens. By default, the first token is the start token, which
-    does not enter the cache. If `truncated` is true, the first token is an ordinary token, which does.
+    does not enter the cache. If `truncated` is true, the first token is an ordinary token, which enters the cache.
 
     `start` is a token that begins a new sequence with an empty cache, like `<eos>` for events. If `start` is None, the
     stream is one sequence.

@@ -37,8 +37,8 @@ class CellInfo:
     f, g, o; gated f, z. states: the names of the cell's state tensors, (H) each. The first tensor is the cell's output.
     input_gated: whether the cell's gates depend on the input alone, never on the state. Such gates may have caps
     (greatest values). missing: the parts that this cell does not have, each with the reason. A key is a `Part` or
-    "audit". The key "audit" means that checkpoints of this cell cannot be imported. Every other cell is a class of
-    `torch.nn`, whose name is `module` in capitals.
+    "audit". The key "audit" means that checkpoints of this cell cannot be imported. A cell without this key exists as a
+    class of `torch.nn`, whose name is `module` in capitals.
     """
 
     module: str

@@ -120,7 +120,7 @@ class Architecture(Frozen):
         if self.gate_caps and not CELLS[self.cell].input_gated:
             raise ValueError(f"gate_caps are for gated cells, not for {self.cell}")
         if self.gate_caps and len(self.gate_caps) != self.layers:
-            raise ValueError(f"{len(self.gate_caps)} gate_caps for {self.layers} layers")
+            raise ValueError(f"gate_caps has {len(self.gate_caps)} numbers, but the network has {self.layers} layers")
         return self
 
     def gate_cap(self, layer: int) -> float:
@@ -212,13 +212,13 @@ class Condition(Frozen):
 
 
 class Contraction(Frozen):
-    """One layer's contraction factor, by which the difference of two states shrinks at least in one step, and the rule
-    that proves it, the best of `conditions`.
+    """One layer's contraction factor. One step multiplies the difference of two states by at most `factor`, in the norm
+    `norm`. `rule` is the rule that proves this, the best of `conditions`.
 
     `weights`: the numbers by which the state tensors are divided in the norm, in the state's order (`p` and `q` in the
-    norm's text). It is empty if the state is one tensor, or if the norm has a weight for each unit. Weights for each
-    unit are not stored, but recomputed. `input_gain`: the bound of the change of the layer's state in one step, in the
-    2-norm, per unit change of its input. `reach`: the 2-norm bound of the layer's output over all states that are
+    norm's text). The list is empty if the state is one tensor, or if the norm has a weight for each unit. Weights for
+    each unit are not stored, but recomputed. `input_gain`: the bound of the change of the layer's state in one step, in
+    the 2-norm, per unit change of its input. `reach`: the 2-norm bound of the layer's output over all states that are
     reached from zero. It is also the bound of the output's error at the start of a window. `input_gain` and `reach` are
     null if unbounded.
     """
@@ -234,7 +234,8 @@ class Contraction(Frozen):
 
 
 class StateError(Frozen):
-    """The bound of the error of one state tensor: `box` bounds its largest unit, `ball` its 2-norm."""
+    """The bound of the error of one state tensor: `box` bounds the error of every unit, `ball` the 2-norm of all units'
+    errors."""
 
     box: float = Field(ge=0)
     ball: float = Field(ge=0)
@@ -250,9 +251,10 @@ class Rounding(Frozen):
     difference of two states least.
 
     `step`: the largest error of one step, times `safety`, by state tensor of the layers. `output`: the largest error of
-    the output, times a safety factor. This error is the larger of two numbers: the 2-norm error of `hidden`, and the
-    greatest minus the least error of the logits, divided by `head_diameter`. `states`: the errors of a whole run of any
-    length, by state tensor. `carried`: the 2-norm error of `hidden` in a whole run of any length, including `output`.
+    the output, times a safety factor. This error is the sum of two numbers: the 2-norm error of `hidden` (0 in a plain
+    network, where `hidden` is a state), and the greatest minus the least error of the logits, divided by
+    `head_diameter`. `states`: the errors of a whole run of any length, by state tensor. `carried`: the 2-norm error of
+    `hidden` in a whole run of any length, including `output`.
 
     `sequences`: the token sequences for which the errors of steps were accumulated:
 
@@ -295,7 +297,8 @@ class Certificate(Frozen):
     `state_error` (e_k) bounds the 2-norm distance of `hidden` in exact arithmetic. `error_bound` (epsilon(k)) bounds
     the total variation at temperature 1, with the rounding of two runs added to e_k. Both values at k hold for every
     window of at least k tokens, so the curves never rise. `head_diameter` is D, the largest 2-norm distance of two rows
-    of the output matrix: epsilon = tanh(D (e_k + rounding) / 4).
+    of the output matrix, or an upper bound of this distance if the vocabulary is large: epsilon = tanh(D (e_k +
+    rounding) / 4).
 
     `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. If not, `reason` explains why. The
     certificate is recomputed from the float32 weights when the bundle is loaded. The measured part of `rounding`
@@ -337,8 +340,8 @@ class Certificate(Frozen):
 
 
 CACHE_BINS = (1, 2, 3, 5, 9)
-"""A number of occurrences is assigned to a bin, which selects a row of a cache's table of weights. These are the
-smallest numbers in each bin except the first, which is for 0 occurrences."""
+"""The smallest number of occurrences in each bin except the first bin, which is for 0 occurrences. The bins select a
+row of a cache's table of weights."""
 
 
 class CacheModel(Frozen):
@@ -420,7 +423,7 @@ class Manifest(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
         if self.state != self.architecture.state_tensors():
-            raise ValueError("state does not match architecture")
+            raise ValueError("state does not list the state tensors of architecture")
         if self.window > self.max_window:
             raise ValueError(f"window {self.window} is larger than max_window {self.max_window}")
         if (rounding := self.certificate.rounding) is not None:

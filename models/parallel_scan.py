@@ -42,8 +42,9 @@ class _LinearRecurrence(Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients. Let g be the gradient by the states as outputs. The gradient d by the states in the
-        recurrence is `d_t = g_t + f_(t+1) d_(t+1)`, which is the same recurrence backwards in time."""
+        """Returns the gradients. Let g_t be the given gradient with respect to the output s_t, and d_t the gradient
+        that also includes the effect of s_t on all later states. Then `d_t = g_t + f_(t+1) d_(t+1)`, which is the same
+        recurrence backwards in time."""
         gate, states, initial = ctx.saved_tensors  # type: ignore[attr-defined]
         later_gate = torch.cat([gate[1:], torch.zeros_like(gate[:1])])
         inflow_gradient = _solve(later_gate.flip(0), gradients[0].flip(0)).flip(0)

@@ -247,7 +247,7 @@ class _Check:
         does not have."""
         try:
             outputs = self._run(role, feeds)
-        except Exception as error:  # wrong names, shapes or types of inputs, or a missing operator
+        except Exception as error:  # raised for a missing operator, or for inputs with a wrong name, shape or type
             raise ParityError(f"{role}, {case}: the graph cannot run: {error}") from error
         after = () if role == "head" else tuple(f"next.{name}" for name in self._reference.zero_state(0))
         every = (HIDDENS,) if HIDDENS in outputs else ()
@@ -268,7 +268,7 @@ class _Check:
             elif self._precision == "int8":
                 wanted, got = np.exp(wanted), np.exp(got)
             difference = float(np.abs(wanted - got).max()) / scale
-            if not difference <= self._tolerance:  # also true for NaN
+            if not difference <= self._tolerance:  # this condition also holds for NaN
                 raise ParityError(
                     f"{role}, {case}: {name} differs from the oracle by {difference:.3g}, tolerance {self._tolerance:g}"
                 )
@@ -284,7 +284,7 @@ def _check_radius(case: str, radii: NDArray[Any] | None, rows: int, row: int, le
     if radii is None or radii.shape != (rows,) or radii.dtype != np.float32:
         raise ParityError(f"window, {case}: {RADIUS} is not one float32 number per row")
     found = float(radii[row])
-    if not found >= least:  # also true for NaN
+    if not found >= least:  # this condition also holds for NaN
         raise ParityError(f"window, {case}: {RADIUS} is {found:.9g}, below the proved {least:.9g}")
 
 
@@ -349,9 +349,9 @@ def compare_bits(architecture: Architecture, run: Run, batch: int) -> Bits:
     """Runs every graph over the same tokens and compares the bits of the outputs.
 
     All graphs read the same rows from the zero state: random tokens, and one row that repeats a token. `step` runs in a
-    batch of `batch` rows, and with one row alone. `window` reads whole sequences, `advance` and `scan` read them in two
-    pieces, and `head` reads the last `hidden` of `step`. `log_sum_exp` is not compared, because another batch may sum
-    the vocabulary in another order, which changes log-probabilities by a bit.
+    batch of `batch` rows, and with one row alone. So does `window`, which reads whole sequences. `advance` and `scan`
+    read the sequences in two pieces, and `head` reads the last `hidden` of `step`. `log_sum_exp` is not compared,
+    because another batch may sum the vocabulary in another order, which changes log-probabilities by a bit.
     """
     front = 0 if architecture.front is None else architecture.front.reach
     time, half = front + 2 * PIECE, front + PIECE

@@ -108,7 +108,7 @@ class Vocabulary:
 
         Releases the interpreter lock while it encodes lines. Raises ValueError if the text contains half of a surrogate
         pair. If `most` is given, raises TooManyTokens for a text of more than `most` tokens, because building a list of
-        millions of ids would block the other threads.
+        millions of ids would block the other threads. For events, `most` has no effect.
         """
         _check_characters(text)
         lines = text.split("\n")
@@ -147,7 +147,7 @@ class Vocabulary:
         try:
             encodings: list[Encoding] = self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)
             return encodings
-        except Exception as error:  # tokenizers raises bare Exception
+        except Exception as error:  # the library `tokenizers` raises a bare Exception
             raise ValueError(f"the text cannot be encoded: {error}") from error
 
     def encode_events(self, names: list[str]) -> list[int]:

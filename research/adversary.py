@@ -1,6 +1,6 @@
-"""A gradient-based adversary. A window reads only the last tokens of a run (after the cut), from the zero state. The
-adversary searches for tokens and initial states that maximise the distance between the run's and the window's input to
-the output layer (`hidden`) at their common last token.
+"""A gradient-based adversary. A run first reads a past. A window starts from the zero state at the end of the past (the
+cut), and reads only the tokens after the cut. The adversary searches for tokens and initial states that maximise the
+distance between the run's and the window's input to the output layer (`hidden`) at their common last token.
 
 Tokens are discrete and have no gradient. Each position therefore has a mixture of all tokens' embeddings, and the
 gradient is taken with respect to the mixture's weights (`shares`). The search has two methods:
@@ -13,7 +13,8 @@ gradient is taken with respect to the mixture's weights (`shares`). The search h
 
 The objective is the logarithm of the squared distance at the last token. A logarithm is used because distances range
 from 1 to 1e-12. If a direction in the space of `hidden` is given, only the component of the difference in this
-direction counts. An example is the direction in which the lead of one token over another changes.
+direction counts. An example is the direction in which one token's lead over another token (the difference of their
+logits) changes.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ Tokens = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 AT_ONCE = (1, 3, 9)
-"""The numbers of positions that are substituted in one try."""
+"""The numbers of positions that `flipped` substitutes at once. It tries each number in turn."""
 
 SHARPNESS = 2.0
-"""The initial logit of the token at which a mixture's search starts. The logits of the other tokens start at 0."""
+"""The initial logit of the token with which a mixture starts. The logits of all other tokens start at 0."""
 
 STEP = 1.0
 """The largest change of a mixture's logits in one step."""
@@ -102,7 +103,7 @@ class Adversary:
         self, reach: Mapping[str, tuple[Floats, Floats]], last: Tokens, rounds: int, generator: np.random.Generator
     ) -> tuple[dict[str, Floats], Tokens]:
         """Returns initial states, (N, ...) by name, and tokens (N, K) that follow them. A gradient ascent chooses
-        states and tokens that maximise the distance. The search for the tokens starts at `last`.
+        states and tokens that maximise the distance. The search for the tokens starts at `last`, (N, K).
 
         reach: the smallest and the largest value of each unit, by state tensor. The stored inputs of convolutions have
         no entry in `reach`, because they are outputs of a LayerNorm.
@@ -143,8 +144,8 @@ class Adversary:
         return found_states, chosen.numpy()
 
     def _admitted(self, states: list[Tensor]) -> list[Tensor]:
-        """Returns the states with the LayerNorm applied to the stored inputs of convolutions. Only outputs of the
-        LayerNorm are reachable. The other state tensors are unchanged."""
+        """Returns the states, with the LayerNorm applied to the state tensors that store inputs of convolutions. Only
+        outputs of the LayerNorm are reachable there. The other state tensors are unchanged."""
         admitted = []
         for name, state in zip(self._names, states, strict=True):
             if name in self._front:
@@ -180,8 +181,8 @@ class Adversary:
         return torch.log(squares + NEAREST)
 
     def _run(self, shares: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Runs the network over mixtures of tokens, (T, N, V). Each position has its own embedding, the mixture's
-        mean."""
+        """Runs the network over mixtures of tokens, (T, N, V). The embedding of each position is the mean of all
+        tokens' embeddings, weighted by `shares`."""
         time, count = shares.shape[:2]
         rows = (shares @ self._weights["embedding.weight"]).reshape(time * count, -1)
         places = torch.arange(time * count).view(time, count)

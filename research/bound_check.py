@@ -51,7 +51,7 @@ Found = dict[str, object]
 
 
 def random_model(seed: int) -> tuple[Architecture, Weights]:
-    """Returns a random model. Successive seeds use successive kinds of cell."""
+    """Returns a random model. Consecutive seeds give models with different kinds of cell."""
     generator = np.random.default_rng(seed)
     cell = tuple(CELLS)[seed % len(CELLS)]
     residual = bool(generator.random() < 0.4)
@@ -175,12 +175,12 @@ class _Examined:
         found["violations"] = violations
 
     def _hold_served(self, found: Found, histories: Tokens) -> None:
-        """Checks the served rounding term against float32 runs of thousands of steps.
+        """Checks the rounding term of the served graphs against float32 runs of thousands of steps.
 
         Two runs of the exported `step` graph read the same tokens. One run has read other tokens (a past) before, and
         the other run starts from the zero state. After k tokens the distance of the two runs must be at most e_k plus
-        the rounding of two runs. The distance of the run with a past from the same run in exact arithmetic must be at
-        most the rounding of one run. The runs read four kinds of tokens: one repeated token after a past of one
+        the rounding of two runs. The distance between the run with a past and the same run in exact arithmetic must be
+        at most the rounding of one run. The runs read four kinds of tokens: one repeated token after a past of one
         repeated token, for every pair of tokens; cycles of two and of three tokens; the adversary's histories,
         repeated; random tokens.
         """
@@ -241,8 +241,8 @@ class _Examined:
         return np.stack(apart, axis=1), off
 
     def _hold_windows(self, found: Found, histories: Tokens, states: State) -> None:
-        """Checks the bounds of a few windows: the radius, the bounds of the leads' changes, the proved top-1 tokens,
-        and the bound of the total variation."""
+        """Checks the bounds of a few windows: the radius, the bounds of the changes of leads (differences between two
+        logits), the proved top-1 tokens, and the bound of the total variation."""
         request = RequestBound(self.architecture, self.weights, self.layers)
         top1 = Top1(self.architecture, self.weights, request)
         counts = dict.fromkeys(("windows", "window_pairs", "proved", *OF_WINDOWS), 0)

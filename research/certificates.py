@@ -5,20 +5,21 @@
 The models cover every cell, plain and residual blocks, and one to three layers. Their weights are scaled so that some
 models are contractive and others are not.
 
-- The curve. Random and adversarial histories (`research/histories.py`, `research/adversary.py`) are read from the first
-  token to the last. Their last k tokens are also read alone, from the zero state. Both runs are computed in float64 and
-  in float32. If the cell's bounds cover all reachable states, some runs start from initial states that gradient ascent
-  has found. At every k the distance of the two runs must be at most e_k plus the a priori rounding bound of two runs in
-  that dtype. Models with convolution blocks before the recurrent layers have no such rounding bound. They are checked
-  in float64 only, against e_k + 1e-9.
+- The curve e_k, the certificate's bound of the distance after k common tokens. Random and adversarial histories
+  (`research/histories.py`, `research/adversary.py`) are read from the first token to the last. Their last k tokens are
+  also read alone, from the zero state. Both runs are computed in float64 and in float32. If the cell's bounds cover all
+  reachable states, some runs start from initial states that gradient ascent has found. At every k the distance of the
+  two runs must be at most e_k plus the a priori rounding bound of two runs in that dtype. Models with convolution
+  blocks before the recurrent layers have no such rounding bound. They are checked in float64 only, against e_k + 1e-9.
 - The served rounding. The `step` graph of every contractive model is exported, and its rounding is measured as for a
   bundle. Pairs of float32 runs over thousands of steps (repeated tokens, cycles, the adversary's histories, random
   tokens) must differ by at most e_k plus this rounding. Each run must differ from exact arithmetic by at most half of
   this rounding.
 - The window, in float64. A window is read alone, and after different pasts: those of all these histories, and pasts
   that are adversarial to this window. Every run with a past must end within the radius around the window's end. Every
-  lead must change by at most its bound of the direction proof. Every proved top-1 token must be the most probable one.
-  The total variation between each run's distribution and the window's must be within its bound of the direction proof.
+  lead (difference between two logits) must change by at most the direction proof's bound of this change. Every proved
+  top-1 token must be the most probable one. The total variation between each run's distribution and the window's
+  distribution must be at most the direction proof's bound of this total variation.
 
 The file of `--output` contains the results so far. If the program is started again, it skips the models in this file.
 """
@@ -149,8 +150,8 @@ def report_windows(console: Console, results: list[dict[str, object]]) -> None:
 
 
 def tightness(results: list[dict[str, object]]) -> dict[tuple[str, str], list[list[float]]]:
-    """Returns the ratio of the observed distance to the bound, by cell and kind of history. Each value has one list per
-    k, with one number per model."""
+    """Returns the ratios of the observed distance to the bound, by cell and kind of history. Each value has one list
+    for each k in SHOWN, and this list has one ratio per model."""
     shares: dict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[] for _ in SHOWN])
     for cell in CELLS:
         for kind in KINDS:

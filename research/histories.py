@@ -27,7 +27,8 @@ def distances(reference: Reference, past: Tokens, last: Tokens) -> Curve:
 
 
 def distances_from(reference: Reference, full: State, last: Tokens) -> Curve:
-    """Like `distances`, but the first run starts from the states `full`, (N, ...). last: (N, K)."""
+    """Like `distances`, but the first run starts from the states `full`, (N, ...), instead of reading a past.
+    last: (N, K)."""
     count = len(last)
     cut = reference.zero_state(count)
     curve = []

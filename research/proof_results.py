@@ -52,7 +52,8 @@ class WindowFigures(Frozen):
     radius). request_variation: the bound of the variation that follows from the smaller of this radius and e_k.
     direction_variation: the direction proof's bound of the variation (see `Proved`), None in older results.
     over_worst_case, over_request: the observed distance at each position, divided by `worst_case` or by `request`.
-    violations: the number of positions at which a bound was violated or a proof was wrong.
+    same_top1: the share of positions at which the window and the never-interrupted run have the same most probable
+    token. violations: the number of positions at which a bound was violated or a proof was wrong.
     """
 
     positions: int

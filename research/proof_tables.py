@@ -46,8 +46,8 @@ def models_table(results: Results) -> list[str]:
 
 
 def distances_table(results: Results) -> list[str]:
-    """Returns the table of the observed distance between the window's and the never-interrupted run's states, and its
-    two bounds, by bundle and k."""
+    """Returns the table of the observed distance between the window's and the never-interrupted run's states, and of
+    the two bounds of this distance, by bundle and k."""
     names = (
         "bundle",
         "k",

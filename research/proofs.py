@@ -127,7 +127,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, metavar="FOLDER")
     parser.add_argument("--split", choices=("valid", "test"), default="valid")
     parser.add_argument("--positions", type=int, default=5000)
-    parser.add_argument("--fewer", type=int, default=1000, help="number of positions for slow models, except at k = 64")
+    parser.add_argument(
+        "--fewer",
+        type=int,
+        default=1000,
+        help="number of positions for models whose bounds are slow to compute, except for windows of 64 tokens",
+    )
     parser.add_argument("--json", type=Path, default=Path("research/figures/proofs.json"))
     parser.add_argument("--figure", type=Path, default=Path("research/figures/proofs.png"))
     parser.add_argument("--page", type=Path, default=Path("research/stability.md"))
@@ -139,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--positions and --fewer must be at least 1")
     there = sorted(path.name for path in options.bundles.iterdir() if path.is_dir())
     if unknown := set(options.only or ()) - set(there):
-        parser.error(f"--only: {options.bundles} has no {', '.join(sorted(unknown))}, only {', '.join(there)}")
+        parser.error(f"--only: {options.bundles} has no bundle {', '.join(sorted(unknown))}, only {', '.join(there)}")
 
     if (kept := read(options.json, options.split).split) != options.split:
         parser.error(f"--split: {options.json} has results of the split {kept}; choose another file with --json")

@@ -6,19 +6,18 @@ training on the weights.
 Trains several runs one after another, each in its own folder. All runs have the same data, batches and number of steps.
 They have two purposes:
 
-- price: a Gated network and a tanh-RNN for every lambda from 0.7 to none (unconstrained). The smallest lambda and none
-  have three seeds, the other values one seed.
+- price: a Gated network and a tanh-RNN for every lambda from 0.7 to none (unconstrained). The smallest lambda and
+  the unconstrained networks have three seeds. Every other lambda has one seed.
 - distance: two tanh-RNNs, one with lambda 0.9 and one unconstrained. Each is trained twice from the same initial
   weights: recurrent, and truncated (every chunk starts from the zero state). The optimisers are AdamW and projected
-  gradient descent with the learning rate alpha / t in step t. For the latter, Miller and Hardt ("Stable recurrent
-  models", 2019, proposition 2) prove that the weights of both trainings stay close if the model is stable. In this
-  experiment a truncated prediction reads the tokens from the start of its chunk to its position, so from one token to
-  the whole chunk.
+  gradient descent with the learning rate alpha / t in step t. For projected gradient descent, Miller and Hardt ("Stable
+  recurrent models", 2019, proposition 2) prove that the weights of both trainings stay close if the model is stable. In
+  this experiment, truncated training predicts each position from the chunk's tokens up to this position only.
 
 A finished run is not trained again, and an interrupted run resumes. `--report` trains nothing. Perplexities are
-measured on the validation split, in recurrent mode, with the run's best weights. k(1e-3) is the smallest window length
-k for which the certificate proves that the total variation error of every answer is at most 1e-3, for k and all larger
-lengths, in exact arithmetic. It is none if no tested length is large enough.
+measured on the validation split, in recurrent mode, with the run's best weights. k(1e-3) is a window length. For
+windows of this length and of all larger tested lengths, the certificate proves that the total variation error of every
+answer is at most 1e-3, in exact arithmetic. k(1e-3) is the smallest such length, or none if there is no such length.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ THEORY = {
     "weight_decay": 0.0,
     "clip_norm": 1e6,
 }
-"""The gradient descent of the theory, with the learning rate alpha / t in step t. A clip norm of 1e6 never clips the
-gradient."""
+"""The training options of projected gradient descent as in Miller and Hardt. The learning rate in step t is alpha / t,
+where alpha is `learning_rate`. A clip norm of 1e6 never clips the gradient."""
 
 
 def variant(base: Experiment, name: str, cap: float | None, seed: int, **training: object) -> Experiment:
@@ -113,7 +112,7 @@ def plan(bases: dict[str, Experiment]) -> list[Experiment]:
 
 def is_done(folder: RunFolder, experiment: Experiment) -> bool:
     """Whether the folder contains this experiment, trained to its last step. Returns False for a folder with another
-    experiment, which the trainer refuses."""
+    experiment. The trainer refuses to train in such a folder."""
     if not folder.begun:
         return False
     found = folder.experiment()

@@ -54,8 +54,8 @@ def recurrent_answers(bundle: Bundle, runner: OnnxRunner, stream: NDArray[np.int
 
 
 def window_answers(runner: OnnxRunner, stream: NDArray[np.int64], k: int) -> Answers:
-    """Returns logits (N, V) and hidden (N, H) of windows of exactly k tokens, one window for each position with at
-    least k tokens up to it."""
+    """Returns logits (N, V) and hidden (N, H) of windows of exactly k tokens, one window for each position from the
+    k-th token on."""
     rows = np.lib.stride_tricks.sliding_window_view(stream, k)
     logits, hidden = [], []
     for start in track(range(0, len(rows), 64), f"windows of {k}", transient=True):
@@ -101,7 +101,7 @@ def latencies(
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
-    """Returns the quartiles by name."""
+    """Returns the quartiles of `values` by name."""
     return dict(zip(("p25", "median", "p75"), np.percentile(values, (25, 50, 75)).tolist(), strict=True))
 
 
@@ -139,7 +139,8 @@ def main() -> None:
     lines = read_wikitext_2(options.data)[0]["test"]
     stream = np.array([vocabulary.eos_id, *vocabulary.encode("\n".join(lines[:600]))])
     stream = stream[: WARM_TOKENS + options.positions + k - 1]
-    kept = slice(WARM_TOKENS + k - 1, None)  # the recurrent state depends on tokens that are too old for any window
+    # Every compared recurrent state has read at least WARM_TOKENS tokens that the window does not contain.
+    kept = slice(WARM_TOKENS + k - 1, None)
 
     recurrent, window = {}, {}
     for name in TWINS:

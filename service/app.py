@@ -71,10 +71,11 @@ ENVELOPES: tuple[tuple[APIRouter, Shape | None], ...] = (
     (repository.router, inference_error),
     (ops.router, None),
 )
-"""Every router, with the envelope of its failures; None: that of its path."""
+"""Every router, with the function that builds the responses to failures at its routes. If the function is None, the
+path's prefix selects it from `BY_PATH`."""
 
 BY_PATH: dict[str, Shape] = {"/v1/": problem_with_error, "/v2/": inference_error, "": problem}
-"""The envelope of a path without a router, by its prefix."""
+"""The functions that build the responses to failures at paths without a router, by path prefix."""
 
 ROUTERS = tuple(router for router, _ in ENVELOPES)
 

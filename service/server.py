@@ -94,7 +94,10 @@ def refuse_more_workers(environment: Mapping[str, str]) -> None:
     requests, because sessions are in the memory of one process."""
     workers = environment.get("WEB_CONCURRENCY", "1")
     if workers.strip() != "1":
-        raise SettingsError(f"WEB_CONCURRENCY is {workers}, but one process is one replica: start more processes")
+        raise SettingsError(
+            f"WEB_CONCURRENCY is {workers}, but each process is a replica with one worker: unset it, and "
+            "start more processes"
+        )
 
 
 def spare_the_collector() -> None:
@@ -108,8 +111,8 @@ def spare_the_collector() -> None:
 def protocols(
     settings: Settings, metrics: Metrics, dispatcher: Dispatcher | None = None, *, plain_uvicorn: bool = False
 ) -> dict[str, Any]:
-    """Returns uvicorn's options for protocol classes and trusted proxies. By default, uvicorn trusts the forwarding
-    headers of local clients.
+    """Returns uvicorn's options for protocol classes and trusted proxies. The options for proxies are always set,
+    because uvicorn trusts the forwarding headers of local clients by default.
 
     `plain_uvicorn` selects uvicorn's own protocol classes, which are slower and have no limits for slow clients.
     """

@@ -57,8 +57,9 @@ class Settings(BaseModel):
     )
     trusted_proxies: str | None = Field(
         default=None,
-        description="comma-separated addresses and networks of proxies; the log names the client in their "
-        "x-forwarded-for header; not set: the log names the peer of the connection",
+        description="comma-separated addresses and networks of proxies; for a connection from one of them, the log "
+        "names the client in the "
+        "header x-forwarded-for; for every other connection, the log names the connection's peer",
     )
     bundles: Path = Field(default=SHIPPED, description="a folder of bundles, or the path of one bundle")
     require_all: bool = Field(
@@ -116,7 +117,7 @@ class Settings(BaseModel):
         description="largest window in tokens that a request may ask for; a model's own limit applies if it is smaller",
     )
     max_generated_tokens: int = Field(
-        default=4096, ge=1, description="largest number of tokens that one request may generate"
+        default=4096, ge=1, description="largest number of tokens that one request may generate for each sample"
     )
     top_k_limit: int = Field(default=100, ge=1, description="largest number of predictions in one answer")
     session_history_tokens: int = Field(
@@ -169,7 +170,7 @@ class Settings(BaseModel):
     store_failure_mode: Literal["reject", "degrade"] = Field(
         default="reject",
         description="behaviour while Redis is unreachable: reject answers requests to sessions with 503; degrade "
-        "continues each session from the last tokens that this server has, and answers say durable: "
+        "continues each session from the last tokens that this server has, and its answers have durable: "
         "false. When Redis is reachable again, the server writes these sessions to Redis, except "
         "sessions that another server has changed",
     )
@@ -294,7 +295,7 @@ class Settings(BaseModel):
     @classmethod
     def _is_for_memory(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         if value is not None and info.data.get("store", IN_MEMORY) != IN_MEMORY:
-            raise ValueError("it is for sessions in memory, but the store is not memory")
+            raise ValueError("it is only for sessions in memory, but the setting store is not memory")
         return value
 
     @field_validator("state_checkpoint_interval_tokens")
@@ -303,7 +304,8 @@ class Settings(BaseModel):
         tail = int(info.data.get("session_history_tokens", value or 1))
         if value is not None and value > tail:
             raise ValueError(
-                f"it must be at most session_history_tokens, which is {tail}: a history reaches back to the last state"
+                f"it must be at most session_history_tokens, which is {tail}, because a session's history must "
+                "reach back to the last stored state"
             )
         return value
 

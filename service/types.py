@@ -176,7 +176,8 @@ class History:
             )
         if len(self.tokens) > self.position:
             raise InvalidRequest(
-                f"the history has {len(self.tokens)} tokens, but position is {self.position}: there cannot be more",
+                f"the history has {len(self.tokens)} tokens, but must have at most {self.position}, because "
+                f"position is {self.position}",
                 "position",
             )
 
@@ -215,7 +216,8 @@ class ScoreRequest:
     """Compute the log-probability of each token, given the tokens before it. `tolerance` is the largest error that the
     method parallel may add. The method sequential adds no error. If `truncated`, the tokens are the end of a longer
     sequence. The start token is not fed, so the first token has no prediction. `PredictRequest` describes `cache`.
-    `top_k` is the number of most probable tokens to list at the position of each token; None: no list.
+    `top_k` is the number of most probable tokens to list at the position of each token. If `top_k` is None, no tokens
+    are listed.
     """
 
     tokens: tuple[int, ...]
@@ -237,15 +239,15 @@ class ScoreRequest:
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Generate up to `max_tokens` tokens that continue `tokens`, or the tokens of `session`. The session does not
-    change. `position` is the position at which the session must be.
+    change. `position` is the session's expected position.
 
     A `temperature` of 0 always selects the most probable token. If `top_k` and `top_p` are None, every token can be
-    sampled. The same `seed` gives the same text. `sample` is the index of a sample; samples of one seed differ. The
-    text ends before the first of the `stop` strings. Mode auto means recurrent, or the session's own mode. `window` is
-    for mode window. If `truncated`, the tokens are the end of a longer sequence, and the start token is not fed.
-    `PredictRequest` describes `cache`. `engine/logits.py` describes `presence_penalty`, `frequency_penalty` and
-    `logit_bias`.
-    `top_logprobs` is the number of most probable tokens to list at the position of each token; None: no list.
+    sampled. The same `seed` gives the same text. `sample` is the index of one of several samples. Samples with the same
+    seed and different indices use different random numbers. The text ends before the first of the `stop` strings. Mode
+    auto means recurrent, or the session's own mode. `window` is for mode window. If `truncated`, the tokens are the end
+    of a longer sequence, and the start token is not fed. `PredictRequest` describes `cache`. `engine/logits.py`
+    describes `presence_penalty`, `frequency_penalty` and `logit_bias`. `top_logprobs` is the number of most probable
+    tokens to list at the position of each token. If `top_logprobs` is None, no tokens are listed.
     """
 
     tokens: tuple[int, ...] = ()
@@ -272,7 +274,7 @@ class GenerateRequest:
         if self.session is None:
             _some_tokens(self.tokens)
             if self.position is not None:
-                raise InvalidRequest("position is given without a session, whose position it is", "position")
+                raise InvalidRequest("position is given without a session", "position")
         elif self.tokens:
             raise InvalidRequest(
                 "generating from a session appends nothing: give session or tokens, not both", "session"
@@ -303,7 +305,7 @@ class GenerateRequest:
         if self.seed is not None:
             _at_least("seed", self.seed, 0)
         if len(self.stop) > MAX_STOPS:
-            raise InvalidRequest(f"stop holds {len(self.stop)} strings, but may hold {MAX_STOPS}", "stop")
+            raise InvalidRequest(f"stop holds {len(self.stop)} strings, but must hold at most {MAX_STOPS}", "stop")
         for index, text in enumerate(self.stop):
             if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
                 raise InvalidRequest(
@@ -311,7 +313,7 @@ class GenerateRequest:
                     f"stop[{index}]",
                 )
         if self.mode not in GENERATED_MODES:
-            raise InvalidRequest("mode is both, but generate takes auto, recurrent or window", "mode")
+            raise InvalidRequest("mode is both, but text is generated only in mode auto, recurrent or window", "mode")
         _window(self.window, self.mode, *GENERATED_WINDOW_MODES)
 
 
@@ -375,7 +377,8 @@ def _window(window: int | None, mode: Mode, *takes: Mode) -> None:
 ErrorBound = Annotated[
     float | None,
     Field(
-        description="upper bound of the total variation from the never-interrupted model, at temperature 1 and before "
+        description="upper bound of the total variation between the answer's distribution and the never-interrupted "
+        "model's distribution, at temperature 1 and before "
         "top-k or top-p. The bound is proved, except for the rounding of float32 runs, which was measured. 0: the "
         "answer is exact, except for that rounding. null: the answer is not certified. 1: the bound guarantees nothing"
     ),
@@ -383,7 +386,8 @@ ErrorBound = Annotated[
 StateErrorBound = Annotated[
     float | None,
     Field(
-        description="upper bound of the 2-norm distance from the never-interrupted model at the output layer's input; "
+        description="upper bound of the 2-norm distance between the output layer's inputs of this run and of the "
+        "never-interrupted model; "
         "null: the answer is not certified"
     ),
 ]
@@ -407,7 +411,8 @@ CacheTokens = Annotated[
 ]
 
 PLACES = (
-    "only if the request asks for them: for each token the most probable tokens in its place, most probable first, and "
+    "only if the request asks for them: for each token, the most probable tokens at its position, "
+    "most probable first, and "
     "the token itself at the end if it is not one of them; null for a token that has no prediction"
 )
 
@@ -644,7 +649,8 @@ class GeneratedToken:
     predictions: Annotated[
         tuple[Prediction, ...] | None,
         Field(
-            description="only with `top_logprobs`: the most probable tokens in this token's place, most probable first,"
+            description="only with `top_logprobs`: the most probable tokens at this token's position, most "
+            "probable first,"
             " and the token itself at the end if it is not one of them; before bias and penalties"
         ),
         LEFT_OUT,

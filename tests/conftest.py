@@ -1,5 +1,5 @@
-"""Configures all tests. Skips the tests that need the extra `train` if it is not installed, and reports the skipped
-files.
+"""Configures all tests. Skips the tests that need the extra `train` if the extra is not installed, and reports the
+skipped files.
 
 BLAS uses one thread in the tests and in every process that they start, unless OMP_NUM_THREADS is set. The matrices are
 small. With several threads, the threads of numpy's BLAS library busy-wait for one another. The tests would then take
@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy and torch read it when they are imported
+# numpy and torch read this variable when they are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HERE = Path(__file__).parent
 TRAIN_FILES = [
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Reports the skipped files."""
+    """Reports the skipped test files."""
     if MISSING:
         files = ", ".join(str(file.relative_to(HERE)) for file in TRAIN_FILES)
         terminalreporter.write_line(f"left out without {' and '.join(MISSING)} (extra `train`): {files}")

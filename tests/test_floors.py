@@ -1,5 +1,5 @@
-"""Tests of the imports between the packages. In each list, `a > b` means that a package may import those after it, and
-not those before it. `a -> b` means that `a` may import `b`.
+"""Tests of the imports between the packages. `a > b` means that `a` may import `b`, and that `b` must not import `a`.
+`a -> b` means that `a` may import `b`.
 
     service:  cli > server > app > api > registry > engine > chunked > batching > sessions > state > runners
               > auth > net > aio > observability > types > settings > errors
@@ -46,8 +46,8 @@ ROOMS = (
     "settings",
     "errors",
 )
-"""The folders and modules of `service/`, from top to bottom. Each may import only its own modules and the folders and
-modules below it."""
+"""The folders and modules of `service/`, from top to bottom. A folder or module may import only the folders and modules
+below it, and a folder also its own modules."""
 
 LIGHT_MODELS = (
     "wane.models.cache_mixture",
@@ -110,7 +110,7 @@ def module_of(path: Path) -> str:
 
 @cache
 def imports(path: Path) -> list[str]:
-    """Returns every module that a file imports: at the top of the file, inside a function, or only for the type
+    """Returns every module that a file imports, including imports inside functions and imports only for the type
     checker."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -230,8 +230,8 @@ def test_the_module_of_the_command_imports_only_the_standard_library_at_its_top(
 
 
 def modules_loaded_by(*names: str) -> set[str]:
-    """Imports these modules in a new process. Returns the top-level packages that are then loaded. For Wane's own
-    modules, returns the first two parts of the name, such as `wane.service`."""
+    """Imports the named modules in a new process. Returns the names of the top-level packages that are then loaded. The
+    name of a module of Wane is cut after its second part, such as `wane.service`."""
     program = f"""
 import importlib, sys
 for name in {names!r}:

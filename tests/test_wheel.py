@@ -29,7 +29,7 @@ SOURCES = (
     "training",
 )
 DELETED = "wane/service/deleted.py"
-"""A module that an earlier build has left in the build folder."""
+"""The path of a module that is only in the build folder, as if an earlier build had left it there."""
 MODELS = {path.parent.name for path in (ROOT / "models" / "bundles").glob("*/manifest.json")}
 
 pytestmark = pytest.mark.slow

@@ -184,8 +184,8 @@ def network_of(bundle: Bundle) -> Network:
 
 
 def corpus_of(bundle: Bundle, data: Path | None) -> Corpus:
-    """Returns the corpus on which the bundle was trained, if `data` has the same hashes. Otherwise returns the two
-    halves of `data` as the splits `valid` and `test`."""
+    """Returns the corpus on which the bundle was trained, if `data` (or the download, if `data` is None) has this
+    corpus's hashes. Otherwise returns the two halves of `data` as the splits `valid` and `test`."""
     manifest = bundle.manifest
     tokenizer_json = (bundle.path / manifest.tokenizer).read_text(encoding="utf-8")
     try:

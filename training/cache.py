@@ -64,8 +64,8 @@ def unfitted_cache(length: int) -> CacheModel:
 
 
 def _prior(row: int, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the weights for a row of the table. A component that has no occurrence at the row's positions gets the
-    weight 0."""
+    """Returns `weights` for a row of the table: a component that has no occurrence at the row's positions gets the
+    weight 0, and the other weights are scaled to the sum 1."""
     bins = len(CACHE_BINS) + 1
     possible = np.array([True, True, row >= bins, row % bins > 0])
     prior: NDArray[np.float64] = weights * possible
@@ -132,8 +132,8 @@ class CacheTraining:
     def fitted(
         self, split: str, positions: NDArray[np.int64], network: NDArray[np.float64]
     ) -> tuple[CacheModel, float]:
-        """Returns the mixture that fits the network's losses best, and the mixture's mean loss. Both arrays have the
-        shape (n, lanes)."""
+        """Returns the mixture that fits the network's losses best, and the mixture's mean loss. `positions` and
+        `network` have the shape (n, lanes)."""
         statistics = self._statistics[split].at(positions.ravel())
         found = fit_cache(statistics, network.ravel())
         return found, float(-statistics.log_probabilities(found, -network.ravel()).mean())

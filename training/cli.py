@@ -37,11 +37,11 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("experiment", type=Path, help="experiment file (TOML)")
     command.add_argument("--data", type=Path, help="file or folder of training data; overrides data.path")
     command.add_argument("--run", type=Path, help="run folder (default: runs/NAME)")
-    command.add_argument("--tokenizer", type=Path, help="existing tokenizer.json (default: train one)")
+    command.add_argument("--tokenizer", type=Path, help="existing tokenizer.json (default: trains a new tokenizer)")
 
     command = commands.add_parser("evaluate")
     command.add_argument("run", type=Path, help="run folder")
-    command.add_argument("--data", type=Path, help="overrides data.path")
+    command.add_argument("--data", type=Path, help="file or folder of data; overrides data.path")
     command.add_argument(
         "--positions",
         type=_positive,
@@ -54,15 +54,17 @@ def build_parser() -> argparse.ArgumentParser:
         "run", type=Path, help="run folder, evaluated first if it has no evaluation; or the folder of a bundle"
     )
     command.add_argument("--bundles", type=Path, required=True, help="folder of bundles; writes BUNDLES/NAME")
-    command.add_argument("--data", type=Path, help="overrides data.path")
+    command.add_argument("--data", type=Path, help="file or folder of data; overrides data.path")
     command.add_argument(
-        "--version", type=_version, help="version number in the manifest (default: 1, or the one after a bundle's)"
+        "--version",
+        type=_version,
+        help="version number in the manifest (default: 1 for a run, the old version plus 1 for a bundle)",
     )
     command.add_argument(
         "--precision",
         choices=get_args(Precision),
-        help="number format of the matrix products; int8 writes NAME-int8, without a certificate (default: float32, "
-        "or a bundle's own)",
+        help="number format of the matrix products; int8 writes NAME-int8, without a certificate (default: float32 "
+        "for a run, the bundle's own format for a bundle)",
     )
     command.add_argument("--replace", action="store_true", help=REPLACE)
 
@@ -72,12 +74,14 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("bundle", type=Path, help="folder of a bundle")
     command.add_argument("--data", type=Path, help="file or folder of text or events (default: the training corpus)")
     command.add_argument(
-        "--length", type=_cache_length, default=512, help="tokens that the cache holds (default: %(default)s)"
+        "--length", type=_cache_length, default=512, help="number of tokens that the cache holds (default: %(default)s)"
     )
     command.add_argument(
         "--bundles", type=Path, help="folder of bundles; writes BUNDLES/NAME with the cache (default: writes nothing)"
     )
-    command.add_argument("--version", type=_version, help="version number (default: the one after the bundle's)")
+    command.add_argument(
+        "--version", type=_version, help="version number of the new bundle (default: the bundle's version plus 1)"
+    )
     command.add_argument("--replace", action="store_true", help=REPLACE)
     _add_audit(commands)
     return parser
@@ -123,7 +127,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument("--report", type=Path, metavar="DIR", help="report folder (default: audits/NAME)")
     command.add_argument("--export", type=Path, metavar="BUNDLES", help="also write the bundle BUNDLES/NAME")
     command.add_argument("--replace", action="store_true", help=REPLACE)
-    command.add_argument("--name", type=_name, help="name of the report and the bundle (default: the file's)")
+    command.add_argument("--name", type=_name, help="name of the report and the bundle (default: the file's name)")
     command.add_argument(
         "--version", type=_version, default="1", help="version number of the bundle (default: %(default)s)"
     )
@@ -146,7 +150,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="PATTERN",
-        help="name pattern of tensors that are not of the model",
+        help="pattern for the names of tensors that do not belong to the model",
     )
     unusual.add_argument(
         "--nonlinearity",
@@ -155,7 +159,7 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
 
 
-FAILURES = ()  # `main` reports errors itself
+FAILURES = ()  # the exceptions that `wane/cli.py` must report: none, because `main` reports all errors
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -175,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
         group.wait_for_end()
         return 1
     except (TrainingError, FloatingPointError) as error:
-        # in a group every process raises the same error, and only the first process prints it
+        # In a group of processes, every process raises the same error. Only the first process prints it.
         if group.first:
             _print_error(console, error)
         else:
@@ -215,7 +219,7 @@ def _run(options: argparse.Namespace, console: Console, group: Group) -> None:
         )
     elif (options.run / MANIFEST).exists():
         if options.data is not None:
-            raise RunError("--data evaluates a run; a bundle is exported as it is")
+            raise RunError(f"{options.run} is a bundle, which is exported without an evaluation: omit --data")
         export_bundle_again(options.run, options.bundles, options.version, console, options.precision, options.replace)
     else:
         export_run(

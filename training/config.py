@@ -90,7 +90,9 @@ class ModelConfig(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
         if isinstance(self.contraction, tuple) and len(self.contraction) != self.layers:
-            raise ValueError(f"{len(self.contraction)} contractions for {self.layers} layers")
+            raise ValueError(
+                f"contraction has {len(self.contraction)} numbers, but the network has {self.layers} layers"
+            )
         if self.spectral_limit is not None and self.block != "residual":
             raise ValueError("spectral_limit needs block = 'residual'")
         return self
@@ -125,7 +127,9 @@ class DataConfig(Frozen):
 
 
 class ProofConfig(Frozen):
-    """A penalty on predictions whose top-1 token a window cannot prove (`training/proof.py`)."""
+    """The keys of the table `[training.proof]`: a loss term for predictions whose most probable token a window cannot
+    prove (`training/proof.py`). The lead is the difference between the logits of this token and of a competing token.
+    The ratio is the largest change of the lead that the tokens before the window can cause, divided by the lead."""
 
     window: Whole | None = Field(
         default=None,
@@ -133,16 +137,22 @@ class ProofConfig(Frozen):
         "A window longer than the chunk is assumed to have the chunk's average gates",
     )
     weight: Finite = Field(
-        gt=0, description="increase of the loss, in nats, for each factor of e by which a prediction misses its proof"
+        gt=0, description="factor of the loss: if the ratio is multiplied by e, the loss increases by `weight` nats"
     )
     rivals: Whole = Field(
         default=5, description="number of competing tokens for which the lead of the most probable token is checked"
     )
     slack: Finite = Field(
-        default=0.2, ge=0, description="margin of a proof, as a natural logarithm, from which on the loss is 0"
+        default=0.2,
+        ge=0,
+        description="natural logarithm of the margin: the loss is 0 if the ratio is at most exp(-slack)",
     )
-    ceiling: Finite = Field(default=2.0, gt=0, description="largest value, before `weight`, to which the loss rises")
-    ramp: Whole = Field(default=1000, description="number of steps in which the weight of the loss rises to `weight`")
+    ceiling: Finite = Field(
+        default=2.0, gt=0, description="largest value of the loss before it is multiplied by `weight`"
+    )
+    ramp: Whole = Field(
+        default=1000, description="number of first steps in which the factor of the loss rises from 0 to `weight`"
+    )
 
 
 class TrainingConfig(Frozen):
@@ -152,10 +162,10 @@ class TrainingConfig(Frozen):
     chunk before. In the regime `truncated` each chunk of `chunk` = k tokens starts from the zero state, as a window
     does in serving.
 
-    The schedule sets the learning rate after `warmup` steps. `constant`: does not change. `cosine`: falls to zero.
-    `inverse_time`: learning_rate / t in step t after the warm-up. `plateau`: constant until validation has not improved
-    for `patience` evaluations (0: never) or until `decay_steps` steps remain, then linear to zero over `decay_steps`
-    steps. Training then stops.
+    The schedule sets the learning rate after `warmup` steps. `constant`: the rate does not change. `cosine`: the rate
+    falls to zero. `inverse_time`: the rate is learning_rate / t in step t after the warm-up. `plateau`: the rate does
+    not change until validation has not improved for `patience` evaluations (0: never), or until `decay_steps` steps
+    remain. It then falls linearly to zero over `decay_steps` steps, and training stops.
     """
 
     regime: Literal["recurrent", "truncated"] = Field(
@@ -194,7 +204,7 @@ class TrainingConfig(Frozen):
     evaluate_every: Whole = Field(
         default=500, description="number of steps between evaluations on the validation split"
     )
-    checkpoint_every: Whole = Field(default=500, description="steps between checkpoints")
+    checkpoint_every: Whole = Field(default=500, description="number of steps between checkpoints")
     keep_every: int = Field(
         default=0, ge=0, strict=True, description="number of steps between saved copies of the weights; 0: no copies"
     )
@@ -202,7 +212,9 @@ class TrainingConfig(Frozen):
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto` uses CUDA if there is a GPU")
     precision: Literal["float32", "bf16"] = Field(default="float32", description="number format of the forward pass")
     threads: Whole | None = Field(default=None, description="number of torch threads; absent: torch's default")
-    proof: ProofConfig | None = Field(default=None, description="absent: no such penalty")
+    proof: ProofConfig | None = Field(
+        default=None, description="loss term for predictions that a window cannot prove; absent: no such term"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainingConfig:

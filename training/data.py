@@ -77,7 +77,7 @@ def _checked(corpus: Corpus, path: Path) -> Corpus:
     for split, stream in corpus.streams.items():
         tokens = int(np.count_nonzero(stream != corpus.vocabulary.eos_id))
         if tokens < 2:
-            raise DataError(f"{path}: the {split} split has {tokens} token(s); at least 2 are needed")
+            raise DataError(f"{path}: the {split} split has {tokens} token(s) besides {EOS}; at least 2 are needed")
     return corpus
 
 

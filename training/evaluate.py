@@ -212,9 +212,8 @@ def quality(splits: dict[str, SplitLosses], judged: str = "valid") -> Quality:
 
 
 def smallest_close_window(losses: SplitLosses) -> int | None:
-    """Returns the smallest evaluated k such that, for this k and all larger evaluated k, the perplexity per token is
-    within
-    0.5 % of the recurrent perplexity."""
+    """Returns the smallest evaluated k such that, for this k and all larger evaluated k, the perplexity per token
+    differs by at most 0.5 % from the recurrent perplexity at the same positions."""
     close = None
     for k, nats in sorted(losses.window.items(), reverse=True):
         ratio = math.exp(nats - losses.recurrent_at_positions)

@@ -56,7 +56,8 @@ class Group:
             return ALONE
         try:
             store, rank, size = next(rendezvous("env://"))
-            # after a restart by torchrun, the store still holds the addresses of the previous processes
+            # After a restart by torchrun, the store still holds the addresses of the previous processes. Each attempt
+            # therefore has its own prefix.
             attempt = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             dist.init_process_group(store=attempt, rank=rank, world_size=size)
         except (ValueError, RuntimeError) as error:
@@ -93,7 +94,7 @@ class Group:
         nodes = ["--nnodes", str(self.size // self.local_size)] if self.size > self.local_size else []
         return ["torchrun", *nodes, "--nproc-per-node", str(self.local_size), "-m", "--", "wane"]
 
-    # -- the division of a batch and its randomness
+    # -- the division of a batch among the processes, and the random seeds
 
     def share(self, count: int) -> slice:
         """Returns this process's slice of `count` lanes. The sizes of two processes' slices differ by at most one."""

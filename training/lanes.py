@@ -51,8 +51,8 @@ class Lanes:
         return rows[:, None] + self._length * np.arange(self.width)[self.mine]
 
     def every_position(self) -> NDArray[np.int64]:
-        """Returns the position in the split of each token of all chunks and of all processes' lanes: int64 (chunks
-        * chunk, width)."""
+        """Returns the position in the split of each token of all chunks and of all processes' lanes: int64,
+        shape (chunks * chunk, width)."""
         return np.arange(self.chunks * self.chunk)[:, None] + self._length * np.arange(self.width)
 
     @property

@@ -135,7 +135,8 @@ class Trainer:
             pressed, proved = self.pressure(self.step, shares)
             loss = loss + pressed
             means.append(proved)
-        # DistributedDataParallel averages gradients over processes, not over lanes
+        # DistributedDataParallel averages the gradients of the processes with equal weights. This factor weights each
+        # process by its number of lanes.
         loss = loss * (lanes.share * self.group.size)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()

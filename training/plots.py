@@ -82,17 +82,19 @@ def plot_audit(report: AuditReport, path: Path) -> None:
     proved = "proved, with rounding" if certificate.rounding else "proved, in exact arithmetic"
 
     _spreads(distance, ks, [at.distance for at in windows])
-    distance.set(ylabel="2-norm distance before the output layer", title="two trajectories, by shared tokens")
+    distance.set(ylabel="2-norm distance before the output layer", title="window and uninterrupted run: distance")
     if certificate.state_error:
         _proved(distance, [error + rounding for error in certificate.state_error], proved)
 
     _spreads(variation, ks, [at.total_variation for at in windows])
-    variation.set(ylabel="total variation", title="predicted distributions: last k tokens against all")
+    variation.set(ylabel="total variation", title="window and uninterrupted run: predicted distributions")
     if certificate.error_bound:
         _proved(variation, certificate.error_bound, proved)
     variation.axhline(recommended.tolerance, color="0.4", linestyle=":", label=f"tolerance {recommended.tolerance:g}")
     if recommended.p99 is not None:
-        variation.axvline(recommended.p99, color="C1", alpha=0.5, label=f"k = {recommended.p99}: 99 % within it")
+        variation.axvline(
+            recommended.p99, color="C1", alpha=0.5, label=f"k = {recommended.p99}: 99 % within the tolerance"
+        )
 
     perplexity.plot(ks, [100 * (at.perplexity_ratio - 1) for at in windows], "o-", markersize=4, label="window")
     perplexity.axhspan(-0.5, 0.5, color="C2", alpha=0.25, label="within 0.5 %")

@@ -42,14 +42,14 @@ TINY = 1e-9
 
 
 class ProofPressure:
-    """Observes a network's runs. Measures how far the predictions at the end of the latest chunk are from provable."""
+    """The loss term for the predictions at the end of each chunk. A forward hook records the network's latest run."""
 
     def __init__(self, network: Network, config: ProofConfig) -> None:
         self._network, self._config = network, config
         layer = network.layers[-1]
-        assert isinstance(layer, ResidualLayer), "checked with the configuration: this is a bug"
+        assert isinstance(layer, ResidualLayer), "the configuration allows only residual layers: this is a bug"
         self._layer, self._cell = layer, layer.cell
-        assert isinstance(self._cell, GatedCell), "checked with the configuration: this is a bug"
+        assert isinstance(self._cell, GatedCell), "the configuration allows only gated cells: this is a bug"
         front = network.architecture.front
         self._reach = 0 if front is None else front.reach
         self._cell.remember = True
@@ -60,8 +60,8 @@ class ProofPressure:
         self._below, (self._state,) = inputs[0][-1], output[1]
 
     def __call__(self, step: int, shares: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, float]:
-        """Returns the loss term at the end of the network's latest chunk, and the share of lanes whose top-1 token is
-        proved, to first order.
+        """Returns the loss term for the predictions at the end of the network's latest chunk, and the share of lanes
+        whose top-1 token is proved, to first order.
 
         step: the training step, from 0, during whose first `ramp` steps the loss rises. shares: the mixture with a
         cache, None for the network alone: the network's weight, (lanes), and the probability that the cache adds to

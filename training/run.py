@@ -252,7 +252,11 @@ def export_run(
             unknown="token" if corpus.vocabulary.has_unknown and corpus.vocabulary.kind != "bpe" else "refuse",
         )
     size = sum(file.stat().st_size for file in target.iterdir())
-    contractive = "contractive" if manifest.certificate.contractive else "not contractive by the simple bounds"
+    contractive = (
+        "contractive"
+        if manifest.certificate.contractive
+        else "not contractive: no rule has a factor below 1 for every layer"
+    )
     if precision != "float32":
         contractive = f"not certified: {manifest.certificate.reason}"
     console.print(f"{target}: {size:,} bytes, {contractive}")

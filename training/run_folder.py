@@ -62,8 +62,8 @@ class RunFolder:
         self._write_experiment(experiment)
 
     def resume(self, experiment: Experiment, corpus: Corpus) -> dict[str, Any]:
-        """Returns the checkpoint to resume from. The folder's experiment and data must be the same, except for the keys
-        in `FREE_TO_CHANGE`.
+        """Returns the checkpoint to resume from. The folder's experiment and data must be equal to the given ones,
+        except for the keys in `FREE_TO_CHANGE`.
 
         Raises ResumeError, which names the difference.
         """

@@ -97,10 +97,20 @@ def parse() -> argparse.Namespace:
         "--around", default="", metavar="COMMAND", help="prefix of each visit's command, such as `taskset -c 0,1`"
     )
     parser.add_argument(
-        "--workers", type=positive, metavar="N", help="model processes of each peer (default: the peer's own number)"
+        "--workers",
+        type=positive,
+        metavar="N",
+        help="number of model processes of each peer (default: the peer's own setting)",
     )
-    parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout to compare with")
-    parser.add_argument("--module", default="wane", help="module of the other checkout's command (default wane)")
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="FOLDER",
+        help="another checkout of Wane, whose server is compared with this checkout's",
+    )
+    parser.add_argument(
+        "--module", default="wane", help="the baseline is started as `python -m MODULE serve` (default: wane)"
+    )
     parser.add_argument("--visit", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -113,8 +123,9 @@ def positive(text: str) -> int:
 
 
 def visited(together: list[Contender], model: str, round_: int, seconds: float, folder: Path) -> None:
-    """Measures one contender, or a server and its baseline, in this process and writes the results. A separate process
-    for each measurement releases all resources at its exit."""
+    """Measures one contender, or a server and its baseline, in this process and writes the results. `together` has
+    these contenders. The caller runs this function in a process of its own, so that the process's exit releases all
+    resources."""
     try:
         for found in visit(together, MODELS[model], round_, seconds, WORK / "logs"):
             found.write(visit_path(folder, round_, model, found.contender))

@@ -19,8 +19,8 @@ Feeds = dict[str, NDArray[np.generic]]
 
 
 def prepare_step(bundle: Path, vocabulary: int, batch: int, seed: int) -> Callable[[float], Timed]:
-    """Returns a function that repeats the `step` graph with one token for each of `batch` sessions. The output states
-    of a run are the input states of the next run."""
+    """Returns a function that runs the `step` graph again and again, for a given number of seconds. Each run takes one
+    token for each of `batch` sessions. The output states of a run are the input states of the next run."""
     session = open_graph(bundle / "step.onnx")
     tokens = np.random.default_rng(seed).integers(vocabulary, size=(256, batch))
     states: Feeds = {
@@ -38,7 +38,8 @@ def prepare_step(bundle: Path, vocabulary: int, batch: int, seed: int) -> Callab
 
 
 def prepare_window(bundle: Path, vocabulary: int, window: int, batch: int, seed: int) -> Callable[[float], Timed]:
-    """Returns a function that repeats the `window` graph with `batch` windows."""
+    """Returns a function that runs the `window` graph again and again, for a given number of seconds. Each run takes
+    `batch` windows."""
     session = open_graph(bundle / "window.onnx")
     tokens = np.random.default_rng(seed).integers(vocabulary, size=(16, batch, window))
     lengths = np.full(batch, window)
@@ -50,7 +51,7 @@ def prepare_window(bundle: Path, vocabulary: int, window: int, batch: int, seed:
 
 
 def loop(run: Callable[[int], None], seconds: float) -> Timed:
-    """Calls `run` repeatedly for at least `seconds`. Returns the calls' durations as a summary."""
+    """Calls `run` repeatedly for at least `seconds`. Returns a summary of the calls' durations."""
     taken: list[float] = []
     begun = last = time.perf_counter()
     while last - begun < seconds:

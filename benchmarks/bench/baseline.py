@@ -2,7 +2,7 @@
 is applied to one server after the other.
 
 The host's speed changes from minute to minute. The two servers are therefore measured within seconds of each other, and
-each ratio is that of two figures of the same round.
+each ratio compares two figures of the same round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Baseline:
     module: str
 
     def of(self, contender: Contender) -> Contender:
-        """Returns the other checkout's server with the settings of this checkout's server `contender`."""
+        """`contender` is a server of this checkout. Returns the other checkout's server with the same settings."""
         ours = [wane.name for wane in wanes()]
         return wanes(self.folder, self.module, NAME, title=NAME)[ours.index(contender.name)]
 
@@ -56,5 +56,5 @@ def comparisons(rounds: Rounds, models: list[str]) -> list[Comparison]:
 
 
 def item_cpus(rounds: list[Measured]) -> list[float]:
-    """Returns the server's CPU time per item in each round, in microseconds. Rounds without it are left out."""
+    """Returns the server's CPU time per item in each round, in microseconds. Rounds without a CPU time are left out."""
     return [one.item_cpu_us for one in rounds if one.item_cpu_us is not None]

@@ -38,13 +38,14 @@ SERVICES: tuple[Service, ...] = get_args(Service)
 class Contender:
     """The command and the protocol of one contender.
 
-    command: the server's command; empty if the contender is not a server. `{bin}` stands for the folder of programs of
-    its virtual environment, `{bundle}` for the bundle, and `{ports[0]}` to `{ports[2]}` for free TCP ports. The server
-    receives requests on the first port. path, wire: the path and the format (`wire.py`) of a window request. step_path:
-    the path of a session step. package: the distribution whose version is reported. workers: the number of model
-    processes, for servers with such processes. environment: environment variables; `{redis}` and `{collector}` stand
-    for the addresses of these services. peer: the contender's folder in PEERS; empty if it runs in the project's
-    virtual environment. tree: the checkout in which the command runs.
+    command: the server's command; empty if the contender is not a server. `{bin}` stands for the `bin` folder of the
+    contender's virtual environment, `{bundle}` for the bundle's folder, and `{ports[0]}` to `{ports[2]}` for free TCP
+    ports. The server receives requests on the first port. path, wire: the path and the format (`wire.py`) of a window
+    request. step_path: the path of a session step. package: the distribution whose version is reported. workers: the
+    number of model processes, if the server runs the model in processes of their own. environment: environment
+    variables; `{redis}` and `{collector}` stand for the addresses of these services. peer: the contender's folder in
+    PEERS; empty if the contender runs in the project's virtual environment. tree: the checkout in which the command
+    runs.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Contender:
         """Returns the environment variables of the command: the variables of this process except `WANE_*`, and the
         contender's own variables.
 
-        addresses: the address of each service by its name.
+        addresses: the address of each service, by the service's name.
         """
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WANE_")}
         own = {

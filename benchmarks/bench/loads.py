@@ -30,7 +30,7 @@ INPUTS = 64
 BATCHED_CONNECTIONS = 4
 EVENTS_A_SECOND = 1000
 REQUESTS = 4096
-"""Number of distinct requests of one load. The load repeats them in order."""
+"""Number of distinct requests of one load. After the last of them, the load starts again with the first."""
 BULK_PATH = "/v1/sessions/tokens"
 JSON = {"content-type": "application/json"}
 
@@ -65,19 +65,19 @@ class Stage:
 
     @cached_property
     def words(self) -> list[tuple[int, str]]:
-        """The tokens and their texts. A token is left out if the tokenizer does not encode its text to this token
-        alone."""
+        """Pairs of a token and its text. A token is left out if the tokenizer encodes the token's text to anything but
+        this one token."""
         vocabulary = Vocabulary.read(self.manifest.vocabulary.kind, self.bundle / "tokenizer.json")
         texts = [(token, vocabulary.token(token)) for token in range(self.vocabulary)]
         return [(token, text) for token, text in texts if vocabulary.encode(text) == [token]]
 
     def tokens(self, *shape: int) -> list[list[int]]:
-        """Returns rows of random tokens."""
+        """Returns random tokens in an array of the given shape."""
         drawn: list[list[int]] = np.random.default_rng(self.seed).integers(self.vocabulary, size=shape).tolist()
         return drawn
 
     def text(self, count: int) -> list[tuple[int, str]]:
-        """Returns a random choice of `words`."""
+        """Returns `count` random pairs of `words`."""
         drawn = np.random.default_rng(self.seed).integers(len(self.words), size=count)
         return [self.words[index] for index in drawn]
 
@@ -100,8 +100,9 @@ class Stage:
 class Load:
     """One load.
 
-    items: tokens or windows per request. prepare: builds the requests; raises NotUnderstood if the server does not
-    support them. figure: the figure by which two servers are compared.
+    items: tokens or windows per request. prepare: builds the requests and returns a function that applies the load for
+    a given number of seconds; raises NotUnderstood if the server does not support the requests. figure: the figure by
+    which two servers are compared.
     """
 
     name: str
@@ -129,8 +130,8 @@ def step_request(path: str, session: str, sequence: dict[str, Any]) -> tuple[str
 
 
 def step_load(connections: int) -> Load:
-    """Builds a load of session steps with one token each. Each connection has four sessions, so that concurrent
-    requests use different ones."""
+    """Builds a load of session steps with one token each. There are four times as many sessions as connections, so that
+    concurrent requests use different sessions."""
 
     def prepare(stage: Stage) -> Drive:
         walked = itertools.cycle(stage.sessions(f"steps{connections}", 4 * max(16, connections)))
@@ -268,8 +269,8 @@ def engine_load(way: str) -> Load:
 
 
 def scan_loads(model: str) -> list[Load]:
-    """Builds loads that compute the last state and the score of a long sequence. For an LSTM, one more load of each
-    kind uses ONNX's LSTM operator."""
+    """Builds loads that compute the last state or the score of a long sequence, one load for each method. For an LSTM,
+    one more method is ONNX's LSTM operator."""
 
     def prepare(kind: str, way: str) -> Callable[[Stage], Drive]:
         if way == scan.NATIVE:
@@ -294,7 +295,7 @@ def plural(connections: int) -> str:
 
 
 def loads_of(contender: Contender, model: str) -> list[Load]:
-    """Returns the loads of a contender and a model, in the order of measurement."""
+    """Returns the loads that measure a contender with a model, in the order of measurement."""
     steps = [step_load(CONNECTIONS), step_load(1)]
     windows = [window_load(CONNECTIONS), window_load(1)]
     match contender.kind:
@@ -334,7 +335,8 @@ def check(stage: Stage, expected: Callable[[list[list[int]]], list[Ranked]]) -> 
 
 
 def _check_steps(stage: Stage, client: httpx.Client, expected: Callable[[list[list[int]]], list[Ranked]]) -> None:
-    """Checks every kind of step. Wane feeds the start token to new sessions; a peer receives it in a request."""
+    """Checks every kind of step. Wane feeds the start token to a new session itself. A peer does not, so the start
+    token is sent to it as the first step."""
     start, words = stage.manifest.vocabulary.eos_id, stage.text(8)
     (ranked,) = expected([[start, *(token for token, _ in words)]])
     by_token, by_text, together = stage.sessions("check", 3)

@@ -13,12 +13,12 @@ from safetensors.numpy import load_file
 
 OPSET = 20
 ONNX_ORDER = (0, 3, 1, 2)
-"""Positions of ONNX's gates (i, o, f, c) in torch's order (i, f, g, o)."""
+"""For each of ONNX's gates (i, o, f, c), its index among torch's gates (i, f, g, o). ONNX's c is torch's g."""
 
 
 class NativeLstm:
-    """An LSTM's graph (an embedding, one LSTM layer and an output layer) in ONNX Runtime, with `threads` spinning
-    threads."""
+    """An LSTM's graph (an embedding, one LSTM layer and an output layer) in ONNX Runtime. The runtime uses `threads`
+    threads, which spin while they wait."""
 
     def __init__(self, bundle: Path, threads: int) -> None:
         options = onnxruntime.SessionOptions()
@@ -36,15 +36,16 @@ class NativeLstm:
         return [value[0] for value in self._sessions[False].run(["h", "c"], {"tokens": tokens})]
 
     def score(self, tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Returns the log-probability of each of `targets` (T), given the tokens up to the target's position."""
+        """Returns the log-probability (T) of each of `targets` (T). The target at a position is predicted from the
+        tokens up to and including that position."""
         (logprobs,) = self._sessions[True].run(["logprobs"], {"tokens": tokens, "targets": targets})
         found: NDArray[np.float32] = logprobs[:, 0]
         return found
 
 
 def graph(weights: dict[str, NDArray[np.float32]], scored: bool) -> bytes:
-    """Builds the graph. Without `scored`, it maps tokens[T] to the states h and c. With `scored`, it maps tokens[T] and
-    targets[T] to logprobs[T,1]."""
+    """Builds the graph. If `scored` is false, the graph maps tokens[T] to the states h and c. If `scored` is true, it
+    maps tokens[T] and targets[T] to logprobs[T,1]."""
     hidden = weights["head.weight"].shape[1]
 
     def gates(name: str) -> NDArray[np.float32]:

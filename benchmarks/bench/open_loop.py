@@ -1,8 +1,8 @@
 """Open loop over HTTP: sends requests when they are due, even while earlier requests are in flight.
 
 A request's latency is measured from its due time. A stall of the server therefore adds to the latencies of all requests
-that fall due during it. A delay of the load generator adds to them as well; `lag_p99_ms` reports that delay. The loop
-waits with `select`, because Python rounds the timeout of `epoll` to milliseconds.
+that are due during the stall. A delay of the load generator adds to the latencies, too; `lag_p99_ms` is the p99 of that
+delay. The loop waits with `select`, because Python rounds the timeout of `epoll` to milliseconds.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class ServerProcess:
     def __init__(
         self, contender: Contender, bundle: Path, log: Path, addresses: Mapping[str, str] | None = None
     ) -> None:
-        """addresses: the address of each of the contender's services by its name."""
+        """addresses: the address of each of the contender's services, by the service's name."""
         self._contender, self._log = contender, log
         self._mark = uuid.uuid4().hex
         ports = free_ports(3)
@@ -106,7 +106,7 @@ class ServerProcess:
                         yield int(entry.name)
 
     def _pids_after(self, seconds: float) -> list[int]:
-        """Waits until the server's processes have ended. Returns those still alive after `seconds`."""
+        """Waits until the server's processes have ended. Returns the processes that still run after `seconds`."""
         deadline = time.monotonic() + seconds
         while (left := list(self._pids())) and time.monotonic() < deadline:
             self._process.poll()

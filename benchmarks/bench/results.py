@@ -17,8 +17,9 @@ Figure = Literal["rate", "p50_ms", "p99_ms"]
 class Timed(Frozen):
     """The number of answered requests of one load, and their latencies.
 
-    In a closed loop, a latency is measured from the time when the request is sent; in an open loop, from the time when
-    it is due. `lag_p99_ms`: the delay between a request's due time and its sending; null in a closed loop.
+    In a closed loop, a latency is measured from the time when the request is sent. In an open loop, it is measured from
+    the time when the request is due. `lag_p99_ms`: the p99 of the delay between a request's due time and its sending;
+    null in a closed loop.
     """
 
     requests: int
@@ -31,7 +32,7 @@ class Timed(Frozen):
 
 
 class Measured(Timed):
-    """A load on one contender in one round.
+    """The figures of one load on one contender in one round.
 
     items: answered tokens or windows. server_cpu_s: CPU time of the server's processes; null for a load without a
     server.
@@ -59,8 +60,8 @@ class Measured(Timed):
 class Visit(Frozen):
     """The figures of one contender's loads in one round of one model (a visit).
 
-    loads: the figures by the load's name. refused: the server's answers to the loads that it does not support, by the
-    load's name.
+    loads: the figures of each load, by the load's name. refused: the server's answer to each load that it does not
+    support, by the load's name.
     """
 
     model: str
@@ -105,8 +106,8 @@ class Rounds:
 class Summary(Frozen):
     """The figures of one load on one contender, summarised over the rounds.
 
-    requests: the sum over all rounds. rate: items per second. item_cpu_us: CPU time of the server per item, in
-    microseconds.
+    requests: the number of requests in all rounds. rate: items per second. item_cpu_us: CPU time of the server per
+    item, in microseconds.
     """
 
     rounds: int
@@ -141,10 +142,12 @@ class Summary(Frozen):
 
 
 class Target(Frozen):
-    """The ratio of `what` to `against`, and its target.
+    """A figure of Wane, mostly its ratio to another figure, and the target of this value.
 
-    wanted: the smallest ratio that meets the target, or, if `most` is set, the largest; null if there is no target.
-    spread: the median and the range of the ratios of the single rounds.
+    what: a description of Wane's figure. against: a description of the figure with which it is compared. value: the
+    ratio of the two medians, or the median of Wane's figure, in `unit`. wanted: the smallest value that meets the
+    target, or, if `most` is set, the largest; null if there is no target. spread: the median and the range of the
+    values of the single rounds.
     """
 
     what: str
@@ -167,8 +170,8 @@ class Comparison(Frozen):
     """The ratios of one load's figures on this checkout's server to those on the baseline's server. The load was
     applied to one server after the other.
 
-    figure: the name of the compared figure. ratio: this server's figure divided by the baseline's, computed in each
-    round. item_cpu: the same ratio of the CPU time per item.
+    figure: the name of the compared figure. ratio: in each round, the figure on this checkout's server divided by the
+    figure on the baseline's server. item_cpu: the same ratio for the CPU time per item.
     """
 
     model: str

@@ -26,7 +26,7 @@ CODE = (".py", ".lua", ".toml", ".txt", ".json")
 class Run:
     """A run's contenders, models, number of rounds, and duration of each load in seconds.
 
-    workers: the number of model processes of each peer; None: the peer's own number. baseline: another checkout. Each
+    workers: the number of model processes of each peer; None: the peer's own setting. baseline: another checkout. Each
     load is applied to its server and to this checkout's server, one after the other.
     """
 
@@ -90,7 +90,7 @@ class Run:
 
 
 def code(root: Path) -> str:
-    """Returns a hash of a checkout's code: the files of the SOURCES, which are the server and these benchmarks."""
+    """Returns a hash of a checkout's code: the files in SOURCES, the folders of the server and of these benchmarks."""
     found = (path for folder in SOURCES for path in (root / folder).rglob("*"))
     return hashed(sorted(path for path in found if path.suffix in CODE and "bundles" not in path.parts), root)
 

@@ -23,8 +23,8 @@ KINDS = ("state", "score")
 
 
 def prepare_way(bundle: Path, kind: str, way: str, stack: ExitStack) -> Callable[[float], Timed]:
-    """Returns a function that repeats the computation with the method `way`, one of WAYS. The exit of `stack` stops the
-    threads."""
+    """Returns a function that repeats the computation with the method `way` (one of WAYS) for a given number of
+    seconds. The exit of `stack` stops the threads."""
     from benchmarks.parallel_scan import Subject
 
     subject = Subject(bundle, TOKENS)
@@ -34,8 +34,8 @@ def prepare_way(bundle: Path, kind: str, way: str, stack: ExitStack) -> Callable
 
 
 def prepare_native(bundle: Path, kind: str, vocabulary: int, seed: int) -> Callable[[float], Timed]:
-    """Returns a function that repeats a run of ONNX's LSTM operator on THREADS threads. Each run computes the whole
-    sequence in one call."""
+    """Returns a function that runs ONNX's LSTM operator again and again on THREADS threads, for a given number of
+    seconds. Each run computes the whole sequence in one call."""
     from benchmarks.bench.native import NativeLstm
 
     native = NativeLstm(bundle, THREADS)

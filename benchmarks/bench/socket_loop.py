@@ -1,4 +1,4 @@
-"""Closed loop over WebSockets: each WebSocket sends its next message after the answer to its last one."""
+"""Closed loop over WebSockets: each WebSocket sends its next message after the answer to its last message."""
 
 from __future__ import annotations
 

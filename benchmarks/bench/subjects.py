@@ -31,7 +31,7 @@ def export_lstm() -> None:
 
 
 def hashed(files: list[Path], root: Path = ROOT) -> str:
-    """Returns a hash of the names and the contents of files in `root`."""
+    """Returns a hash of the names and the contents of `files`, which are all in the folder `root`."""
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())

@@ -25,7 +25,7 @@ FIGURES = (
 TARGETS = ("what", "against", "target", "reached (by round)", "met")
 COMPARISONS = ("server", "load", "figure", "baseline", "this", "ratio", "CPU, us an item: baseline", "this", "ratio")
 NAMES = {"rate": "", "p50_ms": "p50, ms", "p99_ms": "p99, ms"}
-"""Column names of a comparison's figures. A rate has no name of its own: its column shows the load's unit."""
+"""The name of each figure in a comparison's table. A rate has no name here: the table shows the load's unit instead."""
 
 
 def figure_rows(results: Results, model: str) -> Iterator[list[str]]:

@@ -87,7 +87,8 @@ def _ratio(
 
 
 def _stateful(rounds: Rounds, model: str, name: str, load: str, figure: Getter) -> Target | None:
-    """Returns the ratio of Wane's rate of session steps to that of a peer with sessions."""
+    """Returns the ratio of Wane's figure of session steps to that of a peer with sessions. The figure is the rate or
+    the p50."""
     if figure is rate:
         wanted = 1.5 if (model, name) == (LSTM, "mosec-sessions") else None
         return _ratio(rounds, STEPS, load, figure, name, load, wanted, model=model)
@@ -96,7 +97,7 @@ def _stateful(rounds: Rounds, model: str, name: str, load: str, figure: Getter) 
 
 
 def _scan(rounds: Rounds, model: str, kind: str, ways: tuple[str, ...], wanted: float) -> Target | None:
-    """Returns the ratio of the parallel scan's rate to that of the fastest sequential method in `ways`."""
+    """Returns the ratio of the parallel scan's rate to the rate of the fastest of the sequential methods `ways`."""
     ordered = {way: [rate(found) for found in rounds.of(model, SCAN, f"{kind}-{way}")] for way in ways}
     above = [rate(found) for found in rounds.of(model, SCAN, f"{kind}-parallel")]
     if not all(ordered.values()):
@@ -107,7 +108,7 @@ def _scan(rounds: Rounds, model: str, kind: str, ways: tuple[str, ...], wanted: 
 
 
 def _engine(rounds: Rounds, model: str, way: str) -> Target | None:
-    """Returns the ratio of the rate of Wane without HTTP to that of the bare loop."""
+    """Returns the ratio of the rate of Wane's batcher or engine, without HTTP, to the rate of the bare loop."""
     above, below = ([rate(found) for found in rounds.of(model, BARE, load)] for load in (f"{way}-64", "step-64"))
     what = f"{way} without HTTP, batch 64, a future per item, `{model}`"
     return _target(what, "bare onnxruntime loop", 0.6, False, above, below)
@@ -116,7 +117,8 @@ def _engine(rounds: Rounds, model: str, way: str) -> Target | None:
 def _target(
     what: str, against: str, wanted: float | None, most: bool, above: list[float], below: list[float]
 ) -> Target | None:
-    """Returns the ratio of the medians of two figures. Returns None if either was not measured."""
+    """Returns the ratio of the median of `above` to the median of `below`. Returns None if either figure was not
+    measured."""
     if not above or not below:
         return None
     value = Spread.of(above).median / Spread.of(below).median

@@ -33,7 +33,8 @@ def window_body(wire: Wire, tokens: Sequence[int]) -> str:
 
 
 def window_answer(wire: Wire, answer: bytes) -> Ranked:
-    """Returns an answer's token ids and probabilities, the most probable first. Raises WrongAnswer if it has none."""
+    """Returns an answer's token ids and probabilities, the most probable first. Raises WrongAnswer if the answer has no
+    predictions."""
     try:
         document = json.loads(answer)
         match wire:

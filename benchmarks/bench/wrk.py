@@ -1,4 +1,4 @@
-"""Closed loop over HTTP with wrk: each connection sends its next request after the answer to its last one."""
+"""Closed loop over HTTP with wrk: each connection sends its next request after the answer to its last request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Requests = Iterable[tuple[str, str]]
 
 
 class LoadFailed(Exception):
-    """wrk is not installed, or requests of a load failed. The message contains the number of failed requests."""
+    """wrk is not installed, or requests of a load failed. In the second case, the message contains the number of failed
+    requests."""
 
 
 def require_wrk() -> None:
@@ -39,10 +40,11 @@ def drive(url: str, requests: Requests, connections: int, seconds: float) -> Tim
 
 
 def parse(output: str, errors: str = "") -> Timed:
-    """Parses the output that the script `replay.lua` writes in wrk. Raises LoadFailed if it is incomplete."""
+    """Parses the output that the script `replay.lua` writes in wrk. Raises LoadFailed if the output is incomplete or
+    requests failed."""
     last = output.strip().rpartition("\n")[2]
     if not last.startswith("{"):
-        raise LoadFailed(f"wrk ended without a count: {output[-300:]}{errors[-300:]}")
+        raise LoadFailed(f"the output of wrk has no count of the requests: {output[-300:]}{errors[-300:]}")
     counted = json.loads(last)
     if failed := counted.pop("failed"):
         raise LoadFailed(f"{failed} requests failed, {counted['requests']} were answered")

@@ -20,7 +20,8 @@ NEXT = "next."
 
 
 class StepModel:
-    """Steps many sessions in one run of the graph. The first step of a session starts from a state of zeros."""
+    """A model with the states of its sessions. It steps many sessions in one run of the graph. The first step of a
+    session starts from a state of zeros."""
 
     def __init__(self, bundle: Path) -> None:
         self._graph = open_graph(bundle / "step.onnx")
@@ -36,8 +37,8 @@ class StepModel:
         return cls(Path(os.environ["BENCH_BUNDLE"]))
 
     def step(self, sessions: Sequence[str], tokens: Sequence[int]) -> list[list[Prediction]]:
-        """Feeds one token to each session. Returns each session's predictions. A session must not occur twice in a
-        batch."""
+        """Feeds one of `tokens` to each of `sessions`. Returns each session's predictions. `sessions` must not contain
+        a session twice."""
         rows = [self._states.get(session, self._start) for session in sessions]
         feeds = {name: np.stack(column) for name, column in zip(self._names, zip(*rows, strict=True), strict=True)}
         feeds["tokens"] = np.array(tokens, np.int64)

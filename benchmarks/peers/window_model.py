@@ -40,7 +40,7 @@ def named_predictions(ids: NDArray[np.int64], probabilities: NDArray[np.float32]
 
 
 class WindowModel:
-    """Predicts many windows in one run of the graph."""
+    """A model that predicts the next tokens of many windows in one run of the graph."""
 
     def __init__(self, bundle: Path) -> None:
         self._session = open_graph(bundle / "window.onnx")

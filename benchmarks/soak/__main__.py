@@ -49,15 +49,16 @@ STATES = 250
 LIVELY, OTHERS = 400, 1700
 SESSION_TTL_S = 30
 MEASURED_S = 20.0
-SETTLING = 0.2  # share of the soak's time in which memory may still grow
+SETTLING = 0.2  # share of the soak's time, at its start, in which memory may still grow
 GROWTH = 0.01  # tolerated relative growth of resident memory after settling
 SAMPLED_S = 1.0
 SLICE_S = 10.0  # length of a slice of the figure
 SEED = 0
 IDLE_S = 5.0  # idle time after the load, in which the server runs its integrity checks
 COMPARED = 40
-PROBABILITY = 1e-3  # tolerated difference between the probabilities of two exact answers
-NEARLY = 0.05  # largest additional difference of an answer from a rebuilt state; its error bound may be smaller
+PROBABILITY = 1e-3  # tolerated difference between the probabilities that two exact answers give to one token
+# If the state was rebuilt, a further difference is tolerated: the answer's error bound, but at most this.
+NEARLY = 0.05
 
 
 @dataclass
@@ -71,8 +72,8 @@ class Samples:
     requests: list[float] = field(default_factory=list)
 
     def over_time(self) -> dict[str, list[float]]:
-        """Returns the figures in slices of SLICE_S: the time in the middle of each slice, the memory, and the rates per
-        second."""
+        """Returns the figures in slices of SLICE_S seconds: the time in the middle of each slice, the memory at this
+        time, and the slice's rates per second."""
         edges = np.append(np.arange(0, self.seconds[-1], SLICE_S), self.seconds[-1])
         at_s = (edges[1:] + edges[:-1]) / 2
         found = {"at_s": at_s, "resident_mib": np.interp(at_s, self.seconds, self.resident_mib)}
@@ -150,8 +151,8 @@ async def soak(
 
 
 async def compare(connection: Connection, ledger: Ledger) -> int:
-    """For some sessions, compares the prediction from the session with the prediction from all of the session's tokens.
-    Returns the number of these sessions.
+    """For at most COMPARED sessions, compares the prediction from the session with the prediction from all tokens of
+    the session. Returns the number of compared sessions.
 
     The two predictions must agree within PROBABILITY. If the session's state was rebuilt from its last tokens, the
     difference may be larger by the error bound, up to NEARLY.
@@ -171,7 +172,7 @@ async def compare(connection: Connection, ledger: Ledger) -> int:
         most = PROBABILITY + min(apart, NEARLY)
         if exact or any(abs(first[token] - second[token]) > most for token in first.keys() & second.keys()):
             ledger.wrong.append(
-                f"{kept.name} was answered {first} with error bound {apart}; its tokens were answered {second}"
+                f"the prediction of {kept.name} was {first} with error bound {apart}; that of its tokens was {second}"
             )
     return len(chosen)
 
@@ -204,7 +205,7 @@ def differences(ledger: Ledger, before: dict[str, float], after: dict[str, float
 
 
 def failures(before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """Returns the server's counts of requests that ended in a status of 500 or more."""
+    """Returns a message for each count of the server's requests that ended in a status of 500 or more."""
     return [
         f"{name}: {value - before.get(name, 0):.0f}"
         for name, value in after.items()

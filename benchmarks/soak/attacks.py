@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks.soak.raw import CLOSED, SILENT, authorization, connected, frame, head, request, upgrade
 
-HELD_S = 4.0  # duration of silent and slow connections
+HELD_S = 4.0  # seconds for which silent and slow connections stay open
 DRIPS = 8
 UNREAD = 300  # steps sent to a WebSocket that is never read
 GENERATED = 2000
@@ -45,7 +45,7 @@ Attack = Callable[[Target], AsyncIterator[Told]]
 
 
 async def ask(target: Target, data: bytes, *right: str) -> Told:
-    """Sends one request on a new connection."""
+    """Sends the bytes of one request on a new connection. `right` are the accepted answers."""
     async with connected(target.port) as raw:
         await raw.send(data)
         return Told(await raw.status(), right)
@@ -187,7 +187,7 @@ async def malformed(target: Target) -> AsyncIterator[Told]:
 
 
 class Bomb(NamedTuple):
-    """A request that must be refused. right: the status. of: a word that the answer must contain."""
+    """A request that must be refused. right: the only accepted status. of: a text that the answer must contain."""
 
     path: str
     body: dict[str, object]
@@ -196,7 +196,8 @@ class Bomb(NamedTuple):
 
 
 def bombs_of(vocabulary: int) -> Iterator[Bomb]:
-    """Yields small requests for an excessive amount of work, for a model with `vocabulary` tokens."""
+    """Yields small requests that ask for an excessive amount of work, or have an invalid value, for a model with
+    `vocabulary` tokens."""
     some: dict[str, object] = {"tokens": [5, 6, 7]}
     yield Bomb("/v1/predict", {"inputs": [[5, 6, 7]] * 3000}, "422", "inputs holds 3000")
     yield Bomb("/v1/predict", {"tokens": [5] * 70_000}, "413", "70000")
@@ -231,7 +232,7 @@ async def leavers(target: Target) -> AsyncIterator[Told]:
 
 
 async def flood(target: Target) -> AsyncIterator[Told]:
-    """Creates more sessions than the quota allows, and never uses them."""
+    """Creates FLOOD sessions and never uses them. Repeated runs of this attack exceed the quota."""
     for _ in range(FLOOD):
         yield await ask(target, request("POST", "/v1/sessions", target.key, {}), "201", BUSY)
 
@@ -290,4 +291,4 @@ ATTACKS: tuple[Attack, ...] = (
 )
 
 WITH_KEYS = frozenset({wrong_keys, strangers, above_its_station})
-"""The attacks that need a server with keys."""
+"""The attacks that are run only if the server requires keys."""

@@ -17,7 +17,7 @@ class Reply:
 
 
 class Connection:
-    """A connection to the server. It is opened at its first use, and again at the first use after it was closed."""
+    """A connection to the server. A request opens the connection if it is not open."""
 
     def __init__(self, port: int, key: str | None = None) -> None:
         """key: the API key, sent with every request; None for a server without keys."""

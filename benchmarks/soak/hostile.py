@@ -24,7 +24,7 @@ CUT_OFF_S = 60.0
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The API keys. `visitor` is an admin key, for the clients that behave well. `hostile` is a key with a quota of
-    QUOTA sessions. `file` is the key file of the server."""
+    QUOTA sessions. `file` is the path of the server's key file."""
 
     visitor: str
     hostile: str
@@ -45,7 +45,7 @@ def keys() -> Iterator[Keys]:
 @dataclass
 class Hostiles:
     """The hostile clients. told: for each attack, the number of times that each answer was received. wrong: messages
-    about answers that were not accepted."""
+    about answers that were not among the accepted ones, and about attacks that took too long."""
 
     target: Target
     told: dict[str, Counter[str]] = field(default_factory=dict)

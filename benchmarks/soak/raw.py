@@ -14,7 +14,7 @@ CLOSED = "closed"
 SILENT = "no answer"
 ANSWERED_WITHIN_S = 30.0
 BUFFER_BYTES = 4096
-RESET = struct.pack("ii", 1, 0)  # value of SO_LINGER: close drops unsent data and sends RST
+RESET = struct.pack("ii", 1, 0)  # value of SO_LINGER with which a close drops unsent data and sends RST
 
 
 class Raw:

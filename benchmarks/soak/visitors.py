@@ -51,8 +51,8 @@ class Ledger:
     ttl_s: float
     lively: list[Kept] = field(default_factory=list)
     others: list[Kept] = field(default_factory=list)
-    asked: Counter[str] = field(default_factory=Counter)  # requests by route
-    answered: Counter[str] = field(default_factory=Counter)  # answers by route and status
+    asked: Counter[str] = field(default_factory=Counter)  # number of requests by route
+    answered: Counter[str] = field(default_factory=Counter)  # number of answers by route and status
     states: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -60,7 +60,8 @@ class Ledger:
 
     def take(self, share: float) -> Kept | None:
         """Removes a random session from the ledger for exclusive use and returns it. The session is a lively one with
-        probability `share`. Returns None if the ledger has no such session."""
+        probability `share`, and one of the others otherwise. Returns None if the ledger has no session of the chosen
+        kind."""
         pool = self.lively if random.random() < share else self.others
         if not pool:
             return None
@@ -125,7 +126,8 @@ class Visitors:
         ledger.count(action, reply)
         if action == "step":
             ledger.latencies_s.append(now_s - started_s)
-        # An upper bound of the idle time, because the server may have handled the last request after `touched_s`.
+        # This is an upper bound of the session's idle time: the server may have handled the session's last request
+        # after `touched_s`.
         idle_s = now_s - kept.touched_s
         if reply.status == EXPECTED[action]:
             self._check(action, kept, token, reply)
@@ -155,7 +157,7 @@ class Visitors:
             )
 
     async def populate(self, connection: Connection, lively: int, others: int) -> None:
-        """Creates `lively` lively sessions and `others` other sessions."""
+        """Creates `lively` sessions that are stepped often, and `others` sessions that are not."""
         for index in range(lively + others):
             await self._ask(connection, "start", self._new(index < lively), 0)
 
@@ -198,7 +200,7 @@ async def opened(connections: list[Connection], visitors: Visitors, rate: float,
     async def one(connection: Connection) -> None:
         try:
             await visitors.act(connection, some_action())
-        except Exception as error:  # reported at the end with the other errors
+        except Exception as error:  # this error is reported at the end with the other errors
             visitors.ledger.wrong.append(repr(error))
             connection.close()
         finally:

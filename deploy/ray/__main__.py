@@ -1,7 +1,7 @@
 """Runs Wane on a local Ray cluster with Redis for `scripts/ray`, until a signal interrupts it.
 
-On SIGHUP, it reads the configuration again. Ray then applies the changes, such as another number of replicas or other
-settings.
+On SIGHUP, the process reads the configuration again. Ray then applies the changes, such as another number of replicas
+or other settings.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class Signals:
 
 @contextmanager
 def store(folder: Path) -> Iterator[None]:
-    """Provides the session store during the block. It is the store in WANE_STORE, or a new Redis, whose address is set
-    in the environment."""
+    """A context manager that provides the session store during its `with` block. If the environment variable WANE_STORE
+    has the address of a store, uses that store. Otherwise, starts Redis and sets the variable to the address of
+    this Redis."""
     if "WANE_STORE" in os.environ:
         yield
         return

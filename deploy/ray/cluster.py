@@ -1,5 +1,6 @@
-"""Runs a local Ray cluster of one node without a dashboard, and Ray Serve on it. Like the `serve` command, it uses
-`ray.serve._private` to send a configuration to the controller, because the public API requires the dashboard for that.
+"""Runs a local Ray cluster of one node without a dashboard, and Ray Serve on it. Like Ray's command `serve`, this
+module sends a configuration to Ray's controller through `ray.serve._private`. The public API for this requires the
+dashboard.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ SURROUNDINGS = {
 """Environment variables for Ray and its workers."""
 
 BELIEVED = "FORWARDED_ALLOW_IPS"
-"""The environment variable with the trusted proxies of Ray's own proxies, which are uvicorn servers. By default, these
-servers trust any client on the same machine."""
+"""The environment variable that names the proxies that uvicorn trusts. Ray's own proxies are uvicorn servers. By
+default, they trust any client on the same machine."""
 
-# About Ray's minimum, which suffices because requests and answers are not in the object store.
+# The size of Ray's object store. It is close to Ray's minimum, because requests and answers do not use the object
+# store.
 OBJECT_STORE_BYTES = 80 * 2**20
 NAMESPACE = "serve"
-# Ray does not leave this state of an application by itself. It does leave UNHEALTHY, because it restarts replicas.
+# The status of an application that Ray could not deploy. Ray does not try again. The status UNHEALTHY can end, because
+# Ray restarts unhealthy replicas.
 FAILED = "DEPLOY_FAILED"
 
 
@@ -38,9 +41,9 @@ class DeployFailed(Exception):
 
 
 class Cluster:
-    """Runs the cluster during the block. `port` is the port for clients, by default the port in the configuration.
-    `cpus` is the number of cores that Ray may use, by default all cores of the machine. `folder` is for Ray's logs and
-    sockets, by default Ray's own folder."""
+    """A context manager that runs the cluster during its `with` block. `port` is the port for clients, by default the
+    port in the configuration. `cpus` is the number of cores that Ray may use, by default all cores of the machine.
+    `folder` is for Ray's logs and sockets, by default Ray's own folder."""
 
     def __init__(self, configuration: Path, port: int | None, cpus: int | None, folder: Path | None) -> None:
         self.configuration = configuration
@@ -101,7 +104,7 @@ class Cluster:
             ]
         running = replicas and all(application["status"] == "RUNNING" for _, application in applications)
         options = details["http_options"]
-        ready = f"ready at http://{options['host']}:{options['port']}" if running else "on the way"
+        ready = f"ready at http://{options['host']}:{options['port']}" if running else "not all replicas run yet"
         return f"{', '.join(replicas) or 'no replica'}: {ready}"
 
     def _read(self) -> Any:

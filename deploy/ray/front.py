@@ -1,6 +1,6 @@
-"""Middleware in each of Ray's proxies, before the proxy's router. It sets the session header of a request, and answers
-a request that Ray leaves unanswered. Ray calls the function `middlewares`, because the environment variable
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH has its import path. Ray's router hashes the header `x-session-id`.
+"""Middleware in each of Ray's proxies, before the proxy's router. The middleware sets the session header of a request,
+and answers a request that Ray leaves unanswered. Ray calls the function `middlewares`, whose import path is the value
+of the environment variable RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH. Ray's router hashes the header `x-session-id`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Front:
 
 
 def once(headers: list[tuple[bytes, bytes]], name: bytes) -> list[tuple[bytes, bytes]]:
-    """Returns the headers. Of the headers with this name, only the first is left, because Ray's proxy adds a second one
-    with the same value."""
+    """Returns the headers without all but the first header with this name. Ray's proxy adds a second header with the
+    same value."""
     first = next((pair for pair in headers if pair[0].lower() == name), None)
     return [pair for pair in headers if pair[0].lower() != name or pair is first]
 

@@ -20,8 +20,8 @@ PASSWORD = SECRETS / secrets.REDIS_PASSWORD
 
 @contextmanager
 def redis(folder: Path) -> Iterator[Process]:
-    """Runs Redis on a free port during the block. `folder` is for its log, its data file and its password. If there is
-    no password, creates one. Raises ProcessFailed."""
+    """A context manager that runs Redis on a free port during its `with` block. `folder` is for Redis's log, data file
+    and password. Creates the password if it does not exist. Raises ProcessFailed."""
     service = next(one for one in read(COMPOSE) if one.name == STORE)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

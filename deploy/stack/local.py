@@ -40,7 +40,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Local ports and folders. `ports` maps the address of a service to a local port. The folders are for secrets,
+    """Local ports and folders. `addresses` maps the address of a service to a local port. The folders are for secrets,
     volumes, and changed copies of mounted files."""
 
     addresses: Addresses
@@ -103,7 +103,8 @@ def _source(mount: Mount, service: Service, place: Place) -> Path:
 
 
 def _located(text: str, service: Service, place: Place) -> str:
-    """Returns the text with each service address and each path of secrets replaced with the local one."""
+    """Returns the text with local addresses instead of the services' addresses, and local paths instead of the secrets'
+    paths in containers."""
     for (name, container), port in place.addresses.items():
         text = text.replace(f"{name}:{container}", f"127.0.0.1:{port}")
         if name == service.name:

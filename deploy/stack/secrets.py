@@ -6,14 +6,14 @@ file. Existing files are not changed.
     wane/api_keys               hashes of API keys: `client`, and `prometheus` with access to metrics only
     client_key                  the API key of `client`
     prometheus/metrics_key      the API key of `prometheus`
-    redis/redis_acl             users of Redis, with hashes of their passwords; Wane's has only the permissions it needs
+    redis/redis_acl             users of Redis, with hashes of passwords; Wane's user has only the needed permissions
     redis/redis_password        the password of Wane's user
     wane/redis_password         the same password
     redis_admin_password        the password of Redis's user `admin`, which has all permissions; no container has it
     grafana/grafana_password    the password of Grafana's user admin
 
-Only its owner can enter the folder. The files in it are readable by all, because a container's user is not their owner.
-Further keys: `wane key NAME >> secrets/wane/api_keys`.
+Only the folder's owner can enter the folder. All users may read the files in the folder, because a container's user is
+not the owner of the files. Further keys: `wane key NAME >> secrets/wane/api_keys`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ RANDOM_BYTES = 32
 
 COMMANDS = (
     *("EVAL", "EVALSHA", "GET", "GETRANGE", "SET", "DEL", "PTTL", "PEXPIRE", "LASTSAVE", "PING"),
-    *("TIME", "ZADD", "ZCARD", "ZINCRBY", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),  # for the quotas of API keys
+    *("TIME", "ZADD", "ZCARD", "ZINCRBY", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),  # used for the quotas of sessions that
+    # API keys have
 )
 """The commands of Redis that Wane and its scripts use: docs/sessions.md lists them."""
 
@@ -80,7 +81,7 @@ def redis_acl(wane: str, admin: str) -> str:
 def main() -> None:
     """Creates missing secrets and prints their names."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "secrets")
-    print(f"{folder}: made {', '.join(make(folder)) or 'nothing: all files exist'}")
+    print(f"{folder}: created {', '.join(make(folder)) or 'no files, because all files exist'}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ class Reach:
         return Reach(self.low[rows], self.high[rows])
 
     def wider(self, radius: Vector) -> Reach:
-        """Returns the intervals after adding terms of absolute value at most `radius`."""
+        """Returns the intervals that result if a term of absolute value at most `radius` is added to each
+        pre-activation."""
         return Reach(np.nextafter(self.low - radius, -np.inf), np.nextafter(self.high + radius, np.inf))
 
     def plus(self, other: Reach) -> Reach:
@@ -52,8 +53,8 @@ class Reach:
         return sigmoid(nearest) * sigmoid(-nearest)
 
     def tanh_slope(self) -> Vector:
-        """Returns the greatest derivative of tanh on each interval. The formula avoids the cancellation in `1 -
-        tanh^2`, as a product of sigmoids."""
+        """Returns the greatest derivative of tanh on each interval. The derivative is computed as a product of
+        sigmoids, because the terms of `1 - tanh^2` may cancel."""
         doubled = 2 * self._nearest_to_zero()
         return 4 * sigmoid(doubled) * sigmoid(-doubled)
 
@@ -90,7 +91,7 @@ class Rows:
 
         Let u be the roundoff of I terms. The error of each entry of the centred input c is at most e = u max|x|. The
         standard deviation s is the 2-norm of c divided by sqrt(I), so its error is at most e as well. Hence the error
-        of n = c / s is (1 + |n|) e / s + |n| u.
+        of n = c / s is at most (1 + |n|) e / s + |n| u.
         """
         relative = roundoff(rows.shape[1])
         centring = relative * np.abs(rows).max(axis=1)
@@ -166,5 +167,6 @@ class Normalised:
 
     def seen_by(self, weight: Matrix) -> LinearMap:
         scaled = weight * self.gain
-        centred = scaled - scaled.mean(axis=1, keepdims=True)  # n is orthogonal to the constant vector
+        # The entries of n sum to zero, so subtracting each row's mean does not change the product.
+        centred = scaled - scaled.mean(axis=1, keepdims=True)
         return LinearMap(centred, 2 * roundoff(len(self.gain)) * np.linalg.norm(scaled, axis=1))

@@ -22,7 +22,7 @@ States = tuple[Matrix, ...]
 Deviations = tuple[Deviation, ...]
 
 HARDLY = 1e-9
-"""The least distance of inputs for which `Pre.ball` computes the sharper of its two bounds."""
+"""`Pre.ball` computes the sharper of its two bounds only if the distance of the inputs is at least this value."""
 
 Moved = tuple[States, tuple[Matrix, ...], tuple[Vector, ...]]
 """Three tuples with one entry for each state tensor of a cell: the next state, the bounds of its distance from the
@@ -79,8 +79,8 @@ class CellStep:
         self._reaches_far = not all(np.isfinite(each).all() for each in reach)
 
     def __call__(self, x: Matrix, moved: Deviation, state: States, error: Deviations) -> tuple[States, Deviations]:
-        """x: the cell's input, which changes by at most `moved`. Each distance is limited to |state| + reach, because
-        the run's state is within reach."""
+        """Returns the next state, and the bounds of its distance from the run's. x: the cell's input, which changes by
+        at most `moved`. Each distance is limited to |state| + reach, because the run's state is within reach."""
         pre = [Pre.of(linear, x, moved) for linear in self.inflow]
         new, boxes, balls = self._moved(self, pre, state, error)
         errors = []

@@ -16,8 +16,8 @@ DOUBLINGS = 4
 STRIDE = 2**DOUBLINGS
 
 ALIKE = 1 + 1e-9
-"""Rows are computed too if their interpolated squared length times this factor reaches the greatest one. Rounding
-therefore cannot exclude the row with the greatest length."""
+"""A row is computed if its interpolated squared length times this factor reaches the greatest squared length found
+before. Rounding therefore cannot exclude the row with the greatest length."""
 
 
 class GateProducts:

@@ -16,7 +16,8 @@ SPARE = 16
 sum's terms, and second-order errors."""
 
 UP = 1 + 1e-11
-"""The factor that rounds up a sum of up to 40,000 non-negative products, or a few elementary functions."""
+"""The factor that rounds up a sum of up to 40,000 non-negative products, or the result of a few elementary functions.
+"""
 
 TINY = 1e-140
 """The lower limit of stated distances. Its square does not underflow."""

@@ -26,16 +26,16 @@ CANCELLED = 1e-12
 difference."""
 
 CERTAIN = 0.0005
-"""The share of the sum of all units' errors, multiplied by the norms of the mixing matrix's columns, that is bounded by
-lengths and not unit by unit. These units have the smallest of these products."""
+"""The effect of a unit is its error multiplied by the norm of its column of the mixing matrix. The units with the
+smallest effects, up to this share of the sum of all effects, are not bounded unit by unit. They are bounded together,
+by lengths."""
 
 MOST_OPEN = 128
-"""The largest number of units whose effect is bounded unit by unit. These are the units with the largest errors,
-multiplied by the norms of the mixing matrix's columns."""
+"""The largest number of units whose effects are bounded unit by unit. These are the units with the largest effects."""
 
 NEGLIGIBLE = 1e-4
-"""The greatest sum of the amounts that the tokens bounded by the radius alone may add to the total variation. It is a
-share of the total variation's bound by the radius."""
+"""The tokens whose logits are bounded by the radius alone may together add at most this share of the total variation's
+bound by the radius."""
 
 MOST_MOVED = 60.0
 """If the radius allows a logit to change by more than this, the token is never bounded by the radius alone."""
@@ -67,7 +67,7 @@ class LogitMargins:
 
         along: the bound of how far the last LayerNorm's input changes in its own direction (`Normalised.along`).
         """
-        assert bound.norm is not None, "this is a bug"
+        assert bound.norm is not None, "a plain network has no logit margins: this is a bug"
         mean = shares @ self._read
         of_mean = float(mean @ mean)
         square = self._squares - 2 * (self._read @ mean) + of_mean
@@ -82,9 +82,10 @@ class LogitMargins:
     def _by_direction(
         self, bound: WindowBound, row: int, tokens: NDArray[np.intp], mean: Vector, length: Vector, along: float
     ) -> Vector:
-        """Bounds the change for the given tokens (P). mean: the mean of the rows, after multiplication by the
-        LayerNorm's gain. length: (P), the length of each token's `W_a - mean`, after the same multiplication."""
-        assert bound.norm is not None, "this is a bug"
+        """Bounds the change of `(W_a - mean) . hidden` for the given tokens a, (P). mean: the mean of the rows, after
+        multiplication by the LayerNorm's gain. length: (P), the length of each token's `W_a - mean`, after the same
+        multiplication."""
+        assert bound.norm is not None, "a plain network has no logit margins: this is a bug"
         unit, factor = bound.norm.derivative(row)
         read = Beside(self._read32[tokens], self._sizes[tokens], mean)
         passed = factor * (np.eye(len(unit)) - np.outer(unit, unit))
@@ -97,9 +98,8 @@ class LogitMargins:
                 live = step.fed.live(row)
                 outer = passed @ live.outer
                 left += read.sums(outer * live.slack) + length * (size * live.off)
-                corner = np.linalg.qr(
-                    live.inner.T
-                ).R  # products with these columns have the lengths of products with the inner rows
+                # |x R'| = |x inner| for every row x, and R' has at most as many columns as `inner`.
+                corner = np.linalg.qr(live.inner.T).R
                 left += read.lengths((outer * live.slope) @ corner.T) * step.norm.remainder[row]
                 inner_unit, inner_factor = step.norm.derivative(row)
                 centred = live.inner - live.inner.mean(axis=1, keepdims=True)

@@ -35,7 +35,7 @@ def perron_vector(comparison: Callable[[Vector], Vector], size: int) -> tuple[fl
             break
         if factor < best:
             best, chosen = factor, weights
-        # the average with the old weights converges even for a permutation matrix
+        # The average with the previous weights makes the iteration converge even for a permutation matrix.
         weights = (after / after.max() + weights) / 2 if after.max() > 0 else weights
         weights = np.maximum(weights / weights.max(), LEAST)
     return best, chosen
@@ -45,6 +45,7 @@ def perron_vector_2x2(matrix: Matrix) -> tuple[float, Vector]:
     """Returns the spectral radius, rounded up, and the Perron vector (largest entry 1) of a positive 2 x 2 matrix."""
     (a, b), (c, d) = matrix
     half, slant = (a - d) / 2, np.hypot((a - d) / 2, np.sqrt(b) * np.sqrt(c))
-    vector = np.array([b, slant - half]) if d > a else np.array([slant + half, c])  # eigenvalue - a, or - d
+    # Let r be the largest eigenvalue. Then slant - half is r - a, and slant + half is r - d.
+    vector = np.array([b, slant - half]) if d > a else np.array([slant + half, c])
     vector = vector / vector.max()
     return float(np.max(matrix @ vector / vector)) * UP, vector

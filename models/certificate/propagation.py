@@ -63,9 +63,8 @@ class Propagation:
         """Bounds the distance of `hidden`, after any token, from the run without joints, in the 2-norm and exact
         arithmetic.
 
-        joints: the largest rho_i of all joints, (units), by state tensor, without the tensors of the convolution
-        blocks. tokens: the least number of tokens between two joints, and before the first one. Returns None if
-        `tokens` is too small for a bound.
+        joints: for each state tensor of the layers, the largest rho_i of all joints, (units). tokens: the least number
+        of tokens between two joints, and before the first one. Returns None if `tokens` is too small for a bound.
         """
         if tokens < self.reach:
             return None

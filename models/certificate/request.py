@@ -90,7 +90,7 @@ class RequestBound:
 
     def __call__(self, windows: NDArray[np.int64]) -> WindowBound:
         """Returns the bounds of `windows`, token ids (B, k), k >= 1."""
-        assert windows.ndim == 2 and windows.shape[1] >= 1, "this is a bug"
+        assert windows.ndim == 2 and windows.shape[1] >= 1, "windows have no tokens: this is a bug"
         batch = len(windows)
         seen = [block.nothing(batch) for block in self._front]
         before = [layer.start(batch) for layer in self.layers]

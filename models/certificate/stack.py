@@ -42,8 +42,9 @@ NEGLIGIBLE = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class BlockNoise:
-    """The rounding that a block adds at each step. mixed: to x + mix(y). normalised: to the normalised vector, in the
-    2-norm. wide: to the inner units of the feed-forward part. narrow: to the block's output."""
+    """The rounding errors that a block adds at each step. mixed: the error of x + mix(y). normalised: the 2-norm error
+    of the normalised vector. wide: the errors of the feed-forward part's inner units. narrow: the error that the
+    feed-forward part's last matrix and the addition cause in the block's output."""
 
     mixed: Perturbation
     normalised: float
@@ -119,7 +120,7 @@ class Stack:
             if self.residual:
                 apart = self.blocks[index](stream, apart, noise.blocks[index] if noise else None)
                 stream = apart
-        assert apart is not None, "this is a bug: there is a layer"
+        assert apart is not None, "the network has no layer: this is a bug"
         if not self.residual:
             return after, apart.ball
         top = self._normalised(apart, len(self.layers)) + (noise.top if noise else 0.0)
@@ -133,7 +134,7 @@ class Stack:
         stream: Perturbation | None = None
         for block, each in zip(self.blocks, errors, strict=True):
             stream = block(stream, each.perturbations[0], None)
-        assert stream is not None, "this is a bug: there is a layer"
+        assert stream is not None, "the network has no layer: this is a bug"
         return float(self.gain.max()) * self._normalised(stream, len(self.layers)) * UP
 
     def furthest(self) -> float:

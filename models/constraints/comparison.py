@@ -1,5 +1,5 @@
-"""The common parts of the contraction proofs (comparisons) of the LSTM and the GRU in torch. Unlike those of the
-certificate, they can also shrink a recurrent matrix.
+"""The common parts of the contraction proofs (comparisons) of the LSTM and the GRU in torch. Each comparison can also
+shrink a recurrent matrix until a contraction factor is proved. The comparisons of the certificate cannot.
 
 The theorems are those of `models/certificate/cells/`. `models/constraints/cells/` has one comparison for each of the
 two cells. A comparison maps unit-by-unit bounds d of the difference of two states to bounds `step(d)` of the difference
@@ -109,18 +109,19 @@ class Comparison(Protocol):
 
     def rows_held(self, bounds: Tensor, target: float) -> Tensor:
         """Returns the matrix with each row replaced by the nearest row for which `step(bounds) <= target * bounds`. The
-        gates' intervals that decide, and the bounds of the states (box), are those of the current matrix.
+        rows are computed from the current matrix's box (the bounds of the states), and from those intervals of the
+        gates that give the largest bound for the current matrix.
 
-        For the smaller matrix, the box is smaller, and the gates' intervals that decide may be others. `step` of the
-        result may therefore exceed the target slightly.
+        The smaller matrix has a smaller box, and other intervals may give its largest bound. `step` of the result may
+        therefore exceed the target slightly.
         """
 
 
 def perron_vector(comparison: Comparison, enough: float = 0.0) -> tuple[float, Tensor]:
     """Returns a contraction factor in a weighted maximum norm, and the norm's weights. The greatest weight is 1. The
-    search stops at a factor of `enough`.
+    iteration stops as soon as the factor is at most `enough`.
 
-    This is a shortened iteration of `models/certificate/perron_vector.py`. It finds the same weights.
+    The iteration is that of `models/certificate/perron_vector.py`, with fewer steps.
     """
     bounds = torch.ones_like(comparison.even())
     best, chosen = math.inf, bounds

@@ -30,10 +30,10 @@ ROOM = 1.0
 gate up to the cap."""
 
 LEAST_MEMORY = 0.5
-"""The smallest cap, as a share of the contraction."""
+"""The smallest cap, as a share of the target contraction factor."""
 
 MOST_MEMORY = 0.97
-"""The greatest cap, as a share of the contraction. The rest is room for the recurrent matrix."""
+"""The greatest cap, as a share of the target contraction factor. The remaining share is for the recurrent matrix."""
 
 TOUCHED = 2e-5
 """A layer is changed if its contraction factor exceeds the target by more than this relative amount, which is larger
@@ -41,11 +41,11 @@ than float32 rounding."""
 
 ROUNDS = 4
 """The number of times that the rows are shrunk. After each time, the states have smaller bounds, and other intervals of
-the gates may decide."""
+the gates may give the largest bounds."""
 
 LEAST_HALVINGS = 2.0**-9
-"""The first exponent t for which `shrink` tests the scale 2^-t. It shrinks the matrix by 0.14 %. After one optimiser
-step, a smaller scale is rarely needed."""
+"""The first exponent t for which `shrink` tests the scale 2^-t. The scale shrinks the matrix by 0.14 %. After one
+optimiser step, a smaller scale is rarely needed."""
 
 MOST_HALVINGS = 128
 """The largest exponent t that `shrink` tests. Float32's largest values are about 2^128."""
@@ -134,8 +134,8 @@ def way_back(held: Tensor, matrix: Tensor, fitting: Callable[[Tensor], bool]) ->
 
 
 def shrink(matrix: Tensor, fitting: Callable[[Tensor], bool]) -> Tensor:
-    """Returns the matrix times the largest scale 2^-t <= 1 for which it is feasible, approximately. Returns zeros if it
-    is feasible for no scale.
+    """Returns the matrix times approximately the largest scale 2^-t <= 1 for which the product is feasible. Returns
+    zeros if it is feasible for no tested scale.
 
     Doubles t until the result is feasible, then finds t by bisection.
     """

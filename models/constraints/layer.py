@@ -68,7 +68,7 @@ class ConstrainedLayer:
             reach = (scaled - scaled.mean(1, keepdim=True)).norm(dim=1) * weight.shape[1] ** 0.5
             least, greatest = middle - reach, middle + reach
         else:
-            assert self.below is not None, "a plain layer above the first needs the layer below: this is a bug"
+            assert self.below is not None, "the outputs of the layer below have no known bounds: this is a bug"
             reach = weight.abs() @ self.below
             least, greatest = bias - reach, bias + reach
         return Recurrence(self.tensor("weight_hh_l0"), self.tensor("bias_hh_l0"), own, own_bias, least, greatest)

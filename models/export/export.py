@@ -150,7 +150,7 @@ def export_again(
     precision = precision or before.precision
     if precision != before.precision and precision == "float32":
         raise ExportError(
-            f"{source.path} multiplies in int8, and has no certificate of its float32 weights: export the run"
+            f"{source.path} is an int8 bundle, which has no certificate of its float32 weights: export the run folder"
         )
     quantised = precision != before.precision
     tokenizer_json = with_decoder(before.vocabulary.kind, (source.path / before.tokenizer).read_text(encoding="utf-8"))

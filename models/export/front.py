@@ -101,6 +101,6 @@ class FrontWriter:
 
     def _feed_forward(self, block: int, x: str, y: str) -> str:
         front = self._architecture.front
-        assert front is not None, "this is a bug"
+        assert front is not None, "the architecture has no convolution blocks: this is a bug"
         width = front.feed_forward
         return self._graph.node("Add", x, feed_forward(self._graph, f"front.{block}.", y, self._hidden, width))

@@ -40,6 +40,7 @@ def linear(graph: GraphWriter, x: str, weight: str, bias: str, weights: GraphWri
 
 
 def _scale(graph: GraphWriter, values: str) -> str:
-    """Returns each row's scale, the difference of two adjacent integers' values: (N, I) -> (N, 1)."""
+    """Returns each row's scale, which is the difference between the values that two adjacent integers represent: (N, I)
+    -> (N, 1)."""
     largest = graph.node("ReduceMax", graph.node("Abs", values), graph.integers(1), keepdims=1)
     return graph.node("Div", graph.node("Max", largest, graph.number(SMALLEST)), graph.number(LEVELS))

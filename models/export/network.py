@@ -20,11 +20,11 @@ such a table when it loads the graph. If the table would be larger, `drive` is c
 
 @dataclass(frozen=True, slots=True)
 class SequenceRun:
-    """The results of a run over sequences: `every` is hidden after every token (T * B, H), `last` is hidden after each
-    sequence's last token (B, H), and `state` is the state after it.
+    """The results of a run over sequences: `every` is `hidden` after every token, (T * B, H). `last` is `hidden` after
+    each sequence's last token, (B, H). `state` is the state after the last token.
 
-    With a request bound, the results after the last token also include the radius (B), the first layer's input `stream`
-    (B, H), and for each layer the bound of its state's error (B, units).
+    With a request bound, there are three more results after the last token: `radius` (B), the first layer's input
+    `stream` (B, H), and `errors`, which bound the error of each layer's state (B, units).
     """
 
     every: str
@@ -139,7 +139,7 @@ class NetworkWriter:
         return self._graph.weight("embedding.weight", architecture.vocabulary_size, architecture.embedding)
 
     def _input(self, layer: int, x: str) -> str:
-        """Returns the cell's input: x, or its LayerNorm."""
+        """Returns the cell's input: x, or LayerNorm(x) in a residual network."""
         return self._normalise(f"layers.{layer}.norm", x) if self._residual else x
 
     def _drive(self, layer: int, tokens: str, x: str) -> list[str]:

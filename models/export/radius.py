@@ -51,7 +51,7 @@ class RadiusWriter:
         self, graph: GraphWriter, architecture: Architecture, request: RequestBound, shape: str, lengths: str
     ) -> None:
         """shape: int64 (2), T and B. lengths: int64 (B)."""
-        assert CELLS[architecture.cell].input_gated, "this is a bug"
+        assert CELLS[architecture.cell].input_gated, "only input-gated cells have a radius: this is a bug"
         self._graph = graph
         self._architecture = architecture
         self._request = request
@@ -152,7 +152,7 @@ class RadiusWriter:
         """Bounds the error of the stream after the feed-forward block. r, rho: the bounds before and after the block's
         LayerNorm, (N, 1)."""
         part = self._request.layers[layer].feed_forward
-        assert part is not None, "this is a bug"
+        assert part is not None, "the block has no feed-forward part: this is a bug"
         gain = self._graph.number(UP * part.inner.norm * part.outer.norm)
         return self._graph.node("Add", r, self._graph.node("Mul", rho, gain))
 

@@ -79,7 +79,7 @@ def build_graph(
         state = [graph.input(tensor.name, TensorProto.FLOAT, ["B", *tensor.shape]) for tensor in tensors]
 
     if role == "step":
-        assert state is not None, "this is a bug"
+        assert state is not None, "step has no state: this is a bug"
         hidden, after = network.step(tokens, state)
     else:
         bounded = role == "window" and CELLS[architecture.cell].input_gated
@@ -107,7 +107,7 @@ def _answer(graph: GraphWriter, logits: str, vocabulary: int) -> None:
     count = min(TOP, vocabulary)
     top, ids = graph.nodes("TopK", logits, graph.integers(count), outputs=2, axis=1)
     largest = graph.node("Slice", top, graph.integers(0), graph.integers(1), graph.integers(1))
-    # not ReduceLogSumExp, which takes ten times as long on the CPU
+    # This replaces ReduceLogSumExp, which takes ten times as long on the CPU.
     terms = graph.node("Exp", graph.node("Sub", logits, largest))
     total = graph.node("Log", graph.node("ReduceSum", terms, graph.integers(1)))
     total = graph.node("Squeeze", graph.node("Add", largest, total), graph.integers(1))
@@ -137,7 +137,7 @@ def _logprobs(graph: GraphWriter, network: NetworkWriter, hidden: str, targets: 
     flat = graph.node("Reshape", flat, graph.node("Concat", pieces, size, axis=0))
 
     def piece(body: GraphWriter, _: list[str], slices: list[str]) -> list[str]:
-        # on the CPU, LogSoftmax and a gather are twenty times as fast as ReduceLogSumExp
+        # On the CPU, LogSoftmax and a gather are twenty times as fast as ReduceLogSumExp.
         logprobs = body.node("LogSoftmax", network.head(body, slices[0]), axis=-1)
         return [body.node("GatherElements", logprobs, body.node("Unsqueeze", slices[1], one), axis=1)]
 

@@ -108,9 +108,9 @@ def measure_rounding(
 
 @dataclass(slots=True)
 class _Seen:
-    """The largest errors of one step so far. step: for each state tensor, the largest error of a unit and in the
-    2-norm. output: of `hidden`, in the 2-norm. logits: the greatest minus the least error of a row's logits. steps: the
-    number of measured steps."""
+    """The largest errors of one step so far. step: for each state tensor, the largest error of a unit and the largest
+    2-norm error. output: the largest 2-norm error of `hidden`, 0 in a plain network. logits: the largest difference
+    between the greatest and the least error of a row's logits. steps: the number of measured steps."""
 
     step: dict[str, tuple[float, float]] = field(default_factory=dict)
     output: float = 0.0
@@ -169,10 +169,11 @@ class _Measuring:
         return rounding.model_copy(update={"states": states, "carried": carried})
 
     def _rounding(self, sequences: Literal["all", "probed"], safety: float) -> Rounding:
-        """Returns the rounding of one step, from the errors measured so far."""
+        """Returns the rounding of one step, from the errors measured so far, without the errors of a whole run."""
         seen = self._seen
         step = {name: StateError(box=safety * box, ball=safety * ball) for name, (box, ball) in seen.step.items()}
-        of_output = SAFETY_OF_SEQUENCE if self._residual else safety  # a LayerNorm's worst case is not known
+        # The largest rounding error of a LayerNorm is not known.
+        of_output = SAFETY_OF_SEQUENCE if self._residual else safety
         output = of_output * (seen.output + seen.logits / self._diameter)
         return Rounding(
             sequences=sequences, steps=seen.steps, safety=safety, step=step, output=output, states={}, carried=0.0
@@ -308,7 +309,7 @@ class _Measuring:
             box, ball = seen.step.get(name, (0.0, 0.0))
             length = float(np.linalg.norm(errors[name], axis=1).max())
             seen.step[name] = max(box, float(errors[name].max())), max(ball, length)
-        if self._residual:  # in a plain network, hidden is a state, already measured
+        if self._residual:  # in a plain network, `hidden` is a state, which is measured above
             off = np.linalg.norm(outputs["hidden"].astype(np.float64) - hidden, axis=1)
             seen.output = max(seen.output, float(off.max()))
         own = outputs["hidden"][:WITH_LOGITS].astype(np.float64)

@@ -21,9 +21,10 @@ MOST_PER_S = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The planned load of one replica, `steps_per_s`. The other fields are measured at this load. loop_s, runner_s: the
-    seconds per step of the event loop's and of the runner's thread. trips: the number of trips to the store per step.
-    p99_ms: the p99 latency. A trip sends several commands to Redis at once and waits for all answers."""
+    """The planned load of one replica, `steps_per_s`. The other fields are results of the simulation at this load.
+    loop_s, runner_s: the seconds per step for which the event loop's and the runner's thread are busy. trips: the
+    number of trips to the store per step. A trip sends several commands to Redis at once and waits for all answers.
+    p99_ms: the p99 latency of a step."""
 
     steps_per_s: float
     loop_s: float
@@ -72,8 +73,8 @@ def shard_rates(costs: Costs, fsync: str, commands: float) -> list[dict[str, flo
 
 
 def trips_of(costs: Costs, fsync: str = "always", commands: float = 1.0) -> Any:
-    """Returns the seconds of each simulated trip to a shard (one of several Redis servers) whose thread is busy half of
-    the time."""
+    """Returns the duration in seconds of each simulated trip to a shard (one of several Redis servers) whose thread is
+    busy half of the time."""
     least_s = costs.store_trip_s + commands * costs.store_command_s
     return response_times(costs, SHARD_LOAD / least_s, commands, STEPS, 0, fsync=fsync)
 

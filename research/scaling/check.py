@@ -246,7 +246,7 @@ def simulate(costs: Costs, measured: Result) -> Result:
 
 
 def spreads(runs: Sequence[Result], *names: str) -> Result:
-    """Returns the spread over the simulation runs of each figure in `names`."""
+    """Returns the spread of each figure in `names` over the simulation's runs."""
     return {name: Spread.of(one[name] for one in runs).model_dump() for name in names}
 
 

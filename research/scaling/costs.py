@@ -28,13 +28,17 @@ class Costs:
     """The costs of steps over HTTP, with a Redis that all replicas share, in seconds of one thread and in bytes. Also
     contains settings of the service.
 
-    loop_*: seconds of the replica's event loop per step, and per batch with its trip to the store. A trip sends several
-    commands at once and waits for all answers. A step with a rebuilt state takes `loop_rebuilt_s` more. run_*: seconds
-    of a run of the model per batch of steps, and per step in a batch. windows: for states that are rebuilt from the
-    last tokens, pairs of the number of tokens and the seconds of the run. restored_s: the seconds of a run from a
-    stored state over the tokens after it. On average these are half of a checkpoint interval. front_s: HAProxy's
-    seconds per request. store_*: seconds of Redis's thread per trip, and per command in a trip. write_s: quantiles of
-    the seconds of a write to the disk, by the setting `appendfsync`.
+    loop_*: seconds of the replica's event loop per step, and per batch together with the batch's trip to the store. A
+    trip sends several commands at once and waits for all answers. A step with a rebuilt state takes `loop_rebuilt_s`
+    more. run_*: the seconds of a model's run per batch of steps, and in addition per step in the batch. windows: for
+    states that are rebuilt from the last tokens, pairs of the number of tokens and the seconds of the run. restored_s:
+    the seconds of a run from a stored state over the tokens after this state. The number of these tokens is half of a
+    checkpoint interval on average. front_s: HAProxy's seconds per request. store_*_s: seconds of Redis's thread per
+    trip, and per command in a trip. write_s: quantiles of the seconds of a write to the disk, by the value of Redis's
+    setting `appendfsync`. client_s: seconds of the load generator per step. ready_s: seconds from a replica's restart
+    until it is ready. load_cpu_s: CPU seconds of this restart. *_session_bytes: bytes of memory per session.
+    replica_base_bytes: bytes of memory of a replica without sessions. front_bytes, store_bytes: network bytes of
+    HAProxy and of Redis per step.
     """
 
     loop_step_s: float

@@ -30,8 +30,10 @@ SLOWSTART_S = 10.0
 class Shape:
     """The parameters of a fleet.
 
-    cores: the number of processors that all processes and clients share. If None, each thread has its own processor.
-    tokens: the number of tokens of every session.
+    rate: the steps per second of each session. tokens: the number of tokens of every session. capacity: the largest
+    number of states in a replica's memory. cores: the number of processors that all processes and clients share. If
+    None, each thread has its own processor. client: whether the simulation includes the clients' processor time. warm:
+    whether the states of all sessions are in memory at the start.
     """
 
     replicas: int = 3
@@ -53,7 +55,7 @@ class Shape:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step whose session is due to step, and which is not answered yet."""
+    """A step that is due and is not answered yet."""
 
     session: int
     due_s: float

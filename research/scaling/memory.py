@@ -1,10 +1,10 @@
 """The resident states of a replica: either an LRU cache of individual sessions, or only the counts of a population of
 equal sessions.
 
-If all sessions step as Poisson processes of equal rate, each session is equally likely to step next, whatever happened
-before. The sessions are then exchangeable, so the number of resident sessions is itself a Markov chain (the chain of
-all cache contents is lumpable). A simulation of this number alone is therefore exact. At any time, an LRU state cache
-contains a uniform random sample of the sessions.
+If the steps of all sessions are Poisson processes of equal rate, each session is equally likely to step next, whatever
+happened before. The sessions are then exchangeable, so the number of resident sessions is itself a Markov chain (the
+chain of all cache contents is lumpable). A simulation of this number alone is therefore exact. At any time, an LRU
+state cache contains a uniform random sample of the sessions.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def storms(result: Result, path: Path) -> None:
         ylabel="p99 of resident steps in two seconds, ms",
         title="a remaining replica after the loss of a third",
     )
-    right.set(xlabel="seconds after the start", title="a new replica without states (tail)")
+    right.set(xlabel="seconds after the start", title="a new replica without states (store keeps tails)")
     for axes in (left, right):
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3, which="both")

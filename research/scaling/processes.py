@@ -17,8 +17,8 @@ SESSION = 3
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """CPU seconds of a process. `first_s`: of its first thread, which in a replica runs the event loop. `others_s`: of
-    its other threads and child processes."""
+    """CPU seconds of a process. `first_s`: the CPU seconds of the first thread, which in a replica runs the event loop.
+    `others_s`: the CPU seconds of the other threads and of child processes."""
 
     first_s: float
     others_s: float

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 @dataclass
 class Record:
-    """The results of steps, in seconds of the simulation's clock."""
+    """The results of steps. Times are in seconds. due_s, taken_s, rebuilt: for each answered step, when it was due, its
+    latency, and whether its state was rebuilt. refused_s: when each refused step was due. asked: the number of steps
+    that have become due."""
 
     due_s: list[float] = field(default_factory=list)
     taken_s: list[float] = field(default_factory=list)
@@ -41,8 +43,8 @@ class Record:
         return len(self.due_s)
 
     def between(self, begin_s: float, end_s: float) -> dict[str, Any]:
-        """Summarises the steps that were due between two times: their number, their rate, their latency percentiles in
-        ms, the number of rebuilt states, and the share of refused steps."""
+        """Summarises the steps that were due between two times: the number and the rate of answered steps, the latency
+        percentiles in ms, the number of rebuilt states, and the share of refused steps."""
         due, taken, rebuilt = self.arrays()
         chosen = (due >= begin_s) & (due < end_s)
         refused = np.array(self.refused_s)

@@ -2,8 +2,9 @@
 
 The ring is a circle of 2^32 places. Each server has sixteen points on it per unit of the server's weight. Each session
 has one place, and belongs to the server whose point is nearest to it in either direction. The algorithm is that of
-HAProxy 2.6, `src/lb_chash.c`. It combines two public hashes: sdbm, and then a 32-bit integer hash by Bob Jenkins with a
-multiplication at the end. `tests/stack/test_ring.py` compares this module with HAProxy.
+HAProxy 2.6, `src/lb_chash.c`. The algorithm applies two public hashes to a session's name: sdbm, and then a 32-bit
+integer hash by Bob Jenkins with a multiplication at the end. `tests/stack/test_ring.py` compares this module with
+HAProxy.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def full(servers: Iterable[int], weight: int = WEIGHT) -> dict[int, int]:
 
 
 def starting(age_s: float, slowstart_s: float, weight: int = WEIGHT) -> int:
-    """Returns the number of points of a server in slow start. Its weight grows in sixteen steps over `slowstart_s`."""
+    """Returns the number of points of a server in slow start. The server's weight grows in sixteen steps over
+    `slowstart_s` seconds."""
     steps = POINTS if age_s >= slowstart_s else int((POINTS * int(age_s) + slowstart_s - 1) // slowstart_s)
     return max(1, weight * steps)

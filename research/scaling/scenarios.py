@@ -89,7 +89,7 @@ def lost(setting: Setting, share: float, queue: str = "fair", after_s: float = A
 
 
 def p99_over_time(slices: list[Result]) -> list[float | None]:
-    """Returns, for each time slice, the p99 latency of the steps with resident states, rounded to a hundredth."""
+    """Returns the p99 latency in ms of the steps with resident states for each time slice, rounded to two decimals."""
     return [None if one["resident_p99_ms"] is None else round(one["resident_p99_ms"], 2) for one in slices]
 
 
@@ -115,8 +115,8 @@ def storm_of(slices: list[Result], calm_ms: float, begun_s: float) -> Result:
 
 
 def joined(setting: Setting, slowstart_s: float, after_s: float) -> Result:
-    """Simulates a new or restarted replica. Its sessions arrive in sixteen groups during the slow start, without states
-    in memory."""
+    """Simulates a new or restarted replica. The replica's sessions arrive in sixteen groups during the slow start, or
+    all at once if `slowstart_s` is 0. None of their states are in memory."""
     steps = POINTS if slowstart_s else 1
     first = setting.sessions // steps
     sample = setting.sample(first, first)

@@ -23,8 +23,8 @@ class Skew:
 
     exponent: the exponent of the rank in a session's rate. hottest_per_s: the steps per second of the session with the
     highest rate. busiest: the busiest replica's rate divided by the mean rate. busiest_even: the same ratio if all
-    sessions had equal rates. resident: the share of steps that find their state in memory if a tenth of all states fits
-    into it.
+    sessions had equal rates. resident: the share of steps that find their state in memory if the memory has room for a
+    tenth of all states.
     """
 
     exponent: float
@@ -56,8 +56,8 @@ def power_sum(low: float, high: float, exponent: float) -> float:
 def skew(
     sessions: int, replicas: int, steps_per_s: float, exponent: float, most_per_s: float = np.inf, seed: int = 0
 ) -> Skew:
-    """Computes the load of one fleet. most_per_s: the highest possible rate of one session, because its steps wait for
-    one another."""
+    """Computes the load of one fleet. most_per_s: the highest possible steps per second of one session. It is limited,
+    because a session's steps run one after another."""
     first, rest = weights(sessions, exponent)
     first = np.minimum(first, most_per_s / steps_per_s)
     whole = float(first.sum()) + rest

@@ -31,7 +31,7 @@ class Cores:
         self._line: deque[tuple[float, Then]] = deque()
 
     def take(self, seconds: float, then: Then) -> None:
-        """Queues a thread that needs `seconds` of processor time. Calls `then` when it has used this time."""
+        """Queues a thread that needs `seconds` of processor time. Calls `then` when the thread has used this time."""
         self._line.append((seconds, then))
         self._next()
 
@@ -52,7 +52,8 @@ class Cores:
 
 
 class Worker:
-    """One thread with a first-in, first-out queue of jobs. It has its own processor, or shares `cores`."""
+    """One thread with a first-in, first-out queue of jobs. The thread shares the processors `cores`, or has its own
+    processor if `cores` is None."""
 
     def __init__(self, env: simpy.Environment, cores: Cores | None = None) -> None:
         self._env = env

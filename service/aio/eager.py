@@ -184,7 +184,7 @@ class EagerTask(Waiter[T]):
         if isinstance(found, Waiter):
             found._callback = self._go_on
             self._waits_for = found
-        elif found is None:  # a bare yield, as from asyncio.sleep(0)
+        elif found is None:  # a `yield` without a value, for example from asyncio.sleep(0)
             self._waits_for = asyncio.get_running_loop().call_soon(self._go_on, None)
         else:
             found._asyncio_future_blocking = False

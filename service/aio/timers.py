@@ -16,8 +16,8 @@ from collections.abc import Callable
 TICK_S = 0.01
 
 EXACT_BITS = 7
-"""A delay is less than 2^EXACT_BITS ticks. A tick is a hundredth of a second for a short delay, and doubles with each
-doubling of a longer delay."""
+"""Timers with a delay below 2^EXACT_BITS * TICK_S seconds fire at multiples of TICK_S. Timers with a longer delay fire
+at multiples of a longer tick, which doubles each time the delay doubles."""
 
 
 def _cancelled() -> None:

@@ -62,8 +62,8 @@ class BodyLimits(NamedTuple):
 
 
 def excess(raw: bytes, most: BodyLimits) -> tuple[int, str] | None:
-    """Returns the byte offset at which a body first exceeds a limit, and that limit. Returns None if the body exceeds
-    no limit.
+    """Returns the byte offset at which a body first exceeds a limit, and that limit as a text, such as `120 fields`.
+    Returns None if the body exceeds no limit.
 
     The contents of strings do not count. Raises NotJson if a number has too many digits.
     """
@@ -96,7 +96,8 @@ def _quotes(data: NDArray[np.uint8]) -> Mask:
 
 
 def _place_after(mask: Mask, count: int) -> int | None:
-    """Returns the byte offset of the first value beyond the limit, or None if the body is within the limit."""
+    """Returns the index of the true value that follows the first `count` true values of `mask`. Returns None if there
+    is no such value."""
     return int(np.flatnonzero(mask)[count]) if np.count_nonzero(mask) > count else None
 
 
@@ -106,7 +107,9 @@ def _check_numbers(digits: Mask) -> None:
     longest = int(runs.argmax())
     if runs[longest] > MOST_DIGITS:
         at = 0 if longest == 0 else int(ends[longest - 1]) + 1
-        raise NotJson(f"the body has a number of {runs[longest]} digits at byte {at}; at most {MOST_DIGITS} are read")
+        raise NotJson(
+            f"the body has a number of {runs[longest]} digits at byte {at}; the limit is {MOST_DIGITS} digits"
+        )
 
 
 # The keys are pydantic's error types. The values say what a field must be. If every branch of a union fails, the
@@ -160,7 +163,7 @@ def shape(model: type[Body]) -> BodyShape:
 
 
 def _body_type(annotation: Any) -> type[Body] | None:
-    if get_origin(annotation) in (Union, UnionType):  # of a body and null
+    if get_origin(annotation) in (Union, UnionType):  # a union of a body type and None
         annotation = next((one for one in get_args(annotation) if _body_type(one) is not None), annotation)
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
@@ -177,7 +180,7 @@ def too_long_list(document: Mapping[str, Any], model: type[Body], settings: Sett
             continue
         count = f"at least {len(found)}" if partial else str(len(found))
         if at_most.of_tokens:
-            raise TooLarge(f"the input has {count} tokens, but at most {most} are taken")
+            raise TooLarge(f"the input has {count} tokens, but at most {most} are accepted")
         raise InvalidRequest(f"{name} holds {count} values, but must hold at most {most}", name)
 
 
@@ -230,7 +233,7 @@ def _first_failure(found: Sequence[Any], model: type[Body]) -> InvalidRequest:
     """Returns the error for the first invalid field, with the field's path."""
     same_field = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
     places = [_place(one["loc"], model) for one in same_field]
-    deepest = max(places, key=len)  # the union branch whose error has the longest path
+    deepest = max(places, key=len)  # selects the union branch whose error has the longest path
     here = [one for one, place in zip(same_field, places, strict=True) if place == deepest]
     field, complaint = "".join(deepest).removeprefix("."), _complaint(here)
     if field:
@@ -278,8 +281,9 @@ fields' values, without token ids."""
 class Decoder:
     """Decodes bodies and WebSocket messages. A separate thread decodes large bodies, one at a time.
 
-    Decoding holds the interpreter lock on any thread. Therefore, the decoder stops decoding a large body at the limits
-    of a request, and never decodes two large bodies at the same time. The thread ends when the decoder closes.
+    Decoding holds the interpreter lock on any thread. Therefore, if a large body exceeds a limit, the decoder decodes
+    only the part before the excess. The decoder never decodes two large bodies at the same time. The thread ends when
+    the decoder closes.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -375,7 +379,7 @@ async def read(request: Request) -> bytes:
 ONE_TOKEN = StreamBody(tokens=[0])
 """The step that `only_token` recognises, with default values for all options."""
 
-SHORT = 64  # in bytes; a longer message has several tokens or another field
+SHORT = 64  # in bytes; a longer message has several tokens or another field, so it is not parsed here
 
 
 def only_token(raw: bytes | str | None) -> int | None:
@@ -405,9 +409,9 @@ PLAIN_STEP = frozenset({"session", "tokens", "expected_position"})
 
 
 def plain_steps(raw: bytes, most: int) -> tuple[list[PlainStep], bool] | None:
-    """Returns the steps of a call if all of them are of type `PlainStep`, and whether the call requests columns.
-    Returns None if the body is invalid, has more than `most` steps, has another kind of step, or has two steps of one
-    session. Most calls have only such steps, and this function is faster than a pydantic model."""
+    """Returns the steps of a call, and whether the call requests the format `columns`. Returns None if the body is
+    invalid, has more than `most` steps, has a step with other options, or has two steps of one session. Most calls have
+    only plain steps, and this function is faster than a pydantic model."""
     try:
         document = orjson.loads(raw)
     except ValueError:

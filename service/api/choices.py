@@ -1,4 +1,4 @@
-"""Samples of a completion: started together, and joined into OpenAI's choices as their tokens come."""
+"""Runs the samples of a completion request concurrently, and builds OpenAI's choices from the generated tokens."""
 
 from __future__ import annotations
 
@@ -18,40 +18,45 @@ T = TypeVar("T")
 Generation = Stream[GeneratedToken | Finish]
 
 AHEAD = 4
-"""Tokens of each sample that may wait for a slow client."""
+"""The queue between a request's generations and its client holds at most this many tokens for each sample."""
 
 
 class Choice:
-    """Builds one choice, piece by piece."""
+    """Builds one of OpenAI's choices in parts. Each part is a `ChoiceDocument` with the next piece of the choice's
+    text."""
 
     def __init__(self, index: int, vocabulary: Vocabulary, *, has_logprobs: bool, prompt: str | None) -> None:
-        """`prompt`: the text of the prompt, if the choice begins with it."""
+        """`index` is the choice's index in the answer. `prompt` is the text of the prompt if the choice begins with the
+        prompt, and None otherwise."""
         self.index = index
         self.tokens = 0
-        """Number of generated tokens."""
+        """The number of tokens that have been generated for this choice."""
         self._vocabulary = vocabulary
         self._pieces = TextPieces(vocabulary)
         self._offset = 0
         self._has_logprobs = has_logprobs
-        self._between = ""  # what separates the prompt from the completion
+        self._between = ""  # the text between the prompt and the first generated token
         if prompt is not None:
             self._offset = len(prompt) + len(self._pieces.separator)
             self._between = self._pieces.separator
 
     def echoed(self, prompt: str, score: Score | None) -> ChoiceDocument:
-        """Returns the part with the prompt. `score`: with its lists, if the choice has log-probabilities."""
+        """Returns the part with the prompt. `score` has the log-probabilities of the prompt's tokens and the most
+        probable tokens at each position. `score` is None if the choice has no log-probabilities."""
         logprobs: LogprobsDocument | None = None
         if score is not None:
             pieces, offset = TextPieces(self._vocabulary), 0
             logprobs = empty_logprobs()
             for token, logprob, places in zip(score.tokens, score.logprobs, score.predictions or (), strict=True):
-                assert logprob is not None, "a prompt that is no truncated sequence lacks a value: this is a bug"
+                assert logprob is not None, (
+                    "a token of a prompt that is not truncated has no log-probability: this is a bug"
+                )
                 self._add(logprobs, token, logprob, places or (), offset)
                 offset += len(pieces.push(token))
         return {"index": self.index, "text": prompt, "logprobs": logprobs, "finish_reason": None}
 
     def added(self, item: GeneratedToken) -> ChoiceDocument | None:
-        """Returns the part of one more token; None if it has nothing to send yet."""
+        """Returns the part for a generated token, or None if the part would be empty."""
         self.tokens += 1
         logprobs: LogprobsDocument | None = None
         if self._has_logprobs:
@@ -66,7 +71,7 @@ class Choice:
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
     def ended(self, finish: Finish | None) -> ChoiceDocument:
-        """Returns the last part. `finish` is None if the choice is the prompt alone."""
+        """Returns the last part, which has the finish reason. `finish` is None if no tokens are generated."""
         stopped = finish is not None and finish.finish_reason is FinishReason.STOP
         return {"index": self.index, "text": "", "logprobs": None, "finish_reason": "stop" if stopped else "length"}
 
@@ -82,7 +87,8 @@ class Choice:
         logprobs["text_offset"].append(offset)
 
     def _name(self, token: int) -> str:
-        """Returns a token as text, in OpenAI's form if it is not whole text: `bytes:\\xe2\\x80`."""
+        """Returns a token's text. If the token alone is not valid UTF-8, returns its bytes in OpenAI's notation, such
+        as `bytes:\\xe2\\x80`."""
         partial = self._vocabulary.partials[token]
         if partial is None:
             return self._vocabulary.texts[token]
@@ -94,7 +100,7 @@ def empty_logprobs() -> LogprobsDocument:
 
 
 def joined(parts: Sequence[ChoiceDocument]) -> ChoiceDocument:
-    """Returns one choice from its parts."""
+    """Returns the choice that consists of these parts."""
     logprobs: LogprobsDocument | None = None
     for part in parts:
         if (one := part["logprobs"]) is not None:
@@ -112,8 +118,8 @@ def joined(parts: Sequence[ChoiceDocument]) -> ChoiceDocument:
 
 
 async def together(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Returns the results of concurrent calls, in order. After the first failure the others are cancelled, and it is
-    raised."""
+    """Runs the calls concurrently, and returns their results in the order of `calls`. If a call fails, cancels the
+    other calls and raises the error."""
     if len(calls) == 1:
         return [await calls[0]()]
     tasks = [asyncio.ensure_future(call()) for call in calls]
@@ -125,7 +131,8 @@ async def together(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 
 async def started(calls: Sequence[Callable[[], Awaitable[Generation]]]) -> list[Generation]:
-    """Starts generations together: returns once each has its first token. If one fails, the others are closed."""
+    """Starts the generations concurrently, and returns them when each has its first token. If a generation fails,
+    closes the others and raises the error."""
     begun: list[Generation] = []
 
     async def start(call: Callable[[], Awaitable[Generation]]) -> Generation:
@@ -141,7 +148,8 @@ async def started(calls: Sequence[Callable[[], Awaitable[Generation]]]) -> list[
 
 
 async def merged(streams: Sequence[Generation]) -> AsyncGenerator[tuple[int, GeneratedToken | Finish], None]:
-    """Yields the items of all streams as they come, each with the number of its stream. The caller must close it."""
+    """Yields the items of all streams in the order of their arrival, each with the index of its stream. Closes the
+    streams at the end. The caller must close the generator."""
     queue: asyncio.Queue[tuple[int, GeneratedToken | Finish | BaseException]] = asyncio.Queue(AHEAD * len(streams))
 
     async def read(number: int, stream: Generation) -> None:
@@ -167,7 +175,7 @@ async def merged(streams: Sequence[Generation]) -> AsyncGenerator[tuple[int, Gen
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[T]]) -> None:
-    """Cancels tasks, and waits for their ends."""
+    """Cancels the tasks, and waits until they have ended."""
     for task in tasks:
         task.cancel()
     for task in tasks:

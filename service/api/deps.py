@@ -34,8 +34,8 @@ def owner(request: HTTPConnection) -> Owner:
 
 
 def session_key(request: HTTPConnection, session: str) -> str:
-    """Returns a session's key in the engine, which consists of the owner and the id. Raises InvalidRequest for an
-    invalid id."""
+    """Returns the session's key in the engine. The key consists of the owner's name and the session's id. Raises
+    InvalidRequest for an invalid id."""
     return name_within(context(request.scope).owner.name, session)
 
 

@@ -40,7 +40,7 @@ from wane.service.types import ANYBODY, Answer, Finish, Owner
 Envelope = Callable[[Scope, Exception], Response]
 """Converts an exception to a response in the format of the request path's protocol."""
 
-# All other methods share one metric label.
+# The methods that have their own metric label. All other methods share one label.
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -81,8 +81,8 @@ class RequestContext:
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:
-        """Returns the context of a request with these headers. The request id is the client's `x-request-id`, else the
-        trace id, else a new id."""
+        """Returns the context of a request. The request id is the client's `x-request-id`, else the trace id, else a
+        new id."""
         headers = dict(reversed(scope["headers"]))
         parent: Parent | None = None
         trace_id: str | None = None
@@ -201,8 +201,8 @@ class Exchange:
             self.traced = policy.tracing.begin(here.parent, states, self._started_s)
 
     def _end(self, status: int, error: object | None) -> float:
-        """Ends the span, and counts the request as no longer in flight. `error` is the code of the failure, or None.
-        Returns the duration in seconds."""
+        """Counts the request as no longer in flight, counts its error, and ends its span. `error` is the code of the
+        failure, or None. Returns the request's duration in seconds."""
         self._epoch.leave()
         ended_s = time.perf_counter()
         if error is not None:
@@ -296,13 +296,15 @@ class HttpExchange(Exchange):
                 if self._has_hung_up
                 else Unavailable("the server is stopping")
             )
-        assert isinstance(error, Exception), "only these exceptions are caught: this is a bug"
+        assert isinstance(error, Exception), (
+            "an exchange handles only CancelledError and subclasses of Exception: this is a bug"
+        )
         return self.policy.envelope(self.scope, error)
 
     def start(self, respond: Callable[[], Awaitable[Response]], sink: ResponseSink) -> None:
         """Starts the endpoint of a request whose whole body has arrived."""
         own: Context | None = None
-        if self.policy.tracing is not None:  # the connection's reader may run in another request's context
+        if self.policy.tracing is not None:  # this method may be called in another request's context
             own = copy_context()
             own.run(CURRENT.set, self.traced)
         self._task = EagerTask(self._run(respond, sink), own)

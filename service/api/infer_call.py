@@ -81,7 +81,7 @@ async def decoded_call(request: Request) -> InferCall:
             there = ", ".join(sorted(OUTPUTS))
             raise InvalidRequest(f"there is no output {truncate_repr(output.name)}; there are {there}", "outputs")
         if any(one.name == output.name for one in wanted):
-            raise InvalidRequest(f"output {output.name} is asked for twice", output.name)
+            raise InvalidRequest(f"output {output.name} is requested twice", output.name)
         wanted.append(tensors.output_format(output.name, output.parameters, binary=is_binary))
     if not wanted:
         wanted = [OutputFormat(name, is_binary) for name in DEFAULT_OUTPUTS]
@@ -112,7 +112,7 @@ async def rows_of(engine: Engine, asked: InferCall, limits: Settings, most_rows:
     name = sources[0]
     shape, values = given[name]
     if shape[0] > most_rows:
-        raise InvalidRequest(f"{name} is a batch of {shape[0]}, but a batch has at most {most_rows}", name)
+        raise InvalidRequest(f"{name} is a batch of {shape[0]} rows, but a batch has at most {most_rows}", name)
     document = not asked.is_predicted
     lengths = _lengths(given, name)
     rows: list[tuple[int, ...]] = []
@@ -159,13 +159,16 @@ def _text(
     if name == TEXT:
         return values[index]
     if engine.vocabulary.kind != "events":
-        raise InvalidRequest(f"{EVENTS} is for models of events, but the vocabulary of {engine.name} is text", EVENTS)
+        raise InvalidRequest(
+            f"{EVENTS} is only for models whose vocabulary has events; {engine.name} has a text vocabulary", EVENTS
+        )
     start = index * shape[1]
     names = values[start : start + (shape[1] if length is None else length)]
     for place, event in enumerate(names):
         if not event or event != event.strip() or "\n" in event:
             raise InvalidRequest(
-                f"{EVENTS}[{index}][{place}] is {truncate_repr(event)}, but a name is one line without space around it",
+                f"{EVENTS}[{index}][{place}] is {truncate_repr(event)}, but must be one line without leading or "
+                "trailing space",
                 EVENTS,
             )
     return "\n".join(names)

@@ -46,8 +46,9 @@ class InferenceStatistics:
     last_ms: int = 0
 
     def succeeded(self, sequences: int, latency: Latency, input_s: float, output_s: float, total_s: float) -> None:
-        """Counts an answered request for `sequences` sequences. `latency` is the latency of the engine's work. The
-        other arguments are durations: of decoding the input, of encoding the output, and of the whole request."""
+        """Counts an answered request with `sequences` sequences. `latency` is the latency of the engine's work. The
+        durations of decoding the input, of encoding the output and of the whole request are `input_s`, `output_s` and
+        `total_s`, in seconds."""
         self.sequences += sequences
         self.last_ms = time.time_ns() // 10**6
         self.success.add(total_s)

@@ -43,7 +43,8 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         exchange = HttpExchange(self.policy, scope)
-        # The variable must be set even to None, because pipelined requests share a context.
+        # CURRENT is set even for a request without a span, because pipelined requests share a context. CURRENT might
+        # otherwise hold an earlier request's span.
         token = CURRENT.set(exchange.traced)
         status: int | None = None
         sent_bytes = 0

@@ -1,8 +1,10 @@
-"""OpenAI's error envelope, with which its clients raise the right exception, and retry only what may succeed.
+"""Converts failures to OpenAI's error format. OpenAI's clients use it to select an exception, and to retry only
+requests that may succeed.
 
     {"error": {"message": "...", "type": "invalid_request_error", "param": "max_tokens", "code": "invalid_request"}}
 
-What the native protocol answers with 422 is 400 here. A field is named as in OpenAI's API.
+An error with status 422 in the native protocol has status 400 in this format. `param` is the name of the invalid field
+in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -18,32 +20,35 @@ from wane.service.api.schemas.completions import ErrorDocument
 from wane.service.errors import InvalidRequest
 
 CODES = {"unauthorized": "invalid_api_key", "unknown_model": "model_not_found"}
-"""OpenAI's codes, by ours."""
+"""Maps Wane's error codes to OpenAI's error codes."""
 
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
 }
-"""Types of errors by status. Others are `invalid_request_error` below 500, and `server_error` from there on."""
+"""OpenAI's error types, by status. For every other status, the type is `invalid_request_error` below 500, and
+`server_error` from 500 on."""
 
 NEVER_RETRY = {"x-should-retry": "false"}
 
 
 def openai_response(failure: Failure, request_id: str) -> Response:  # noqa: ARG001
-    """Returns a failure in OpenAI's envelope. The request id is in a header."""
+    """Returns the response to a failure in OpenAI's format. The body has no request id, because the header
+    `x-request-id` has it."""
     return Response(json.dumps(document_of(failure)), status_of(failure), headers_of(failure), "application/json")
 
 
 def problem_with_error(failure: Failure, request_id: str) -> Response:
-    """Returns a problem document that contains OpenAI's `error` too, for paths that OpenAI's clients call."""
+    """Returns a problem document with the additional member `error`, which is the failure in OpenAI's format. It is the
+    answer to a failure at a native route that OpenAI's clients call."""
     document = failure.body(request_id) | document_of(failure)
     return Response(json.dumps(document), failure.status, headers_of(failure), PROBLEM_TYPE)
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """Returns the engine's error with the protocol's name of the field, in its message too. `names`: by the engine's
-    names."""
+    """Returns the error with OpenAI's name of the invalid field instead of the engine's name, in the message, too.
+    `names` maps the engine's names to OpenAI's names."""
     field = error.field or ""
     top = field.partition("[")[0]
     if top not in names:
@@ -55,17 +60,18 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
 
 
 def status_of(failure: Failure) -> int:
-    """Returns the status of a failure."""
+    """Returns the status of a failure in OpenAI's format."""
     return HTTPStatus.BAD_REQUEST if failure.status == HTTPStatus.UNPROCESSABLE_ENTITY else failure.status
 
 
 def headers_of(failure: Failure) -> dict[str, str]:
-    """Returns the headers of a failure. OpenAI's clients retry a 409 unless they are told not to."""
+    """Returns the response headers of a failure. OpenAI's clients retry a request after a 409, unless a response header
+    tells them not to."""
     return {**failure.headers, **NEVER_RETRY} if failure.status == HTTPStatus.CONFLICT else failure.headers
 
 
 def document_of(failure: Failure) -> ErrorDocument:
-    """Returns the envelope of a failure."""
+    """Returns a failure as a document in OpenAI's format."""
     status = status_of(failure)
     field = failure.extra.get("field")
     param = str(field) if field is not None else "model" if failure.code == "unknown_model" else None

@@ -124,15 +124,16 @@ def inference_error(failure: Failure, request_id: str) -> Response:
 
 
 Shape = Callable[[Failure, str], Response]
-"""Makes the response to a failure of a request with this id."""
+"""Returns the response to a failure. The arguments are the failure and the request id."""
 
 
 class Envelopes:
-    """Turns an exception into a response of the protocol of the request's router."""
+    """Converts an exception to a response in the format of the request path's protocol."""
 
     def __init__(self, shapes: Sequence[tuple[BaseRoute, Shape]], others: Mapping[str, Shape]) -> None:
-        """`shapes` of the routes' paths, for every method; `others` by the prefix of a path without a route. The shape
-        of the empty prefix is that of all other paths."""
+        """`shapes` has a pair for each route: the route, and the function that builds the responses to failures at the
+        route's path, for every method. `others` has such a function for each path prefix, and is used for paths without
+        a route. The first matching prefix applies. The last prefix is empty, so it matches every path."""
         self._shapes = [
             (route.path_regex, shape) for route, shape in shapes if isinstance(route, Route | WebSocketRoute)
         ]

@@ -36,7 +36,8 @@ def sequence_key(request: Request, engine: Engine, sequence: str) -> str:
         return session_key(request, f"{engine.name}:{sequence}")
     except InvalidRequest as error:
         raise InvalidRequest(
-            f"sequence_id {truncate_repr(sequence)} with the model's name and a colon must be 1 to 128 letters, digits "
+            f"sequence_id is {truncate_repr(sequence)}, but the model's name, a colon and the id must "
+            "together be 1 to 128 letters, digits "
             "and . _ ~ : -",
             "sequence_id",
         ) from error

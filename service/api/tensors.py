@@ -148,7 +148,7 @@ def _shape(given: InputTensor, spec: TensorSpec) -> tuple[int, ...]:
         if size == 0:
             raise InvalidRequest(f"{name} is empty: its shape is {given.shape}", name)
         if size > 2**63 - 1:
-            raise InvalidRequest(f"{name}: shape holds {truncate_repr(size)}, which exceeds the body", name)
+            raise InvalidRequest(f"{name}: shape holds {truncate_repr(size)}, which exceeds the body's length", name)
     return tuple(given.shape)
 
 

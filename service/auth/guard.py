@@ -87,7 +87,8 @@ def presented(scope: Scope, headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def of_subprotocols(offered: Sequence[str]) -> bytes | None:
-    """Returns the API key from a WebSocket's subprotocols. Decodes a base64url key."""
+    """Returns the API key from a WebSocket's subprotocols, or None if no subprotocol contains a key. Decodes a key in
+    base64url. Returns an empty key if this key is invalid."""
     for one in offered:
         if one.startswith(SUBPROTOCOL_KEY):
             return one.removeprefix(SUBPROTOCOL_KEY).encode()

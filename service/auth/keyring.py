@@ -93,7 +93,9 @@ class Principal:
             return
         wait_s = self._bucket.take(requests, before)
         if wait_s:
-            raise RateLimited(f"key {self.key.name} may make {self.key.rate:g} requests a second", wait_s)
+            raise RateLimited(
+                f"key {self.key.name} has exceeded its limit of {self.key.rate:g} requests a second", wait_s
+            )
 
 
 class Keyring:

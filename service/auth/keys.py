@@ -124,7 +124,7 @@ def of_text(text: str) -> list[Key]:
         key, _, scope = rest.partition(":")
         try:
             if KEY.fullmatch(key) is None:
-                rule = "the key 1 to 256 letters, digits and . _ ~ + / - ="
+                rule = "where KEY is 1 to 256 letters, digits and . _ ~ + / - ="
                 raise KeysError(f"it must be NAME:KEY or NAME:KEY:SCOPE, {rule}")
             keys.append(_key(name, digest(key.encode()), [f"scope={scope}"] if scope else ()))
         except KeysError as error:
@@ -133,7 +133,7 @@ def of_text(text: str) -> list[Key]:
 
 
 def weak(text: str) -> list[str]:
-    """Returns the names whose key in the environment is too short to be secure."""
+    """Returns the names of the keys from the environment that are too short to be secure."""
     entries = (entry.strip().split(":") for entry in text.split(","))
     return [entry[0] for entry in entries if len(entry) > 1 and len(entry[1]) < WEAK_CHARACTERS]
 

@@ -1,4 +1,5 @@
-"""Runs one batch of work items of one role: joins the items' arrays, runs the graph, and splits the outputs.
+"""Runs one batch of work items of one role (the name of a model's graph): joins the items' arrays, runs the graph, and
+splits the outputs.
 
 A batch runs on the runner's thread, or on the event loop's thread if it is short (`batcher.py`). Every item receives
 its own result or its own error. Values that every row needs, such as the most probable tokens, are computed once for
@@ -32,7 +33,7 @@ from wane.service.runners.runner import (
 from wane.service.state.pool import HIDDEN, ZERO, StatePool
 
 FEW = 5
-"""The number of largest logits that are read by default. A graph outputs a hundred."""
+"""The number of largest logits per row that are read by default. A graph outputs a hundred per row."""
 
 
 class Largest(NamedTuple):
@@ -69,7 +70,8 @@ class Outputs:
         """Returns the `width` largest logits of every row."""
         arrays = self.arrays
         logits = arrays[TOP_LOGITS][:, :width].astype(np.float64)
-        # The log-sum-exp is rounded, so for a token with a probability near 1 the difference may be above 0.
+        # The log-sum-exp is rounded, so the difference of the logit and the log-sum-exp may be above 0 for a token with
+        # a probability near 1.
         logprobs = np.minimum(logits - arrays[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
         columns = arrays[TOP_IDS][:, :width], logits, logprobs, np.exp(logprobs)
         return [*map(Largest._make, zip(*[column.tolist() for column in columns], strict=True))]
@@ -94,9 +96,9 @@ class Top(NamedTuple):
 
 
 # A batch of sequences is padded to the longest sequence. Two limits bound a batch. At most half of its positions are
-# padding. B * T is so small that the graph's intermediate values take at most some tens of megabytes: a few thousand
-# floats per position, and for scan as many as the vocabulary has tokens. A batch of a single item may exceed both
-# limits.
+# padding. The number of its positions (items times padded length) is so small that the graph's intermediate values take
+# at most some tens of megabytes. The intermediate values of a position are a few thousand floats, and for scan also one
+# float per token of the vocabulary. A batch of a single item may exceed both limits.
 PADDED_SHARE = 2
 MOST_POSITIONS: dict[Role, int] = {"window": 4_096, "advance": 4_096, "scan": 2_048}
 
@@ -112,13 +114,13 @@ trace."""
 class Work:
     """One work item: a row of a batch of `role`.
 
-    tokens: int64 (n), with n >= 1. For step n is 1, and a tuple is allowed. For head tokens is None. targets: int64
-    (n), for scan only. hidden: float32 (H), for head only: the output layer's input, or None for that of the state in
-    slot `read`. The run reads the state from slot `read` and writes the next state to slot `write`. A window
-    ignores `read` and starts from the zero state. If `write` is None, the next state is dropped. Once work with
-    `binding` is in a batch, the request is completed even if the caller leaves. `chunk` marks one of a sequence's
-    parallel chunks. The scheduler does not limit a batch of chunks by its run time, because the code that cut the
-    sequence has chosen the number of chunks per batch.
+    tokens: int64 (n), with n >= 1. In a step, n is 1, and a tuple is allowed. In a head, `tokens` is None. targets:
+    int64 (n), in a scan only. hidden: float32 (H), in a head only: the output layer's input. If it is None, the run
+    uses the output layer's input that is stored in slot `read`. The run reads the state from slot `read` and writes the
+    next state to slot `write`. A window ignores `read` and starts from the zero state. If `write` is None, the next
+    state is dropped. If `binding` is true, the request is completed even if the caller leaves after the work has
+    entered a batch. `chunk` marks one of a sequence's parallel chunks. The scheduler does not limit a batch of chunks
+    by its run time, because the code that cut the sequence has chosen the number of chunks per batch.
     """
 
     role: Role
@@ -141,8 +143,8 @@ class WindowTrace:
     """One row of the window graph's outputs that the direction proof reads. All values are float32 and finite.
 
     length: the number of tokens in the window. stream: (H), the value to which the output of the first layer's mixing
-    matrix is added. states: each layer's state by tensor name, (units). errors: a bound of each unit's error in
-    `states`, by the same names.
+    matrix is added. states: each layer's state by tensor name, (units). errors: for each unit of `states`, a bound of
+    the distance from its value after any longer history that ends in the window's tokens, by the same names.
     """
 
     length: int
@@ -153,7 +155,8 @@ class WindowTrace:
 
 class Row:
     """One item's part of a run's outputs: logits float32 (V), hidden float32 (H), logprobs float32 (T), and the largest
-    logits. All values are finite. An output that the graph does not have is None. The arrays are views, made on access.
+    logits. All values are finite. An output that the graph does not have is None. Each array is a view of the batch's
+    array, created on access.
 
     radius: the window graph's bound for longer histories. In exact arithmetic, the final hidden state of every history
     that ends in the window's tokens is within this 2-norm distance of `hidden`. None if there is no bound. trace: None
@@ -201,10 +204,10 @@ class Row:
 
 
 class ColumnBatch:
-    """A batch of one-token steps, stored as arrays of B rows (columns) instead of `Work` items.
+    """A batch of B one-token steps, stored as one array per field (columns) instead of one `Work` item per step.
 
     slots: int (B), the slots of the states. tokens: int64 (B). queued_s: float64 (B), when each step was queued, by
-    `time.perf_counter`. The run sets either `outputs` (arrays by name) or `failure`.
+    `time.perf_counter`. The run sets either `outputs` (arrays by name) or `failure` (the error of the run).
     """
 
     __slots__ = ("failure", "outputs", "queued_s", "slots", "tokens")
@@ -293,7 +296,7 @@ def _finite(arrays: Sequence[Array], count: int) -> list[bool]:
     """Returns, for each of `count` rows, whether all of its values are finite in all arrays. The arrays have the shape
     (B, ...)."""
     flags = [np.isfinite(values) for values in arrays]
-    if all(flag.all() for flag in flags):  # the usual case
+    if all(flag.all() for flag in flags):  # the usual case, in which all values are finite
         return [True] * count
     rows: list[bool] = np.all([flag.reshape(count, -1).all(axis=1) for flag in flags], axis=0).tolist()
     return rows

@@ -35,10 +35,11 @@ MOST_TAKEN = 2
 """The largest number of batches handed to the runner: the running batch and the next batch."""
 
 EMA_ALPHA = 1 / 8
-"""Weight of the latest batch in an average."""
+"""Weight of the latest batch in the average run time per item of a sequence."""
 
 IDLE_WAIT_S, IDLE_POLL_S = 0.02, 0.002
-"""The longest time that a measurement waits for an idle runner, and the interval of its checks."""
+"""The longest time in seconds that `run_between` waits for an idle runner, and the interval in seconds at which it
+checks the runner."""
 
 T = TypeVar("T")
 Observe = Callable[[float], None]
@@ -112,8 +113,8 @@ class Batcher:
         inline_s: float = 0.0,
     ) -> None:
         """`max_queue`: the limit of items in each of the scheduler's two queues. `cost_model` learns from the time of
-        every run. `inline_s`: the longest expected run time of a batch of steps or heads that runs on the event loop's
-        thread. For such a batch the handover to the other thread costs more than the run."""
+        every run. `inline_s`: a batch of steps or heads runs on the event loop's thread if its expected run time in
+        seconds is at most this. For such a batch the handover to the other thread costs more than the run."""
         self._runner = runner
         self._pool = pool
         self._max_batch = max_batch_size
@@ -129,7 +130,7 @@ class Batcher:
         self._now = 0.0  # the event loop's clock when the latest batch was taken
         self._closed = False
         self.columns: Columns | None = None
-        self._columns_item = WorkItem(COLUMNS, Ticket())  # stands in the queue for all steps in columns
+        self._columns_item = WorkItem(COLUMNS, Ticket())  # the item that stands in the queue for all steps in columns
         self._columns_queued = False
         self.on_idle: Callable[[], None] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"runner-{model}")
@@ -157,7 +158,7 @@ class Batcher:
     @property
     def _in_columns(self) -> int:
         """The number of queued steps in columns that the scheduler's queue does not count. One item in that queue
-        stands for all of them."""
+        stands for all queued steps in columns."""
         return 0 if self.columns is None else len(self.columns) - self._columns_queued
 
     @property
@@ -179,7 +180,7 @@ class Batcher:
             waiting = self._waiting(work.role)
             if waiting >= self._max_queue:
                 self._refused.inc()
-                raise Overloaded(f"{waiting} requests are already waiting")
+                raise Overloaded(f"the queue is full: {waiting} requests are waiting")
             if waiting >= self._max_batch and work.role not in ONE_TOKEN and ticket.deadline is not None:
                 self._check_turn(waiting, ticket.deadline)
             ticket.admitted = True
@@ -205,7 +206,8 @@ class Batcher:
             self._start_soon()
 
     def _check_turn(self, waiting: int, deadline: float) -> None:
-        """Raises Overloaded if the estimated wait of a sequence ends after its deadline."""
+        """Raises Overloaded if a sequence that is queued behind `waiting` items would start after `deadline`, as
+        estimated from the average run time."""
         wait_s = waiting * self.sequence_s
         left_s = deadline - asyncio.get_running_loop().time()
         if 0 < left_s < wait_s:
@@ -223,7 +225,7 @@ class Batcher:
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + IDLE_WAIT_S
-        while not self.idle and loop.time() < until_s:  # noqa: ASYNC110  (an event would cost every batch)
+        while not self.idle and loop.time() < until_s:  # noqa: ASYNC110  (an Event would add work to every batch)
             await asyncio.sleep(IDLE_POLL_S)
         if self._closed:
             raise Unavailable("the server is stopping")
@@ -367,7 +369,7 @@ class Batcher:
         if ran.role in ONE_TOKEN and ran.items_run:
             self._times.took(ran.role, ran.items_run, ran.seconds, here=False)
         self._taken -= 1
-        self._ahead = None  # the next batch runs now
+        self._ahead = None  # a handed-over batch is now running
         self._start()
         self._hand_out(ran)
 
@@ -424,5 +426,6 @@ class Batcher:
         self._pool.release(item.work.read)
         if item.work.write is not None:
             self._pool.release(item.work.write)
-        if error is not None:  # deferred, because its callback may queue more work during an iteration over the queue
+        if error is not None:
+            # deferred, because the item's callback may queue more work while this class iterates over the queue
             asyncio.get_running_loop().call_soon(item.fail, error)

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.models.manifest import Role
 from wane.service.batching import batch
@@ -30,11 +30,11 @@ from wane.service.runners.runner import Runner
 from wane.service.state.pool import START, StatePool
 
 RUN_EMA_ALPHA = 1 / 8
-"""Weight of the latest run in an average."""
+"""Weight of the latest run in the average run time of a batch (`RunTimeModel`)."""
 
 
 class RunTimeModel:
-    """The run time of a batch in seconds, by role and by the batch size rounded up to a power of two.
+    """Estimates the run time of a batch in seconds, by role and by the batch size rounded up to a power of two.
 
     A run on the runner's thread shares the interpreter with the event loop, so its time includes waiting for the event
     loop. A run on that thread changes the estimate only if the run was faster than the estimate.
@@ -55,7 +55,8 @@ class RunTimeModel:
 
 
 COST_EMA_ALPHA = 1 / 16
-"""Weight of the latest run in an average. The average follows a change of load within some tens of runs."""
+"""Weight of the latest run in the averages of `CostModel`. These averages follow a change of load within some
+tens of runs."""
 
 REPEATS = 3
 """The number of times that warm-up measures each run. The fastest time counts."""
@@ -101,13 +102,13 @@ class CostModel:
         """`piece_tokens`: the longest piece into which a sequence is cut if its pieces run one after another."""
         self._piece = piece_tokens
         self.parallel_cost: Callable[[int], float | None] = lambda _: None
-        """Returns the seconds that a sequence takes in parallel chunks. Returns None if its pieces run one after
-        another."""
+        """Returns the seconds of compute of a sequence of the given number of tokens in parallel chunks. Returns None
+        if the sequence runs in pieces one after another."""
         self._points: dict[Role, dict[int, _Point]] = {}
 
     def observe(self, role: Role, items: int, tokens: int, seconds: float) -> None:
-        """Records that a batch of `items` items took `seconds`. `tokens`: the total of their positions, without
-        padding."""
+        """Records that a batch of `items` items took `seconds`. `tokens`: the total number of the items' positions,
+        without padding."""
         length, each = tokens / items, seconds / items
         points = self._points.setdefault(role, {})
         place = int(length).bit_length()

@@ -14,10 +14,10 @@ from wane.service.types import Latency
 class Ticket:
     """Tracks one request through the batcher.
 
-    `admitted`: the queue has accepted work of the request, and rejects none of its later work. `entered`: binding work
-    of the request is or was in a batch, so the request will be completed. `abandoned`: the caller has left. `proving`:
-    only the search for a proof of the most probable token remains. `batch_items`: the size of the request's largest
-    batch. `traced`: the trace of the request, or None if it is not traced.
+    `admitted`: the queue has accepted work of the request, and rejects none of its later work. `entered`: work of the
+    request with `Work.binding` is or was in a batch, so the request will be completed. `abandoned`: the caller has
+    left. `proving`: only the search for a proof of the most probable token remains. `batch_items`: the size of the
+    request's largest batch. `traced`: the trace of the request, or None if it is not traced.
     """
 
     __slots__ = (
@@ -45,8 +45,8 @@ class Ticket:
         self.traced: Traced | None = CURRENT.get()
 
     def latency(self, since: Ticket | None = None) -> Latency:
-        """Returns the latency from the ticket's creation until now. `since`: a result of `mark` from which to measure
-        instead."""
+        """Returns the latency from the ticket's creation until now. `since`: a result of `mark`; if given, the latency
+        is measured from the call of `mark`."""
         started_s = self.started_s if since is None else since.started_s
         return Latency(
             queue_ms=1e3 * (self.queue_s - (since.queue_s if since else 0.0)),
@@ -70,7 +70,7 @@ class Ticket:
 
 
 class WorkItem(Waiter[Row]):
-    """Queued work. It is resolved with its row or fails with an error."""
+    """Queued work. Awaiting the item returns its row of the outputs, or raises the error of its run."""
 
     __slots__ = ("queued_s", "ticket", "work")
 

@@ -44,8 +44,9 @@ States = Mapping[str, Array]
 class ChunkBatch:
     """The states and log-probabilities of one segment's cells.
 
-    tokens, targets: int64 (n), where n is at most the number of tokens of the layout; targets for scan only. Cells are
-    numbered along the sequence: cell g is part g % layout.cells of chunk g // layout.cells."""
+    `tokens`: int64 (n), the segment's tokens, at most as many as the layout has. `targets`: int64 (n), the tokens whose
+    log-probabilities the graph `scan` computes; None for the graph `advance`. Cells are numbered from 0 along the
+    segment. Cell g is number g % layout.cells of chunk g // layout.cells."""
 
     def __init__(
         self,
@@ -94,8 +95,8 @@ class ChunkBatch:
         return {name: value[cell : cell + 1] for name, value in self._ends.items()}
 
     def residual(self, cell: int) -> float:
-        """Returns the largest difference of any unit at the joint before `cell`, which must not be the first cell. 0:
-        there is no joint."""
+        """Returns the largest difference of any unit of the state at the joint before `cell`, which must not be the
+        first cell. Returns 0 if there is no joint."""
         return max(float(_apart(value[cell], self._ends[name][cell - 1]).max()) for name, value in self._starts.items())
 
     def residuals(self) -> NDArray[np.float64]:
@@ -132,10 +133,12 @@ IN_ORDER: dict[Role, int] = {"advance": 512, "scan": 256}
 """The number of tokens in one run of a sequence that runs in order."""
 
 REPEATED_CHUNKS = 0.25
-"""Number of repeated cells per chunk of a segment. If it is exceeded, the warm-up of the next segments is doubled."""
+"""Limit on the number of repeated cells per chunk. If a segment exceeds the limit, the warm-up of the next segments is
+doubled."""
 
 REPEATED_CELLS = 0.5
-"""Fraction of a segment's cells that are repeated. If it is exceeded, the rest of the sequence runs in order."""
+"""Limit on the repeated fraction of a segment's cells. If a segment exceeds the limit, the rest of the sequence runs in
+order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +184,9 @@ class ChunkPlan:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Progress of a run. `done`: the number of tokens run so far. `logprobs`: float64 (n), the log-probabilities of the
-    next n tokens; None until their whole segment has run. `hiddens`: float32 (n, H), the output layer's input after
-    each token, if the tokens ran in order and the graph outputs it."""
+    next n tokens, which follow those of earlier pieces; None until the whole segment of these tokens has run.
+    `hiddens`: float32 (n, H), the output layer's input after each token, if the tokens ran in order and the graph
+    outputs it."""
 
     done: int
     plan: ChunkPlan
@@ -192,10 +196,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Limits the joints of a run: the difference at each joint is at most `limit`, and `judge`, if given, returns True
-    for the plan of the run.
+    """Limits the joints of a run. The difference of the two states at each joint must be at most `limit`. If `judge` is
+    given, it must return True for the plan of the run.
 
-    enough: number of tokens of warm-up after which any difference at a joint is accepted.
+    `enough`: if the warm-up has at least this number of tokens, any difference at a joint is accepted.
     """
 
     limit: float
@@ -216,10 +220,10 @@ class ChunkedRunner:
         self._reach = 0 if manifest.architecture.front is None else manifest.architecture.front.reach
 
     def layout(self, role: Role, tokens: int, demand: Demand, least: int = 0) -> ChunkLayout | None:
-        """Returns the layout of the next segment of a sequence, of which `tokens` tokens remain. None: a run in order
-        is faster.
+        """Returns the layout of the next segment of a sequence that has `tokens` tokens left to run. None: a run in
+        order is faster.
 
-        least: the minimum number of tokens of warm-up, unless `demand.enough` is smaller.
+        `least`: the minimum number of tokens of warm-up. `demand.enough` may be smaller, and is then used.
         """
         seen = self._throughput.warm_up(demand.limit)
         known = [] if seen is None else [max(seen, least)]
@@ -311,7 +315,7 @@ class ChunkedRunner:
     async def _warm_up(
         self, tokens: NDArray[np.int64], start: int, layout: ChunkLayout, slots: Sequence[int], ticket: Ticket
     ) -> None:
-        """Runs the warm-up tokens before every chunk except the first, from the zero state."""
+        """Warms up every chunk except the first: runs the tokens before the chunk from the zero state."""
         starts = [start + chunk * layout.length for chunk in range(1, layout.chunks)]
         for back in range(layout.warm_up, 0, -layout.warm_up_steps):
             end = max(back - layout.warm_up_steps, 0)
@@ -342,7 +346,8 @@ class ChunkedRunner:
         return sum(work.length for work in works)
 
     async def _repair(self, segment: ChunkBatch, limit: float, again: int, last: int, ticket: Ticket) -> int:
-        """Runs every cell again whose joint exceeds the limit, from the state at the end of the previous cell.
+        """Runs a cell again, from the state at the end of the previous cell, if the difference at the joint before the
+        cell exceeds the limit.
 
         Returns the number of repeated cells. again: the slot for the repeated cells. last: the slot of the last chunk.
         """
@@ -351,7 +356,8 @@ class ChunkedRunner:
             return 0
         repeated, resumed = 0, -1
         for cell in range(1, segment.cells):
-            # A repeated cell changes the difference at the joint after it.
+            # The difference at the joint after a repeated cell is computed again, because the repeated cell has another
+            # last state.
             if (segment.residual(cell) if cell == resumed else residuals[cell]) <= limit:
                 continue
             before = segment.end(cell - 1)
@@ -366,7 +372,8 @@ class ChunkedRunner:
         return repeated
 
     async def _together(self, works: Sequence[Work], ticket: Ticket) -> list[Row]:
-        """Runs work items of one request concurrently. Only the first item is admitted and timed."""
+        """Runs work items of one request concurrently. Only the first item uses `ticket`, so the request is admitted
+        and timed only once."""
         others = ticket.beside()
         items: list[WorkItem] = []
         try:

@@ -20,15 +20,16 @@ from wane.service.runners.runner import NEXT, Array, Runner
 from wane.service.state.pool import START, ZERO, StatePool
 
 LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Warm-up lengths that are measured."""
+"""Numbers of common tokens after which the difference between two runs is measured: see `Residuals`."""
 
 ROWS = 4
 MARGIN = 0.25
-"""Safety factor, because a model may forget a little more slowly over other tokens than the measured tokens."""
+"""Safety factor on the limit of the difference, because a model may forget a little more slowly over other tokens than
+over the measured tokens."""
 
 PAST = 512
-"""Number of earlier tokens. Each of ROWS pairs of runs is compared over common tokens. Before these, one run of the
-pair reads this number of other tokens."""
+"""Number of random tokens that only one run of each pair reads, before the common tokens. The other run starts the
+common tokens from the zero state."""
 
 
 Residuals = Sequence[tuple[int, float]]
@@ -57,7 +58,7 @@ def measure_forgetting(runner: Runner, pool: StatePool, vocabulary_size: int) ->
 
 
 def _advance(runner: Runner, tokens: Array, state: dict[str, Array]) -> dict[str, Array]:
-    """Returns the states after tokens (B, T)."""
+    """Runs tokens (B, T) from the B rows of `state`. Returns the states at the end."""
     outputs = runner.run("advance", {"tokens": tokens, "lengths": np.full(len(tokens), tokens.shape[1]), **state})
     return {name: outputs[NEXT + name] for name in state}
 
@@ -72,7 +73,7 @@ MEASURED_STEPS tokens."""
 MEASURED_STEPS = 16
 
 REPEATS = 3
-"""Number of measured runs for each number of parallel sequences. The fastest run counts."""
+"""Number of measured runs for each number of parallel sequences. The pace is that of the fastest of these runs."""
 
 Pace = Mapping[int, float]
 """Seconds for each token, by the number of parallel sequences."""
@@ -152,14 +153,14 @@ FEWEST_STEPS = 16
 """Smallest number of tokens of each chunk in a run."""
 
 WORTHWHILE = 0.9
-"""Chunks run in parallel if this is expected to take less than this fraction of the time of a run in order."""
+"""Chunks run in parallel if their expected time is less than this fraction of the expected time of a run in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
     """The layout of a segment: `chunks` chunks of `cells` cells with `steps` tokens each. The last chunk may be
     shorter. A cell is the part of a chunk in one run. Every chunk except the first is warmed up over the `warm_up`
-    tokens before it, in pieces of `warm_up_steps`. `seconds` is the expected time of the whole segment."""
+    tokens before it, in runs of `warm_up_steps` tokens. `seconds` is the expected time of the whole segment."""
 
     chunks: int
     cells: int
@@ -175,7 +176,7 @@ class ChunkLayout:
 
 
 def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pace) -> ChunkLayout | None:
-    """Returns the fastest layout of the next segment of a sequence, of which `tokens` tokens remain. None: a run in
+    """Returns the fastest layout of the next segment of a sequence that has `tokens` tokens left to run. None: a run in
     order is fastest.
 
     `role` is the graph that runs the chunks, and `pace` is the pace of that graph. `warm_up_pace` is the pace of
@@ -200,6 +201,6 @@ def lay_out(tokens: int, warm_up: int, role: Role, pace: Pace, warm_up_pace: Pac
 
 
 def _steps(role: Role, width: int, seconds: float) -> int:
-    """Returns the number of tokens of each of `width` chunks in a run."""
+    """Returns the number of tokens of each chunk in a run of `width` chunks."""
     most = MOST_POSITIONS[role] // width
     return max(1, min(most, max(FEWEST_STEPS, int(RUN_SECONDS / (seconds * width)))))

@@ -40,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         metavar="N",
         help="the number of tokens to use from the start of the text (default 256)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the figures to this file: .png, .svg or .pdf")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the results to this file: .png, .svg or .pdf")
     options = parser.parse_args(arguments[1:])
     for name in ("tokens", "window"):
         value = getattr(options, name)

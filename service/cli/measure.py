@@ -101,7 +101,7 @@ def choose(client: Client, name: str | None) -> Document:
     for card in cards:
         if name in (None, card["id"]):
             if card["vocabulary"]["kind"] == "events":
-                raise ClientError(f"compare reads text, and the vocabulary of the model {card['id']} is of events")
+                raise ClientError(f"compare needs a model of text, but the vocabulary of model {card['id']} has events")
             return card
     if not cards:
         raise ClientError("the server has no models")
@@ -114,8 +114,8 @@ def requests_needed(steps: int) -> int:
 
 
 def measure(client: Client, url: str, card: Document, k: int, tokens: Sequence[int], advance: Advance) -> Measurements:
-    """Measures both modes over `tokens`. Sends one request for each token in each of the three passes. Raises
-    ClientError."""
+    """Measures both modes of a model over `tokens`. `card` is the model's document, and `k` the number of tokens in a
+    window. Calls `advance` after each request. Raises ClientError."""
     model = card["id"]
 
     def window(index: int) -> Document:

@@ -3,8 +3,8 @@
 Histograms are added bucket by bucket, and quantiles are computed from the summed histograms. The quantiles in a
 process's report cannot be merged, because that process computed them from its latest 4096 values only. The merged
 report has the sums of counts, the means weighted with their counts, and the largest maximum. Models are matched by
-name. If replicas serve different versions of a model, the merged report lists the versions, and its figures are for all
-these versions together.
+name. If replicas serve different versions of a model, the merged report lists the versions, and its statistics are for
+all these versions together.
 """
 
 from __future__ import annotations

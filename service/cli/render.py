@@ -109,7 +109,7 @@ if TYPE_CHECKING:
 
 COLOURS = {"recurrent": "#0072b2", "window": "#d55e00"}  # the palette of Okabe and Ito, for colour-blind readers
 FORMATS = (".png", ".svg", ".pdf")
-FLOOR = 1e-9  # the height at which a value of 0 is drawn, because a logarithmic axis has no zero
+FLOOR = 1e-9  # smaller values are drawn at this height, because a logarithmic axis has no zero
 
 
 def save(compared: Measurements, path: Path) -> None:
@@ -142,8 +142,8 @@ def _draw_latency(axes: Axes, compared: Measurements) -> None:
 
 
 def _draw_distance(axes: Axes, compared: Measurements) -> None:
-    """Draws the mean and the maximum of the total variation as a function of the window size. Draws the error bound,
-    too, if every answer has one."""
+    """Draws the mean and the maximum of the total variation as a function of the window size. For a window size at
+    which every answer has an error bound, draws the largest bound, too."""
     sizes = [line.window for line in compared.windows]
     for name, style in (("total_variation_max", "o-"), ("total_variation_mean", "s--")):
         values = [max(getattr(line.agreement, name), FLOOR) for line in compared.windows]
@@ -157,7 +157,7 @@ def _draw_distance(axes: Axes, compared: Measurements) -> None:
     axes.set_yscale("log")
     axes.set_title("Total variation from recurrent")
     floored = any(line.agreement.total_variation_mean < FLOOR for line in compared.windows)
-    axes.set_ylabel("total variation" + (f" (values under {FLOOR:g} drawn at it)" if floored else ""))
+    axes.set_ylabel("total variation" + (f" (values under {FLOOR:g} are drawn at {FLOOR:g})" if floored else ""))
     _finish_window_axis(axes, compared, "lower left")
 
 

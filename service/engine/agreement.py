@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.engine.bounds import Bound
 from wane.service.engine.logits import log_softmax
@@ -33,15 +33,15 @@ def compare(
     bound: Bound | None,
     proved: bool,
 ) -> Agreement:
-    """Compares the answers of the recurrent and the window mode at temperature 1. logits: float32 (V); hidden: float32
-    (H), the output layer's input.
+    """Compares the answers of the recurrent and the window mode at temperature 1. The logits are float32 (V). The
+    hidden vectors, float32 (H), are the inputs of the output layer.
 
-    total_variation = sum |p - q| / 2, where p is the distribution of the recurrent mode and q that of the window mode;
-    kl = sum p log(p / q), in nats; state_distance is the 2-norm of the difference of the two `hidden`;
-    max_logit_difference compares the raw logits.
+    Let p be the distribution of the recurrent mode and q the distribution of the window mode. `total_variation` is
+    sum |p - q| / 2. `kl` is sum p log(p / q), in nats. `max_logit_difference` is the largest difference between the two
+    logits of a token. `state_distance` is the 2-norm of the difference of the two hidden vectors.
 
-    `bound` limits the distance between the two answers. `proved` says whether the window's run alone proves that the
-    most probable tokens of the two answers are equal.
+    `bound` is the bound on the distance between the two answers. `proved` says whether the window's run alone proves
+    that the most probable tokens of the two answers are equal.
     """
     p, q = log_softmax(recurrent_logits), log_softmax(window_logits)
     return Agreement(

@@ -32,9 +32,9 @@ SMALL_ENOUGH = 1e-3
 class AnswerPlan(NamedTuple):
     """The plan for the answer to a request at `position`.
 
-    `mode` is recurrent, window or both. `window` is k, the window's number of tokens, in the modes window and both.
-    `origin` is the source of the recurrent part's state. `context_length` is the number of latest tokens that this
-    state has read. `cache` says whether the answer is mixed with the model's cache, if the model has one.
+    `mode` is recurrent, window or both. `window` is k, the window's number of tokens; None in mode recurrent. `origin`
+    is the source of the recurrent part's state. `context_length` is the number of latest tokens that this state has
+    read. `cache` says whether the answer is mixed with the model's cache, if the model has one.
     """
 
     mode: Mode
@@ -48,10 +48,11 @@ class AnswerPlan(NamedTuple):
     def of_prompt(
         cls, mode: Mode, tokens: int, window: int | None, *, truncated: bool, cache: bool = True
     ) -> AnswerPlan:
-        """Plans a request without a session, with `tokens` tokens: a whole sequence, or the end of a longer one.
+        """Plans the answer to a request without a session. `tokens` is the number of the request's tokens. They are a
+        whole sequence or, if `truncated`, the end of a longer sequence.
 
         The position of a truncated sequence is unknown. It is set to `tokens` + 1, so that no window counts as the
-        whole sequence. The window has at most `tokens` tokens.
+        whole sequence. The window of a truncated sequence is shortened to `tokens` tokens if it is longer.
         """
         if not truncated:
             return cls(mode, tokens, window, StateSource.FULL, tokens, cache)
@@ -63,19 +64,20 @@ class AnswerPlan(NamedTuple):
         return StateSource.WINDOW if self.mode is Mode.WINDOW else self.origin
 
     def bound(self, certificate: Certificate) -> Bound | None:
-        """Returns the bound of the answer, as far as it is known before the run."""
+        """Returns the bound of the answer that is known before the run. The run may output a radius that gives a
+        smaller bound."""
         return self.bound_of(certificate, self.mode is not Mode.WINDOW)
 
     def bound_of(self, certificate: Certificate, recurrent: bool, radius: float | None = None) -> Bound | None:
-        """Returns the bound of the recurrent or the window part. `radius` is the bound that the part's run outputs."""
+        """Returns the bound of the recurrent or the window part. `radius`: see `bounds.bound`."""
         context_length = self.context_length if recurrent else self.window
         assert context_length is not None, "the plan of a window part has no k: this is a bug"
         return bounds.bound(certificate, context_length, self.position, radius)
 
 
 class ModeResult(NamedTuple):
-    """One mode's run, with the answer's bound and latency. `proved` says whether `search` proved the most probable
-    token."""
+    """The result of one mode's run, with the answer's bound and latency. `proved` says whether `search` proved that the
+    never-interrupted model has the same most probable token."""
 
     result: RunResult
     bound: Bound | None
@@ -161,9 +163,10 @@ class AnswerBuilder:
         return await self.search(part, ticket) if prove else part
 
     async def search(self, part: ModeResult, ticket: Ticket) -> ModeResult:
-        """Runs the gradient proof. Returns the part with a sharper bound on the total variation and, if found, a proof
-        of its most probable token. Returns the part unchanged in three cases: its state has read all tokens; its run
-        output no trace, which the gradient proof needs; the margin proof proves the token and the bound is at most
+        """Runs the gradient proof on a part. Returns the part with the smaller of the old and the new bound on the
+        total variation, and with `proved` set if the proof succeeds. Returns the part unchanged if the gradient proof
+        is impossible or unnecessary. It is impossible if the part has no bound, or if its run output no trace. It is
+        unnecessary if the part's state has read all tokens, or if the margin proof succeeds and the bound is at most
         SMALL_ENOUGH.
 
         Waits for the thread that runs the proofs. The wait ends if the caller is cancelled or its deadline passes.
@@ -181,7 +184,7 @@ class AnswerBuilder:
             self._prover, direction.search, result.trace, first, weight, added
         )
         found = result.bound(bound._replace(variation=variation))
-        assert found is not None, "a bounded network gives an unbounded mixture: this is a bug"
+        assert found is not None, "the mixture has no bound although its network has one: this is a bug"
         return part._replace(bound=bound._replace(variation=min(bound.variation, found.variation)), proved=proved)
 
     async def answer(
@@ -253,7 +256,7 @@ class AnswerBuilder:
         return predictions(result.logits, top_k, self._vocabulary)
 
     def compared(self, plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Agreement:
-        """Like `apart`, and counts the pair in the statistics."""
+        """Like `apart`, but also counts the pair in the statistics."""
         pair = self.apart(plan, recurrent, window)
         self._stats.compared(pair, Source.BOTH)
         return pair
@@ -291,7 +294,7 @@ class AnswerBuilder:
 
 
 def _bound(plan: AnswerPlan, recurrent: ModeResult, window: ModeResult) -> Bound | None:
-    """Returns the bound on the distance between the parts. The bound is that of the part that has read fewer tokens,
-    because both parts have read these tokens."""
+    """Returns the bound on the distance between the parts. It is the bound of the part that has read fewer tokens. That
+    bound holds for the distance to any run that ends in these tokens, and the other part is such a run."""
     assert plan.window is not None, "the plan of two parts has no k: this is a bug"
     return window.bound if plan.window <= plan.context_length else recurrent.bound

@@ -30,18 +30,19 @@ from operator import attrgetter
 from wane.service.errors import Overloaded
 
 LONG_S = 0.05
-"""A request with less expected work, in seconds, is not counted, because it runs between the pieces of long requests.
+"""The least expected work, in seconds, of a long request. A request with less work is not counted in the backlog,
+because it runs between the pieces of long requests.
 """
 
 MEASURED_S = 0.5
 """The pace is measured again after this many seconds of work."""
 
 EMA_ALPHA = 1 / 4
-"""Weight of the latest measurement of the pace."""
+"""Weight of the latest measurement in the moving average of the pace."""
 
 MARGIN = 1.25
-"""Safety factor on the expected time. The factor is above 1 because a request that misses its deadline has slowed down
-all other requests, whereas a refused request can be retried."""
+"""Safety factor on the expected time until a request ends. The factor is above 1 because a request that misses its
+deadline has slowed down all other requests, whereas a refused request can be retried."""
 
 FASTEST, SLOWEST = 0.25, 8.0
 """Smallest and largest measured value of the pace."""
@@ -178,7 +179,7 @@ class Backlog:
             before_s, left_s = self.pace * (shorter_s + share.left_s * (len(shares) - index)), share.deadline - now
             if before_s <= left_s < MARGIN * (before_s + self.pace * min(share.left_s, new.left_s)):
                 self._refuse(
-                    f"the request may take {own_s:.1f} s, and a request that was admitted before it would miss its "
+                    f"the request may take {own_s:.1f} s, and would make a request that was admitted earlier miss its "
                     "deadline",
                     before_s,
                 )

@@ -27,12 +27,13 @@ from wane.models.manifest import Certificate
 
 
 class Bound(NamedTuple):
-    """Bounds on `state`, the 2-norm distance at the output layer's input, and on `variation`, the total variation at
+    """Bounds on the distance between an answer and the answer of the never-interrupted model. `state` bounds the 2-norm
+    distance of the two inputs of the output layer. `variation` bounds the total variation of the two distributions at
     temperature 1.
 
-    `runs` bounds the 2-norm distance at the output layer's input between the answer's run and any float32 run of the
-    never-interrupted model. Unlike `state`, which may be 0, `runs` always includes rounding. If `runs` is None, the
-    bound is unknown, and the most probable token cannot be proved.
+    `runs` bounds the same distance as `state`, but for any float32 run of the never-interrupted model. Unlike `state`,
+    which may be 0, `runs` always includes rounding. If `runs` is None, this bound is unknown, and the most probable
+    token cannot be proved.
     """
 
     state: float

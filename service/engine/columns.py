@@ -1,10 +1,12 @@
 """Runs steps of one token in columns. The data of a batch of steps, from the states to the answers, is in arrays with
 one row for each step.
 
-A step is taken in columns if the session's state is resident, no other request holds the session's lock, and the step
-has no idempotency key, asks for no window and is not traced. The general procedure (`step.py`) takes the step instead
-if it is a replay or a conflict, if its state has been evicted, or if the run of its batch fails. The tests compare the
-answers of steps in columns with those of the general procedure.
+A step is taken in columns under three conditions: the session's state is resident, no other request holds the session's
+lock, and live answers are not sampled for shadows. The step itself must have no idempotency key, must not be traced,
+must not set mode window or both, and must not ask for a proof, for logits, for the tokens' log-probabilities or for an
+answer without the cache. The general procedure (`step.py`) takes the step instead if it is a replay or a conflict, if
+its state has been evicted, or if the run of its batch fails. The tests compare the answers of steps in columns with
+those of the general procedure.
 
 A step that has entered a batch is committed, even if its client has disconnected.
 """
@@ -76,7 +78,8 @@ class StepReceiver(Protocol):
 
 StepRow = tuple[str, int, int, int, int, float | None, StepReceiver, int, float]
 """A queued step: session, slot of the session's state, token, expected position (or NO_POSITION), top_k, deadline,
-receiver, the step's number at the receiver, and when the step was queued, by `time.perf_counter`."""
+receiver, the number by which the receiver identifies the step, and the time of `time.perf_counter` when the step was
+queued."""
 
 
 class StepResults:
@@ -439,7 +442,7 @@ class StepColumns:
                 receiver.step_failed(DeadlineExceeded(STILL_COMMITS), number)
 
     def _drop(self, session: str, receiver: StepReceiver, number: int) -> None:
-        """Withdraws a step that is abandoned or late. Notifies its receiver if it still waits."""
+        """Withdraws a step that is abandoned or late. Notifies the step's receiver if the receiver still waits."""
         self._leave(session)
         if receiver.done:
             self._abandoned.inc()
@@ -510,7 +513,8 @@ class StepColumns:
         """Sets the fields of `results` for the most probable tokens and for the proof of the first of these tokens."""
         ids = outputs[TOP_IDS][:, :width]
         logits = outputs[TOP_LOGITS][:, :width].astype(np.float64)
-        # The log-sum-exp is rounded, so for a token with a probability near 1 the difference may be above 0.
+        # Because the log-sum-exp is rounded, the log-probability of a token with a probability near 1 may come out
+        # above 0.
         logprobs = np.minimum(logits - outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
         results.ids, results.logprobs = ids.tolist(), logprobs.tolist()
         results.probabilities = np.exp(logprobs).tolist()
@@ -520,8 +524,8 @@ class StepColumns:
     def _largest_of_mixtures(
         self, results: StepResults, cache: CacheMixture, found: CacheShares, outputs: Mapping[str, Array], width: int
     ) -> None:
-        """Like `_largest`, for mixtures with a cache. Also sets the bounds of the mixtures. `found` holds the cache's
-        part of each row's mixture."""
+        """Like `_largest`, for mixtures with a cache. Also replaces the networks' bounds in `results` by those of the
+        mixtures. `found` holds the cache's part of each row's mixture."""
         logits, ids = outputs["logits"], outputs[TOP_IDS]
         sums = outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1)
         top = cache.top(logits, sums, ids, found, min(width, ids.shape[1]))

@@ -44,9 +44,9 @@ async def compare(
     ticket: Ticket,
     share: Share,
 ) -> Comparison:
-    """Runs all modes one after another, and repeats this `repeat` times, so that other load on the machine affects all
-    modes equally. Reports progress to `share`. Searches for bounds and proofs as for a request with `prove: true`. The
-    latencies do not include this search."""
+    """Runs the modes in turn, `repeat` times each, so that other load on the machine affects all modes equally. Reports
+    progress to `share`. Then runs the gradient proof on each answer of a window, as for a request with `prove: true`.
+    The latencies do not include the time of the proofs."""
     input_ids = sequence(vocabulary.eos_id, request.tokens)
     position = len(request.tokens)
     with pool.lease() as before, pool.lease() as after:

@@ -85,7 +85,7 @@ from wane.service.types import (
     StepRequest,
 )
 
-ENCODED_AT_ONCE = 4096  # number of characters; a longer text is encoded on a thread
+ENCODED_AT_ONCE = 4096  # number of characters of a text; a longer text is encoded on a thread
 
 BEGUN_AT_ONCE = 32
 """The largest number of predictions of one call that start in one iteration of the event loop."""
@@ -102,7 +102,7 @@ class Engine:
     """Serves one version of one model. Every method must be called on the event loop's thread.
 
     Every method that answers may raise Overloaded, Unavailable (while draining) and DeadlineExceeded in addition to its
-    own errors. If a caller is cancelled, its work that has not entered a batch is withdrawn.
+    own errors. If a caller is cancelled, the caller's work that has not entered a batch is withdrawn.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Engine:
         None. `direction` proves most probable tokens that `margin` does not prove, if a request sets `prove`.
         `shadow_runner` runs the same model to repeat sampled live answers in the other mode; if it is None, no live
         answers are sampled. `bits` is a digest of the graphs' results on this machine. A state from the store is reused
-        only if the digest that is stored with the state is equal to `bits`.
+        only if `bits` and the model's files were the same when the state was computed.
 
         Raises ValueError if the settings do not fit the model.
         """
@@ -266,7 +266,8 @@ class Engine:
 
     @property
     def cost_model(self) -> Costs:
-        """The measured cost of one item of a run, for each role of a graph and each measured length, shortest first."""
+        """The measured compute time of one sequence, by the role of the graph that runs it. Each role has one entry for
+        each measured number of tokens, fewest first."""
         return self._cost_model.document()
 
     def warm_up(self, propagation: Propagation | None = None) -> None:
@@ -466,7 +467,8 @@ class Engine:
         return [result for result in results if result is not None]
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Returns one log-probability for each token of the request. Raises InvalidRequest, TooLarge."""
+        """Returns one log-probability for each token of the request; None for the first token of a truncated text.
+        Raises InvalidRequest, TooLarge."""
         logprobs: list[float | None] = []
         error_bounds: list[float | None] = []
         places: list[tuple[Prediction, ...] | None] = []
@@ -484,7 +486,7 @@ class Engine:
                         error_bounds=tuple(error_bounds) if request.truncated else None,
                         predictions=None if request.top_k is None else tuple(places),
                     )
-        raise AssertionError("a score ended without a summary: this is a bug")
+        raise AssertionError("the stream of a score ended without a summary: this is a bug")
 
     async def scoring(self, request: ScoreRequest) -> Stream[Item]:
         """Like `score`, but returns a stream of results. Checks the request and computes the first result before it
@@ -611,8 +613,8 @@ class Engine:
         }
 
     def publish(self) -> None:
-        """Sets the model's gauges to read from this engine. The registry calls this method when it starts to serve this
-        engine."""
+        """Makes the model's Prometheus gauges read their values from this engine. The registry calls this method when
+        it starts to serve this engine."""
         metrics, pool = self._metrics, self.state_cache
         metrics.model_info.labels(self.name, self.version, self.device).set(1)
         metrics.sessions_resident.labels(self.name).set_function(lambda: len(pool))

@@ -32,14 +32,16 @@ class RunResult:
     __slots__ = ("_hidden", "mixed", "row")
 
     def __init__(self, row: Row, hidden: NDArray[np.float32] | None = None, mixed: Mixed | None = None) -> None:
-        """`row` must be from a run that outputs logits. `hidden` is set only if the row has no `hidden`."""
+        """`row` must be from a run that outputs logits. `hidden` is the output layer's input. It is given only if the
+        row does not contain it."""
         self.row = row
         self.mixed = mixed
         self._hidden = hidden
 
     def mix(self, cache: CacheMixture | None, history: Sequence[int] | NDArray[np.int64], known: int) -> RunResult:
-        """Returns this result mixed with the `cache`, or unchanged if `cache` is None. The sequence has `known` tokens
-        without the start token. `history` holds its last tokens, at least as many as the cache can hold."""
+        """Returns this result mixed with the `cache`, or unchanged if `cache` is None. `known` is the number of the
+        sequence's tokens, without the start token. `history` holds the sequence's last tokens: all of them, or at least
+        as many as the cache can hold."""
         if cache is None:
             return self
         return RunResult(self.row, self._hidden, Mixed(cache, history, self.network_logits, self.row, known))

@@ -35,20 +35,20 @@ from wane.service.types import (
 
 
 class TextPieces:
-    """Turns tokens into pieces of text, which join to `Vocabulary.decode` of all tokens.
+    """Turns tokens into pieces of text. The concatenation of the pieces equals `Vocabulary.decode` of all tokens.
 
     A piece is empty while a UTF-8 character is incomplete.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.separator = {"bpe": "", "words": " ", "events": "\n"}[vocabulary.kind]
-        """The text between two tokens."""
+        """The text that `push` inserts between the texts of two tokens."""
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_first = True
 
     def push(self, token: int, *, final: bool = False) -> str:
-        """Returns the text that a token adds; `final`: an incomplete character ends as U+FFFD."""
+        """Returns the text that a token adds. If `final`, an incomplete UTF-8 character is returned as U+FFFD."""
         vocabulary = self._vocabulary
         if vocabulary.kind == "bpe":
             raw = b"\n" if token == vocabulary.eos_id else vocabulary.token_bytes(token)
@@ -115,9 +115,10 @@ class TextStream:
 class Prompt:
     """The sequence that a generation continues.
 
-    `position` is the number of its tokens. The state of the answer has read the last `known` of them. `history` are the
-    last tokens, without the start token: at least as many as a cache holds. If the beginning of the sequence is
-    unknown, `history` has all known tokens, and `position` is one more than their number.
+    `position` is the number of the sequence's tokens. `known` is the number of latest tokens that the state after the
+    prompt has read. A window may have fewer tokens. `history` holds the sequence's last tokens without the start token:
+    all of them, or at least as many as the model's cache can hold. If a request without a session truncates the
+    sequence, `position` is one more than the number of the request's tokens.
     """
 
     history: Sequence[int]
@@ -142,13 +143,13 @@ class Source(Protocol):
         ...
 
     async def feed(self, token: int) -> RunResult:
-        """Runs a generated token."""
+        """Runs a generated token. Returns the result with the next distribution."""
         ...
 
 
 class RecurrentSource:
-    """The source of mode recurrent. Runs one step for each token, and keeps the state in one slot. `read` is the slot
-    of the state after the prompt, if it is a different slot. That slot does not change."""
+    """The source of mode recurrent. Runs one step for each token, and writes every state to `slot`. `read` is the slot
+    of the state after the prompt, if that state is not in `slot`. The state in `read` does not change."""
 
     window = None
 
@@ -178,8 +179,8 @@ class RecurrentSource:
 
 
 class WindowSource:
-    """The source of mode window. Runs the last k tokens again for each generated token. `input_ids` end at the position
-    of `start`."""
+    """The source of mode window. For each generated token, runs the last k tokens of the sequence. The last token of
+    `input_ids` is the last token of the prompt `start`."""
 
     def __init__(self, forward: Forward, input_ids: NDArray[np.int64], start: Prompt, k: int, ticket: Ticket) -> None:
         self.window = k

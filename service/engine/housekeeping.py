@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.observability.metrics import Metrics
 from wane.service.sessions.sessions import Sessions

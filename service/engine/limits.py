@@ -43,8 +43,8 @@ class Limits:
         return self._settings.max_scored_tokens if document else self._settings.max_input_tokens
 
     def length(self, count: int, how: str = "", *, document: bool = False) -> None:
-        """Raises TooLarge if the input has too many tokens. `how` stands before the count in the message, for example
-        "at least "."""
+        """Raises TooLarge if the input has too many tokens. `how` is put before the count in the error message, for
+        example "at least "."""
         most = self.longest(document=document)
         if count > most:
             raise TooLarge(f"the input has {how}{count} tokens, but at most {most} are taken")
@@ -56,17 +56,21 @@ class Limits:
             raise InvalidRequest(f"top_k is {top_k}, but must be at most {most}", "top_k")
 
     def places(self, request: ScoreRequest) -> None:
-        """Raises InvalidRequest or TooLarge if a score lists too many tokens in each place, or in all."""
+        """Raises InvalidRequest if a score request's `top_k` is over the limit. Raises TooLarge if `top_k` times the
+        number of tokens is over the limit."""
         if request.top_k is None:
             return
         self.top_k(request.top_k)
         listed, most = len(request.tokens) * request.top_k, self._settings.max_scored_tokens
         if listed > most:
-            raise TooLarge(f"{len(request.tokens)} tokens with {request.top_k} each list more than {most} tokens")
+            raise TooLarge(
+                f"the lists of {len(request.tokens)} tokens with top_k {request.top_k} have {listed} entries, but at "
+                f"most {most} are allowed"
+            )
 
     def preferences(self, request: GenerateRequest) -> None:
-        """Raises InvalidRequest if `logit_bias` names a token that there is not, or forbids all, or if `top_logprobs`
-        is over the limit."""
+        """Raises InvalidRequest if `logit_bias` contains a token that is not in the vocabulary, if `logit_bias` forbids
+        every token, or if `top_logprobs` is over the limit."""
         if request.top_logprobs is not None and request.top_logprobs > self._settings.top_k_limit:
             raise InvalidRequest(
                 f"top_logprobs is {request.top_logprobs}, but must be at most {self._settings.top_k_limit}",
@@ -76,7 +80,7 @@ class Limits:
         for token in bias:
             if not 0 <= token < self._size:
                 raise InvalidRequest(
-                    f"logit_bias has the id {truncate_repr(token)}, but the vocabulary has {self._size} tokens "
+                    f"logit_bias contains the token {truncate_repr(token)}, but the vocabulary has {self._size} tokens "
                     f"(0..{self._size - 1})",
                     "logit_bias",
                 )
@@ -84,12 +88,12 @@ class Limits:
             raise InvalidRequest("logit_bias forbids every token of the vocabulary", "logit_bias")
 
     def windows(self, windows: Sequence[int]) -> None:
-        """Checks each window as `of_window` does."""
+        """Checks each window of a list: see `of_window`."""
         for index, window in enumerate(windows):
             self.of_window(window, f"windows[{index}]")
 
     def of_window(self, window: int, field: str = "window") -> None:
-        """Raises InvalidRequest if the window is 0, or exceeds the limit of the model or the server."""
+        """Raises InvalidRequest if the window is less than 1, or exceeds the limit of the model or of the server."""
         if not 1 <= window <= self.max_window:
             raise InvalidRequest(
                 f"{field} is {window}, but model {self._manifest.name} takes windows of 1 to {self.max_window} tokens",

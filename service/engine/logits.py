@@ -1,5 +1,5 @@
-"""Computes log-probabilities and the most probable tokens from logits, and samples: by bias and penalties, temperature,
-top-k and top-p."""
+"""Computes log-probabilities and the most probable tokens from logits. Draws tokens, with a bias for each token,
+penalties, temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -82,19 +82,22 @@ def most_probable(
 
 
 FORCE, FORBID = 100.0, -100.0
-"""The biases by which a token is always, or never, drawn."""
+"""If any token has the bias FORCE, only tokens with that bias are drawn. A token with the bias FORBID is never drawn.
+"""
 
 
 class Preferences:
-    """What is added to log-probabilities before a token is drawn: a bias by token, and penalties for the tokens that
-    were drawn before.
+    """Changes log-probabilities before a token is drawn. Adds a bias to each token, and subtracts penalties from the
+    tokens that were drawn before.
 
-    `presence` is subtracted from a token that was drawn, and `frequency` for each time that it was drawn. If any token
-    has the bias FORCE, only tokens with that bias are drawn. Tokens with the bias FORBID are never drawn.
+    `presence` is subtracted once from every token that was drawn before. `frequency` is subtracted once for each time
+    that the token was drawn. If any token's bias is FORCE or more, only tokens with such a bias are drawn. Tokens with
+    a bias of FORBID or less are never drawn.
     """
 
     def __init__(self, size: int, bias: Mapping[int, float], presence: float, frequency: float) -> None:
-        """`size` of the vocabulary; `bias` by token id. At least one token must remain."""
+        """`size` is the number of tokens in the vocabulary. `bias` maps token ids to biases. It must not forbid every
+        token."""
         self._presence = presence
         self._frequency = frequency
         self._drawn: dict[int, int] = {}
@@ -121,7 +124,7 @@ class Preferences:
 
 
 class Sampler:
-    """Draws tokens. Equal seeds, samples and logits give equal tokens."""
+    """Draws tokens. Samplers with the same parameters, including a seed, draw the same tokens from the same logits."""
 
     def __init__(
         self,
@@ -133,7 +136,8 @@ class Sampler:
         preferences: Preferences | None = None,
     ) -> None:
         """`temperature` 0 always draws the most probable token. top_k or top_p excludes no tokens if it is None.
-        `sample` is the index of a sample; samples of one seed with different indices differ."""
+        `sample` is the index of this sample among several samples with the same seed. Different indices give different
+        random numbers."""
         self._temperature = temperature
         self._top_k = top_k
         self._top_p = top_p

@@ -38,7 +38,7 @@ class Mixed:
 
     @cached_property
     def added(self) -> NDArray[np.float64]:
-        """The part of each token's probability that comes from the cache: float64 (V)."""
+        """The part of each token's probability in the mixture that comes from the cache: float64 (V)."""
         return self._cache.added_to(self._found, 0)
 
     @cached_property

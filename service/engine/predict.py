@@ -39,7 +39,7 @@ class Predictor:
         *,
         has_radius_output: bool,
     ) -> None:
-        """`has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run."""
+        """`has_radius_output` says whether the `window` graph outputs the `radius` of its run: see `bounds.bound`."""
         self._manifest = manifest
         self._vocabulary = vocabulary
         self._limits = limits
@@ -143,6 +143,6 @@ class Predictor:
     def continued(
         self, request: GenerateRequest, identity: Identity, source: Source, ticket: Ticket, share: Share
     ) -> AsyncGenerator[GeneratedToken | Finish, None]:
-        """Like `generate`, from any source."""
+        """Like `generate`, but takes the distributions from `source`."""
         cache = self._answer_builder.cache if request.cache else None
         return generate(request, identity, self._manifest, self._vocabulary, source, ticket, share, cache)

@@ -14,7 +14,8 @@ COST_TOLERANCE = 1.1
 """Measured costs within this factor count as equal. The candidate with the smaller bound is then chosen."""
 
 UNASKED = 1e-3
-"""The largest error bound with which `auto` answers by the model's default window, if the request has no tolerance."""
+"""If the request has no tolerance, `auto` runs the model's default window only if the window's error bound is at most
+this value."""
 
 Cost = Callable[[int | None], float]
 """Returns the expected seconds of a run over the last k tokens, or over all tokens for None."""
@@ -33,14 +34,15 @@ def ways(
 ) -> tuple[int | None, ...]:
     """Returns the windows that `auto` tries for `position` tokens without a state. None stands for all tokens.
 
-    `window` is the requested k, `own` is the model's default k, and `largest` is the largest allowed k. A window of k
-    tokens contains the sequence's last k tokens. `auto` chooses k as follows. With neither a tolerance nor a requested
-    k: the default k, if the certificate's curve at that k is at most UNASKED. With only a requested k: that k. With
-    only a tolerance: the smallest k whose value of the curve meets the tolerance. With both: the requested k, if its
-    value of the curve meets the tolerance. In all other cases `auto` runs all tokens. It also runs all tokens if that
-    does not cost more than the window, because an answer from all tokens has the smallest bound.
+    A window of k tokens contains the sequence's last k tokens. `window` is the requested k, `own` is the model's
+    default k, and `largest` is the largest allowed k. `auto` chooses k as follows. If the request has neither a
+    tolerance nor a k, `auto` chooses the default k, provided that the certificate's curve at that k is at most UNASKED.
+    If the request has only a k, `auto` chooses that k. If the request has only a tolerance, `auto` chooses the smallest
+    k at which the curve meets the tolerance. If the request has both, `auto` chooses the requested k, provided that the
+    curve at that k meets the tolerance. In all other cases `auto` runs all tokens. It also runs all tokens if that does
+    not cost more than the window, because an answer from all tokens has the smallest bound.
 
-    `has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run, which may be far
+    `has_radius_output` says whether the `window` graph outputs a bound for the tokens of its run. This bound may be far
     below the curve. The first window is then an attempt: its answer is returned if the bound that its run outputs meets
     the tolerance. Otherwise the last returned window is run. A model that is not certified runs all tokens. A k that
     covers all tokens becomes None.
@@ -78,12 +80,12 @@ def rebuilt_from(
     tokens, which the session keeps.
 
     A state from all tokens has the smallest bound, and it also serves later steps. `used` is the expected number of
-    these steps: the number of resident states found for each rebuilt state. A rebuild from all tokens is chosen if it
-    does not cost more than one run over k tokens for the request and one for each of these steps, where a window of k
-    tokens meets the tolerance. Otherwise the state would be evicted before it had saved that cost. The state is then
-    rebuilt from the last k tokens. This costs as much as an answer in mode window, and leaves a state for the next
-    step. A model that is not certified needs all tokens. If the request has no tolerance, a model also needs all tokens
-    if its curve at `own` exceeds UNASKED.
+    later steps that find the rebuilt state before it is evicted. Let k be the number of tokens of a window that meets
+    the tolerance. The state is rebuilt from all tokens if this costs at most as much as 1 + `used` runs over k tokens.
+    Otherwise the state is expected to be evicted before it has saved the cost of the rebuild. It is then rebuilt from
+    the last k tokens. Such a rebuild costs as much as an answer in mode window, and leaves a state for the next step. A
+    model that is not certified needs all tokens. If the request has no tolerance, a model also needs all tokens if the
+    certificate's curve at `own` exceeds UNASKED.
     """
     k = None
     if certificate.certified and certificate.rounding is not None:

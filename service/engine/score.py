@@ -55,7 +55,7 @@ from wane.service.types import (
 )
 
 RESIDUAL = 1e-5
-"""The largest difference of any unit of the state at a joint, if the request has no tolerance."""
+"""The limit on the difference of any unit of the state at a joint, if the request has no tolerance."""
 
 FED_AT_ONCE = 16_384
 """The number of tokens that are copied into an array in one iteration of the event loop."""
@@ -66,7 +66,7 @@ Item = ScoreProgress | ScoredTokens | ScoreSummary
 
 
 class MixedScore:
-    """The mixtures with a cache for the tokens of one text."""
+    """The mixtures of the network's and the cache's distribution at each token of one text."""
 
     def __init__(self, cache: CacheMixture, input_ids: NDArray[np.int64], *, truncated: bool) -> None:
         """input_ids: see `cache_statistics`."""
@@ -80,8 +80,8 @@ class MixedScore:
         return here.log_probabilities(self.cache.model, network)
 
     def bounds(self, start: int, found: Sequence[float | None]) -> list[float | None]:
-        """Returns the bounds of the mixtures for these tokens of a truncated text. found: the bounds of the network's
-        distributions."""
+        """Like `mix`, but returns the bounds of the mixtures' distributions. The text must be truncated. found: the
+        bounds of the network's distributions."""
         here = self._statistics.at(np.arange(start, start + len(found)))
         weights, _ = here.parts(self.cache.model)
         unknown = np.where(here.filled < 1, 1 - self.cache.least_network, 0.0)
@@ -104,13 +104,14 @@ class Scorer:
         places: TopPlaces,
         cache: CacheMixture | None = None,
     ) -> None:
-        """`executor` runs computations that would block the event loop. `places` lists the most probable tokens at the
-        position of each token. `cache` is the model's cache, if it has one."""
+        """`executor` runs computations that would block the event loop. `places` lists the most probable tokens at each
+        position of a text. `cache` is the model's cache, if it has one."""
         self._places = places
         self.propagation: Propagation | None = None
         self._certificate = manifest.certificate
         self._state = manifest.state
-        self._least: float | None = None  # the error bound if the joints have only rounding errors
+        # The error bound of a run whose states differ only by rounding at the joints. None until it is computed.
+        self._least: float | None = None
         self.parallel = parallel
         self._pool = pool
         self._cost_model = cost_model
@@ -120,8 +121,8 @@ class Scorer:
 
     @cached_property
     def _cut_off(self) -> tuple[float | None, ...]:
-        """The bounds of answers from the last 1, 2, ... tokens of a longer sequence. The last bound also holds for more
-        tokens."""
+        """The bounds of answers from the last n tokens of a longer sequence, for n = 1, 2, ... The last bound also
+        holds for every larger n."""
         certificate = self._certificate
         ends = range(1, max(len(certificate.error_bound), 1) + 1)
         found = [bounds.bound(certificate, known, known + 1) for known in ends]
@@ -235,7 +236,7 @@ class Scorer:
             return await anext(pieces, None)
 
     async def _demand(self, tolerance: float | None) -> Demand:
-        """Returns the limits on the differences at joints that keep the error within a tolerance."""
+        """Returns the limits on the differences at joints with which the error bound meets the tolerance."""
         if tolerance is None:
             return Demand(RESIDUAL)
         if tolerance == 0 or not self._bounded:
@@ -244,8 +245,8 @@ class Scorer:
         if self._least is None:
             nothing = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in self._state}
             self._least = await self._moved(ChunkPlan(joints=nothing))
-        # Even joints with only rounding errors exceed the tolerance. Only exact joints or the certificate's curve meet
-        # the tolerance.
+        # The error bound exceeds the tolerance even if the states at the joints differ only by rounding. The tolerance
+        # is then met only by exact joints, or by the certificate's curve.
         if self._least > tolerance:
             return Demand(0.0, None, enough)
 

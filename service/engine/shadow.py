@@ -74,7 +74,7 @@ class Case:
     """A sampled live answer. `tokens`, int64 (n), are the tokens that the other mode runs from the zero state.
 
     `plan` is the plan of both modes. `live` is the run of the live answer, and `recurrent` says whether that run was in
-    mode recurrent. `history`: int64, the tokens in the model's cache.
+    mode recurrent. `history`: int64, the tokens in the model's cache for this sequence.
     """
 
     plan: AnswerPlan
@@ -85,7 +85,8 @@ class Case:
 
 
 class Shadow:
-    """Samples, runs and compares one model's shadows. All methods must be called on the event loop's thread."""
+    """Samples one model's live answers, repeats them as shadows, and compares the answers. All methods must be called
+    on the event loop's thread."""
 
     def __init__(
         self,
@@ -236,7 +237,8 @@ class Shadow:
         yield self._answer_builder.apart(case.plan, *pair)
 
     def _piece(self, work: Iterator[Agreement | None]) -> tuple[Agreement | None, float]:
-        """Runs the next piece on the shadow's thread. Returns its result and its processor time in seconds."""
+        """Runs the next piece on the shadow's thread. Returns the piece's result, and the piece's processor time in
+        seconds."""
         begun_s = time.thread_time() + self._runner.cpu_s
         found = next(work)
         return found, time.thread_time() + self._runner.cpu_s - begun_s

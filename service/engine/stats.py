@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import numpy as np
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.batching.cost_model import Costs
 from wane.service.engine.agreement import AgreementBySource, AgreementStatistics, Source, violates
@@ -98,20 +98,20 @@ class Report(TypedDict):
 
 @dataclass(slots=True)
 class Durations:
-    """The latest values of one kind of duration, and a histogram of all values."""
+    """Durations of one phase in one mode: the latest values, and a histogram of all values."""
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_MS) + 1))
     total_ms: float = 0.0
 
     def add(self, value_ms: float) -> None:
-        """Counts one value."""
+        """Adds one value."""
         self.recent.append(value_ms)
         self.counts[bisect_left(BUCKETS_MS, value_ms)] += 1
         self.total_ms += value_ms
 
     def add_all(self, values_ms: Sequence[float]) -> list[int]:
-        """Counts many values. Returns the bucket index of each."""
+        """Adds many values. Returns each value's bucket index."""
         buckets = [bisect_left(BUCKETS_MS, value_ms) for value_ms in values_ms]
         counts = self.counts
         for bucket in buckets:
@@ -174,7 +174,8 @@ class ModeStats:
 
 
 class Stats:
-    """Counts one model's answers, their latencies for each mode and phase, and their agreement."""
+    """Counts one model's answers, the latencies of the answers for each mode and phase, and the agreement of compared
+    pairs of answers."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
@@ -191,7 +192,7 @@ class Stats:
         metrics.agreement_bound_violations.labels(model)  # exports the metric as 0 from the start
 
     def answered(self, operation: str, mode: Mode, requests: int = 1) -> None:
-        """Counts answered requests under the mode that answered."""
+        """Counts answered requests of one kind, `operation`, under the mode that answered them."""
         self._operations[operation] += requests
         if operation in ("predict", "step"):
             self._requests[mode] += requests
@@ -207,8 +208,8 @@ class Stats:
         self._of(mode).took(latency)
 
     def made(self, answer: Answer, operation: str | None) -> None:
-        """Counts an answer. `operation` is None if the caller was cancelled. All answers of one iteration of the event
-        loop are counted together."""
+        """Counts an answer. `operation` is None if the caller was cancelled: only the answer's latency and bound are
+        then counted. All answers of one iteration of the event loop are counted together."""
         if not self._made:
             asyncio.get_running_loop().call_soon(self._count_made)
         self._made.append((answer, operation))

@@ -42,14 +42,14 @@ from wane.service.types import (
     id_of,
 )
 
-RETRIES = 3  # largest number of retries of a step after another writer committed first
+RETRIES = 3  # largest number of retries of a step whose commit failed because another writer changed the session
 NO_TOKENS = np.empty(0, np.int64)
 REBUILD_EMA_ALPHA = 1 / 64  # weight of the latest request in the moving average of `share_found`
-MOST_USES = 1e3  # upper limit of the expected number of uses of a rebuilt state
+MOST_USES = 1e3  # upper limit of the expected number of later steps that use a rebuilt state
 
 
 class SessionSteps:
-    """Answers requests to sessions. Only this part of the engine both accesses sessions and runs the model."""
+    """Answers requests to sessions. No other class of the engine both accesses sessions and runs the model."""
 
     def __init__(
         self,
@@ -150,8 +150,9 @@ class SessionSteps:
     async def begin(
         self, request: GenerateRequest, session: str, ticket: Ticket, held: ExitStack
     ) -> tuple[Source, RunResult]:
-        """Runs a session for a generation that continues it. Returns the source of the next tokens and the first
-        result. `held` keeps the states. The session stays as it is, except that a rebuilt state becomes resident.
+        """Prepares a generation that continues a session. Returns the source of the generation's distributions and the
+        first result. Closing `held` releases the slots of the states. Appends no token to the session. A rebuilt state
+        becomes resident.
 
         Raises UnknownSession, PositionConflict, InvalidRequest."""
         async with self._sessions.locks.held(session):
@@ -168,7 +169,7 @@ class SessionSteps:
             if mode is Mode.WINDOW:
                 held_tokens, known = len(input_ids), record.position - record.dropped_tokens
                 plan = self._plan(mode, record.position, request.window, held_tokens, False, record.dropped_tokens)
-                assert plan.window is not None, "a window without a k: this is a bug"
+                assert plan.window is not None, "the plan of a window part has no k: this is a bug"
                 start = Prompt(history, record.position, known, StateSource.WINDOW, session)
                 window = WindowSource(self._forward, input_ids, start, plan.window, ticket)
                 return window, await window.prompt()
@@ -198,7 +199,8 @@ class SessionSteps:
         return RecurrentSource(self._forward, input_ids, start, slot, ticket, read=read), result
 
     def seconds(self, request: StepRequest) -> float:
-        """Returns the expected seconds of a step's runs; 0 if the step is short."""
+        """Returns the expected seconds of a step's runs. Returns 0 for a step of few tokens, which the
+        backlog does not count."""
         tokens = len(request.tokens)
         return self._cost_model.full(tokens) if tokens > PIECE_TOKENS else 0.0
 
@@ -336,7 +338,8 @@ class SessionSteps:
             context_ids, dropped_tokens = self._rebuilding(record.position, input_ids, dropped_tokens, tolerance)
         plan = self._plan(mode, record.position, window, len(input_ids), rebuilt, dropped_tokens, cache=cache)
         mixes = cache and self._answer_builder.cache is not None
-        # A run that outputs a radius may give a smaller bound. So may the network's weight in a mixture.
+        # The bound may become smaller: the run may output a radius, and in a mixture with a cache the network's weight
+        # is below 1.
         if not mixes and (not self._has_radius_output or plan.state is StateSource.RESIDENT):
             _check(plan.bound(self._manifest.certificate), tolerance)
         recurrent: ModeResult | None = None
@@ -388,7 +391,7 @@ class SessionSteps:
         before_ids = record.tail.ids()[: -len(request.tokens)]
         if not len(before_ids):
             raise InvalidRequest(
-                f"token_logprobs of a replay need a token before it, but the session keeps only its last "
+                f"token_logprobs of a replayed step need a token before the step, but the session keeps only its last "
                 f"{len(record.tail)} tokens",
                 "token_logprobs",
             )
@@ -402,10 +405,11 @@ class SessionSteps:
         request: StepRequest,
         ticket: Ticket,
     ) -> tuple[float, ...]:
-        """Returns the log-probability of each of the step's tokens, run one after the other.
+        """Returns the log-probability of each of the step's tokens. Runs the tokens one after the other.
 
         `before_ids` are the known tokens before the step, and `position` is the session's position before the step.
-        `base` is a state to continue from; the caller holds its slot.
+        `base` is a state to continue from, whose slot the caller retains. If it is None, the state before the step is
+        computed from `before_ids`.
         """
         forward, tokens = self._forward, np.array(request.tokens, np.int64)
         cache = self._answer_builder.cache if request.cache else None
@@ -439,10 +443,11 @@ class SessionSteps:
     def _rebuilding(
         self, position: int, input_ids: NDArray[np.int64], dropped_tokens: int, tolerance: float | None = None
     ) -> tuple[NDArray[np.int64], int]:
-        """Returns the tokens from which the state after `input_ids` is rebuilt, and the number of the sequence's first
-        tokens that the rebuilt state will not have read.
+        """Returns the tokens from which a session's state is rebuilt, and how many of the sequence's first tokens that
+        state will not have read.
 
-        `input_ids` ends at `position` and lacks the first `dropped_tokens` tokens."""
+        `input_ids` holds the sequence up to `position`, without its first `dropped_tokens` tokens.
+        """
         found = self._share_found()
         k = routing.rebuilt_from(
             self._manifest.certificate,
@@ -473,7 +478,8 @@ class SessionSteps:
         return tokens if base.position == record.position else np.concatenate([self._missed(record, base), tokens])
 
     def _missed(self, record: SessionRecord, base: CachedState) -> NDArray[np.int64]:
-        """Returns the session's tokens that the state `base` has not read."""
+        """Returns the session's tokens after the position of the state `base`. Counts the state if there are such
+        tokens."""
         missed = record.position - base.position
         if not missed:
             return NO_TOKENS

@@ -3,26 +3,26 @@
 The gradient proof also bounds the total variation.
 
 **Margin proof** (`MarginProof`). The logit of token a is l_a = W_a . h + c_a, where h is the output layer's input, W_a
-the token's row of the output layer's matrix, and c_a its bias. If the h of the two models are at most E apart, the lead
-l_a - l_b of token a over token b differs by at most |W_a - W_b|_2 E. So the most probable token a is proved if, for
-every other token b,
+the token's row of the output layer's matrix, and c_a its bias. Let E bound the 2-norm distance between the h of the
+answer's run and the h of the never-interrupted model. The lead l_a - l_b of token a over token b then differs by at
+most |W_a - W_b|_2 E between the two models. So the most probable token a is proved if, for every other token b,
 
     l_a - l_b  >  |W_a - W_b|_2 E + rounding of the four logits.
 
 A token b for which this inequality fails is a rival. The gradient proof may still rule out a rival.
 
-The rounding is bounded by a theorem too. The error of a float32 sum of n terms, in any order, is at most gamma = n u /
-(1 - n u) times the sum of the terms' magnitudes, where u = 2^-24 (Higham, Accuracy and Stability of Numerical
+The bound on the rounding is also a theorem. The error of a float32 sum of n terms, in any order, is at most gamma = n u
+/ (1 - n u) times the sum of the terms' magnitudes, where u = 2^-24 (Higham, Accuracy and Stability of Numerical
 Algorithms, 2002, section 4.2). Here the sum of the magnitudes is at most |W_a|_2 |h|_2 + |c_a| (Cauchy-Schwarz). For
 the other run, |h|_2 + E replaces |h|_2. The whole inequality is evaluated in float64.
 
 **Gradient proof** (`DirectionProof`). It runs on request, if the margin proof leaves rivals. The margin proof lets the
-output layer's input move in any direction within a radius. For a window of a gated model more is known: a bound error_i
-of how far unit i of the states may be from its value in this run. A lead is a function of these units. The lead
-therefore changes by at most `sum_i |gradient_i| error_i` plus the remainder of the first-order expansion
-(`models/certificate/top1.py`). From here on, h is computed in exact arithmetic from the states and the stream (the
-first layer's input) that the graph output. Token a is the most probable token of the never-interrupted float32 run if,
-for every rival b,
+output layer's input move in any direction within a radius. For a window of a gated model, the run also outputs a bound
+error_i for each unit i of the states. It bounds the distance between the unit's value in this run and its value in the
+never-interrupted model. A lead is a function of these units. The lead therefore changes by at most `sum_i |gradient_i|
+error_i` plus the remainder of the first-order expansion (`models/certificate/top1.py`). From here on, h is computed in
+exact arithmetic from the states and the stream (the first layer's input) that the graph output. Token a is the most
+probable token of the never-interrupted float32 run if, for every rival b,
 
     (W_a - W_b) . h + c_a - c_b  >  moved + |W_a - W_b|_2 E + rounding of two logits.
 
@@ -62,7 +62,7 @@ from wane.service.batching.batch import Row, Top, WindowTrace
 from wane.service.runners.runner import ERROR, STREAM, Runner
 
 UNIT = 2.0**-24  # unit roundoff of float32
-OUTWARD = 1 + 1e-9  # factor that exceeds the float64 rounding of distances and norms by far
+OUTWARD = 1 + 1e-9  # factor for upper bounds; far larger than the float64 rounding of distances and norms
 
 
 class MarginProof:
@@ -72,7 +72,7 @@ class MarginProof:
         self._rows = head_weight(weights)
         rows = self._rows.astype(np.float64)
         self._norms: NDArray[np.float64] = np.sqrt((rows**2).sum(axis=1)) * OUTWARD
-        terms = rows.shape[1] + 2  # the products, the bias, and one spare term
+        terms = rows.shape[1] + 2  # number of terms of a logit's sum: the products, the bias, and one spare term
         self._gamma = terms * UNIT / (1 - terms * UNIT) * OUTWARD
         self._of_bias: NDArray[np.float64] = 2 * self._gamma * np.abs(weights["head.bias"].astype(np.float64))
         self._of_norm: NDArray[np.float64] = 2 * self._gamma * self._norms
@@ -83,7 +83,8 @@ class MarginProof:
         )
         self._largest_norm = float(self._norms.max())
         self._of_sum = (len(rows) + 256) * UNIT
-        """Bound of the relative float32 rounding of a sum of exponentials, and of the rounding of its logarithm."""
+        """Bounds both the relative float32 rounding of a sum of exponentials and the rounding of the sum's logarithm.
+        """
         self._largest_of_norm = float(self._of_norm.max())
         self._largest_of_bias = float(self._of_bias.max())
 
@@ -142,8 +143,8 @@ class MarginProof:
         checked.
 
         Returns True if the lead over the second token is large enough for any row of the output matrix: then no other
-        token can be first. This decides nearly all answers if `error` is a rounding error. Returns False if the second
-        token is a rival, because the proof fails with one rival.
+        token can be first. For nearly all answers the two tokens are enough if `error` is a rounding error. Returns
+        False if the second token is a rival, because the proof fails with one rival.
         """
         largest = None if top is None else top.first(2)
         if largest is not None:
@@ -160,8 +161,8 @@ class MarginProof:
         return self.settles(first, second, lead, math.sqrt(exact @ exact), error)
 
     def settles(self, first: int, second: int, lead: float, length: float, error: float) -> bool | None:
-        """Like `at_a_look`, given the two most probable tokens and the lead of `first` over `second`. `length`: the
-        2-norm of the hidden vector."""
+        """Like `at_a_look`, given the two most probable tokens `first` and `second`. `lead`: the difference of their
+        logits. `length`: the 2-norm of `hidden`."""
         length = length * OUTWARD + error
         of_norm, of_bias = self._rounding_of[first]
         lead -= of_norm * length + of_bias
@@ -202,13 +203,13 @@ class MarginProof:
         return first_is_proved(first, weight, added, moves, lead_moved)
 
     def rounding(self, tokens: NDArray[np.intp] | slice | int, length: float) -> NDArray[np.float64]:
-        """Returns the bound of the float32 rounding of these tokens' logits in two runs, if the 2-norm of h is at most
-        `length`."""
+        """Returns, for each of `tokens`, a bound of the sum of the float32 rounding errors of the token's logit in two
+        runs. `length` must bound the 2-norm of h in both runs."""
         result: NDArray[np.float64] = np.asarray(self._of_norm[tokens] * length + self._of_bias[tokens])
         return result
 
     def _apart(self, first: int | NDArray[np.intp], others: NDArray[np.intp]) -> NDArray[np.float64]:
-        """Returns upper bounds of the 2-norm distances between output rows."""
+        """Returns upper bounds of the 2-norm distances between the rows `first` and `others` of the output matrix."""
         gaps = self._rows[others].astype(np.float64) - self._rows[first]
         result: NDArray[np.float64] = np.sqrt(np.einsum("bh,bh->b", gaps, gaps)) * OUTWARD
         return result
@@ -226,10 +227,11 @@ class MarginProof:
         (B).
 
         probabilities (B, K >= 2): in descending order; hidden (B, H): the output layer's inputs; weights (B): the
-        weights of the networks' distributions; errors (B): infinite where nothing can be proved. The difference of any
-        two logits changes by at most `spread`. The total variation of the network's distribution is therefore at most t
-        = tanh(spread / 4) (`models/certificate/total_variation.py`), so each of its probabilities changes by at most t.
-        The difference of two probabilities of the mixture changes by at most 2 * weight * t.
+        weights of the networks' distributions; errors (B): like `error` of `proves`, infinite for a row that cannot be
+        proved. The difference of any two logits changes by at most `spread`. The total variation of the network's
+        distribution is therefore at most t = tanh(spread / 4) (`models/certificate/total_variation.py`), so each of its
+        probabilities changes by at most t. The difference of two probabilities of the mixture changes by at most 2 *
+        weight * t.
         """
         exact = hidden.astype(np.float64)
         lengths = np.sqrt(np.einsum("bh,bh->b", exact, exact)) * OUTWARD + errors
@@ -253,7 +255,7 @@ class DirectionProof:
         """Measures the graph's rounding: compares the graph's output with the output of `request`, the float64 oracle,
         for WINDOWS windows.
 
-        `request`, `margin` and the graphs of `runner` belong to `weights`.
+        `request`, `margin` and the graphs of `runner` must be made from `weights`.
         """
         assert manifest.certificate.rounding is not None, "the certificate has no measured rounding: this is a bug"
         self._architecture = manifest.architecture
@@ -318,8 +320,8 @@ class DirectionProof:
         return first_is_proved(first, weight, added, wider, lead_moved)
 
     def _bound(self, trace: WindowTrace) -> WindowBound:
-        """Returns the values at the end of the window, and bounds of their distance from those of any exact run that
-        ends in the trace's tokens."""
+        """Returns the values at the end of the window, such as the output layer's input. Also returns bounds of the
+        distance between these values and those of any exact run that ends in the trace's tokens."""
         return self._request.resume(
             trace.stream[None].astype(np.float64),
             np.array([trace.length]),

@@ -1,10 +1,13 @@
-"""The most probable tokens in the place of each token of a scored text.
+"""Lists the most probable tokens at the position of each token of a scored text.
 
-The scan of a text outputs the output layer's input after every token (`hiddens`); the head runs over these in slices.
-Bundles of version 1 do not have that output: for them each token is one step.
+The run that scores a text outputs the output layer's input after every token (`hiddens`). The graph `head` then
+computes the distributions, for SLICE positions at a time. The graphs of version 1 bundles do not output `hiddens`. With
+these graphs, every token runs as one step.
 
-A token's own log-probability is the scan's, in its list too, so that the list and `logprobs` have the same float. The
-scan and the head may differ by rounding. The others' are moved by as much as keeps the order of the head.
+Each list contains the text's own token at that position. In the list, this token has the log-probability from the
+scoring run, so that the list and `logprobs` contain the same float. That log-probability may differ by rounding from
+the one that `head` gives. The log-probabilities of other tokens in the list are then changed as little as necessary to
+keep the list in the same order.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ from wane.service.state.pool import ZERO
 from wane.service.types import Prediction, ScoreRequest
 
 SLICE = 32
-"""Positions whose output layer runs together."""
+"""Largest number of positions whose runs of `head` are submitted together."""
 
 
 class TopPlaces:
-    """Lists the most probable tokens in the places of a text's tokens, for one model."""
+    """Lists the most probable tokens at the positions of a text's tokens, for one model."""
 
     def __init__(
         self,
@@ -42,7 +45,8 @@ class TopPlaces:
         *,
         has_hiddens: bool,
     ) -> None:
-        """`cache` is that of the model, if it has one. `has_hiddens`: scans output `hiddens`."""
+        """`cache` is the model's cache, if it has one. `has_hiddens` says whether the graph `scan` outputs
+        `hiddens`."""
         self._batcher = batcher
         self._forward = forward
         self._vocabulary = vocabulary
@@ -58,9 +62,10 @@ class TopPlaces:
         scored: NDArray[np.float64],
         ticket: Ticket,
     ) -> list[tuple[Prediction, ...]]:
-        """Returns the lists for the n tokens of `input_ids` after the one at `first`. `scored`: their log-probabilities
-        by the scan, float64 (n). `hiddens`: float32 (n, H), as the scan of these tokens output them."""
-        assert request.top_k is not None, "a score without lists asks for them: this is a bug"
+        """Returns one list for each of the n tokens of `input_ids` that follow index `first`. `scored`: float64 (n),
+        the log-probabilities of these tokens from the scoring run. `hiddens`: float32 (n, H), the output layer's inputs
+        from which the scoring run predicted these tokens; None: the tokens run as steps."""
+        assert request.top_k is not None, "the score request has no top_k: this is a bug"
         cache = self._cache if request.cache else None
         starts = 0 if request.truncated else 1  # the start token is not in a cache
         lists: list[tuple[Prediction, ...]] = []
@@ -79,7 +84,7 @@ class TopPlaces:
         return lists
 
     async def _heads(self, hiddens: NDArray[np.float32], ticket: Ticket) -> AsyncGenerator[RunResult, None]:
-        """Yields the result at each of n positions, from the output layer's input: float32 (n, H)."""
+        """Yields the result at each of n positions. hiddens: the output layer's inputs, float32 (n, H)."""
         others = ticket.beside()
         for start in range(0, len(hiddens), SLICE):
             items: list[WorkItem] = []
@@ -98,7 +103,8 @@ class TopPlaces:
     async def _steps(
         self, input_ids: NDArray[np.int64], first: int, count: int, ticket: Ticket
     ) -> AsyncGenerator[RunResult, None]:
-        """Yields the result after each of `count` tokens, in one step each."""
+        """Yields the result after each of `count` tokens, starting with the token at index `first`. Runs each token as
+        one step."""
         with self._forward.lease() as slot:
             read = ZERO
             if first:
@@ -110,8 +116,8 @@ class TopPlaces:
 
 
 def with_own(found: Sequence[Prediction], token: int, logprob: float) -> tuple[Prediction, ...]:
-    """Returns a list of predictions with this log-probability for `token`, which is one of them. Those before it stay
-    more probable, and those after it stay at most as probable."""
+    """Returns the predictions, with `logprob` as the log-probability of `token`, which must be one of the predictions.
+    Changes other log-probabilities where necessary to keep the descending order."""
     own = next(index for index, one in enumerate(found) if one.token_id == token)
     least, ties = math.nextafter(logprob, math.inf), found[own].logprob
     changed: list[Prediction] = []

@@ -23,14 +23,15 @@ from wane.service.observability.logs import log_access
 from wane.service.observability.metrics import Metrics
 from wane.service.settings import Settings
 
-SMALL_BYTES = 1 << 12  # a connection with at most this many unanswered bytes does not use the budget
+SMALL_BYTES = 1 << 12  # a connection with at most this many unanswered bytes does not use the receive budget
 
 
 class ReceiveBudget:
-    """Counts the unanswered bytes of every connection that has more than SMALL_BYTES unanswered bytes."""
+    """Limits the total number of unanswered bytes, which are received bytes of requests and messages that are not
+    answered yet. Does not count the bytes of a connection that has at most SMALL_BYTES unanswered bytes."""
 
     def __init__(self, most: int) -> None:
-        """`most` is the largest number of unanswered bytes of all connections together."""
+        """`most` is the largest allowed total over all connections."""
         self.most = most
         self.taken = 0
 
@@ -62,14 +63,16 @@ class ReceiveShare:
 class RejectReason(StrEnum):
     """Why a connection is rejected. The comments name the HTTP status or the close code that the client receives."""
 
-    TOO_MANY = "too_many"  # 503: too many open connections
-    LONG_HEAD = "long_head"  # 431
+    TOO_MANY = "too_many"  # 503: the connection exceeds the limit on open connections
+    LONG_HEAD = "long_head"  # 431: the head of a request is too long
     LONG_TRAILERS = "long_trailers"  # 431: too many bytes of trailers or of chunk lengths
-    SLOW_HEAD = "slow_head"  # 408
-    SLOW_BODY = "slow_body"  # 408: a slow body that no route waits for; 1008: a slow message
-    FULL = "full"  # 429 or 1013: the receive budget is used up
+    SLOW_HEAD = "slow_head"  # 408: the head of a request was received too slowly
+    # 408: the body was received too slowly, and no route reads it; 1008: a message was received too slowly
+    SLOW_BODY = "slow_body"
+    FULL = "full"  # 429 or 1013: the receive budget has no room for the received bytes
     MALFORMED = "malformed"  # 400: invalid HTTP; 1002: an invalid frame; 1007: invalid UTF-8
-    HANDSHAKE = "handshake"  # 400, 405, 414, 426 or 431: a WebSocket handshake that is invalid or too late
+    # 400, 405, 414, 426 or 431: the WebSocket handshake is invalid, or the client sent data before its answer
+    HANDSHAKE = "handshake"
     UNREAD = "unread"  # no status: the client read nothing, and the kernel aborted the connection
     FRAMES = "frames"  # 1008: too many WebSocket frames without a complete message
 
@@ -113,7 +116,8 @@ class TimeoutProtocol(asyncio.Protocol):
         self.settings = settings
         self.rejected = rejected
         self.share = ReceiveShare(receive_budget)
-        self.timer: asyncio.TimerHandle | None = None  # runs while a head, a body or a message is incomplete
+        # runs while a head, a body or a message is incomplete
+        self.timer: asyncio.TimerHandle | None = None
 
     def tell(self, reason: RejectReason, status: HTTPStatus | None = None) -> None:
         """Counts and logs the rejection of this connection."""

@@ -45,7 +45,7 @@ class BufferedTransport:
         self._held: list[bytes] = []
         self._bytes = 0
         self._has_ended = False
-        # returns True if the protocol itself will close the connection
+        # returns True if the protocol will close the connection later
         self.delays_closing: Callable[[], bool] = _never
 
     def write(self, data: bytes) -> None:
@@ -149,7 +149,7 @@ TRAILERS: Any = deque(maxlen=0)
 
 HEAD_END = b"\r\n\r\n"
 PARSER_REASONS = {"Pause on PRI/Upgrade": "this is HTTP/2, and the server speaks HTTP/1.1"}
-"""Texts that replace those messages of the parser that would not help a client."""
+"""Texts for the client, by the parser's message that each text replaces."""
 
 
 def malformed(error: HttpParserError) -> bytes:
@@ -176,27 +176,28 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         super().__init__(*given, **named)
         self.dispatcher = dispatcher
         self.trusted_headers = trusted_headers
-        self.is_reading = False  # received bytes are being parsed
-        # a request that starts after the received bytes are parsed
+        self.is_reading = False  # whether received bytes are being parsed
+        # a request to start once all received bytes are parsed
         self.held: tuple[RequestResponseCycle, ASGI3Application] | None = None
         self.in_flight: InFlight | None = None  # the request that the dispatcher is answering
         self.last_whole: object = None  # the scope of the last request that was received whole
-        self.completed = False  # the latest bytes completed a request
-        # number of received bytes of an incomplete head, without a read that also completed a request
+        self.completed = False  # whether the latest bytes completed a request
+        # number of received bytes of an incomplete head; a read that also completed the previous request is not counted
         self.head_bytes = 0
         self.head_end = b""  # the last bytes of the incomplete head
-        self.framing_bytes = 0  # number of bytes received since the last content byte of an incomplete body
-        # the request that may keep its connection alive only once its body is complete
+        self.framing_bytes = 0  # number of bytes received since the last byte of an incomplete body's content
+        # a request with a chunked body; its connection is kept alive only if the body is complete before the response
+        # starts
         self.keepalive_hold: RequestResponseCycle | None = None
-        self.grace_used = False  # the timer has fired once while this body was incomplete
+        self.grace_used = False  # whether the timer has fired once while the current body was incomplete
         self.running: RequestResponseCycle | None = None  # the request that is being answered, or was answered last
-        self.discarding = False  # further received bytes are dropped
-        self.lingers = False  # the last response is written, and the connection is closed soon
-        self.at_last: Callable[[], None] | None = None  # is called when all earlier requests are answered
-        self.upgrades = False  # a WebSocket's handshake waits for the earlier requests
-        # number of received bytes of unanswered requests, without small requests that arrived in one read
+        self.discarding = False  # whether further received bytes are dropped
+        self.lingers = False  # whether the last response is written and the connection is closed soon
+        self.at_last: Callable[[], None] | None = None  # a function to call when all earlier requests are answered
+        self.upgrades = False  # whether a WebSocket's handshake waits until the earlier requests are answered
+        # number of received bytes of unanswered requests; small requests that arrived in one read are not counted
         self.unanswered_bytes = 0
-        self.is_unread = False  # the last received bytes were not parsed
+        self.is_unread = False  # whether the last received bytes were dropped without being parsed
         self.measured: object = None  # the scope of the last request whose length `has_room` checked
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -231,7 +232,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
                 self.begin(*self.held)
             if self.in_flight is not None and len(self.pipeline) <= 1:
                 # uvicorn pauses reading while a pipelined request waits. While reading is paused, the server would
-                # notice neither a disconnection nor further bytes of the body.
+                # notice neither a disconnection nor further bytes of the waiting request's body.
                 self.flow.resume_reading()
 
     def take_in(self, data: bytes) -> None:
@@ -373,11 +374,12 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         return False
 
     def has_room(self) -> bool:
-        """Whether the budget has room for the declared length of a body. The bytes of a chunked body are counted when
-        they are received. The middleware rejects a body that is longer than the budget."""
+        """Whether the budget has room for the declared length of a body. Returns True for a chunked body, whose bytes
+        are counted when they are received. Returns True for a body that is longer than the whole budget, because the
+        middleware rejects such a body."""
         self.measured = self.scope
         most, taken = self.share.receive_budget.most, self.share.receive_budget.taken
-        if 2 * taken <= most:  # the largest allowed body is half of the budget
+        if 2 * taken <= most:  # any body fits, because the largest allowed body is half of the budget
             return True
         declared = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"")
         length = int(declared) if declared.isdigit() else 0
@@ -440,7 +442,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """uvicorn calls this when it starts to shut down. Schedules the stop of a dispatched request at the shutdown
-        timeout, because uvicorn can only cancel tasks, and a dispatched request has none."""
+        timeout, because uvicorn can only cancel tasks, and a dispatched request has no task."""
         self.keepalive_hold = None
         if self.in_flight is not None and self.config.timeout_graceful_shutdown is not None:
             self.loop.call_later(self.config.timeout_graceful_shutdown, self.in_flight.stop)
@@ -452,12 +454,12 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
 
     def too_slow(self) -> None:
         """Closes a connection whose client sends too slowly. If the head is complete, first waits for `body_timeout_s`,
-        in which the middleware can answer the request with a slow body."""
+        because the middleware may answer the request within this time."""
         self.timer = None
         if self.in_body() and not self.grace_used:
             self.grace_used = True
             self.timer = self.loop.call_later(self.settings.body_timeout_s, self.too_slow)
-        elif self.scope is None:  # no request line was received
+        elif self.scope is None:  # the client has not begun a request
             self.transport.close()
         else:
             reason = RejectReason.SLOW_BODY if self.in_body() else RejectReason.SLOW_HEAD
@@ -522,7 +524,7 @@ class HttpProtocol(TimeoutProtocol, HttpToolsProtocol):
         self.pipeline.clear()
         self.at_last = None
         if self.running is not None and not self.running.response_complete:
-            self.running.disconnected = True  # so that uvicorn writes nothing more
+            self.running.disconnected = True  # uvicorn writes nothing more to a disconnected client
             self.running.message_event.set()
 
     def is_answered(self) -> bool:

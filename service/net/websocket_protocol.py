@@ -18,14 +18,16 @@ from wane.service.net.connection import DEAF_S, SMALL_BYTES, RejectReason, Timeo
 from wane.service.net.receive_queue import CHANNEL, MOST_EARLY, ClientDisconnected, Message, ReceiveQueue
 
 PIECE_BYTES = 1 << 12  # the number of received bytes that are parsed in one call
-# the largest number of fragments and pings in FRAMES_S seconds during which no message is completed
+# the largest number of fragments, pings and pongs within FRAMES_S seconds without a complete message
 MOST_FRAMES, FRAMES_S = 1000, 10.0
 PROTOCOL, NOT_UTF8, POLICY, TRY_AGAIN = 1002, 1007, 1008, 1013
 WHOLE_TEXT = 0x81  # the first byte of a text message in one frame
-MASKED = 0x80  # the flag of a masked frame, in the byte that also holds a short length
-# the longest payload whose length fits in the second byte, and in the two bytes after it
+MASKED = 0x80  # the bit of a frame's second byte that marks a masked frame; the other bits hold a short length
+# the longest payload in bytes whose length fits in the second byte, and the longest whose length fits in the next two
+# bytes
 SHORT_BYTES, MEDIUM_BYTES = 125, 0xFFFF
-LENGTH_BYTES = {126: 2, 127: 8}  # the number of bytes of a length field, by the value of the second byte
+# the number of bytes of the separate length field, by the short length in the second byte
+LENGTH_BYTES = {126: 2, 127: 8}
 MASK_BYTES = 4
 
 
@@ -57,8 +59,8 @@ class FrameBoundary:
 
 
 def frame_bytes(data: bytes, at: int) -> int | None:
-    """Returns the length in bytes of the frame that begins at offset `at`, with its head. Returns None if the head is
-    incomplete."""
+    """Returns the length in bytes of the frame that begins at offset `at`, including the frame's head. Returns None if
+    the head is incomplete."""
     if len(data) < at + 2:
         return None
     payload_bytes = data[at + 1] & ~MASKED
@@ -81,13 +83,13 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.receive_queue = ReceiveQueue(self.loop)
         self.queue = self.receive_queue  # type: ignore[assignment]  # it has what uvicorn uses
         self.boundary = FrameBoundary()
-        self.at_rest = False  # all received bytes are parsed, and the last message is complete
+        self.at_rest = False  # whether all received bytes are parsed and the last message is complete
         self.rest = b""  # received bytes to parse after the route has read the earlier messages
         self.frames_left = MOST_FRAMES
         self.frames_since_s = self.loop.time()
-        self.discarding = False  # the WebSocket is about to be closed, and received bytes are dropped
-        self.in_message = False  # a message or a frame is incomplete
-        self.fragment_bytes = 0  # bytes in the complete frames of an incomplete message
+        self.discarding = False  # whether the WebSocket is about to be closed and received bytes are dropped
+        self.in_message = False  # whether a message or a frame is incomplete
+        self.fragment_bytes = 0  # number of payload bytes in the complete frames of an incomplete message
         self.unanswered: deque[int] = deque()  # the length in bytes of each unanswered message, oldest first
         self.unanswered_bytes = 0  # the sum of `unanswered`
 
@@ -123,8 +125,8 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         self.at_rest = not (self.in_message or self.rest)
 
     def look(self) -> None:
-        """Closes the WebSocket if the receive budget has no room for its bytes. Starts the timer if a message is
-        incomplete, and stops the timer otherwise."""
+        """Closes the WebSocket if the receive budget has no room for the received bytes. Starts the timer if a message
+        is incomplete, and stops the timer otherwise."""
         if self.discarding or not self.has_room():
             return
         if not self.in_message or self.read_paused:
@@ -137,11 +139,11 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         room."""
         if self.share.is_now(self.coming_bytes() + self.unanswered_bytes):
             return True
-        self.break_off(RejectReason.FULL, TRY_AGAIN, "the server receives too many bytes")
+        self.break_off(RejectReason.FULL, TRY_AGAIN, "the server is receiving too much data: try again later")
         return False
 
     def coming_bytes(self) -> int:
-        """Returns the number of received bytes that belong to incomplete messages."""
+        """Returns the number of received bytes that are not parsed yet or belong to an incomplete message."""
         return len(self.rest) + len(self.conn.reader.buffer) + self.fragment_bytes
 
     def too_slow(self) -> None:
@@ -251,7 +253,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
             try:
                 text = data.decode()
             except UnicodeDecodeError:
-                self.break_off(RejectReason.MALFORMED, NOT_UTF8, "a text that is not UTF-8")
+                self.break_off(RejectReason.MALFORMED, NOT_UTF8, "a text message is not valid UTF-8")
                 return
             message: Message = {"type": "websocket.receive", "text": text}
         else:
@@ -299,7 +301,7 @@ class WebSocketProtocol(TimeoutProtocol, WebSocketsSansIOProtocol):
         if now_s - self.frames_since_s > FRAMES_S and not self.close_sent:
             self.frames_left, self.frames_since_s = MOST_FRAMES, now_s
             return True
-        self.break_off(RejectReason.FRAMES, POLICY, "too many frames without a message")
+        self.break_off(RejectReason.FRAMES, POLICY, "too many frames without a complete message")
         return False
 
     def break_off(self, reason: RejectReason, code: int, why: str) -> None:

@@ -52,7 +52,7 @@ class TogetherHandler(logging.Handler):
         """Queues a line. The caller must hold the handler's lock."""
         try:
             self._lines.append(self.format(record))
-        except Exception:  # handled as in the handlers of the logging library
+        except Exception:  # the logging library's own handlers report this error in the same way
             self.handleError(record)
             return
         if record.levelno >= logging.WARNING:

@@ -72,7 +72,7 @@ class Histogram(Collector):
         self._bounds = tuple(buckets)
         self._observed: dict[tuple[str, ...], Observed] = {}
         if not labels:
-            self.labels()  # so that its counts are exported as 0 from the start
+            self.labels()  # creates the only counts, so that they are exported as 0 from the start
         registry.register(self)
 
     def labels(self, *values: str) -> Observed:
@@ -102,11 +102,11 @@ class Histogram(Collector):
         yield family
 
 
-# Bounds of the durations of requests, from 20 microseconds (the wait in an idle queue) to a minute (twice the default
-# of request_timeout_ms). From 0.1 ms to 10 ms, the range of steps and windows, each bound exceeds the previous bound by
-# a third to two thirds. In this range the largest relative error of a quantile is therefore two thirds. Outside this
-# range each bound is 2 to 3 times the previous bound. Bounds are round numbers, so the number of requests that took
-# longer than 5 ms is exact.
+# Bucket bounds for the durations of requests, from 20 microseconds (the wait in an idle queue) to a minute (twice the
+# default of request_timeout_ms). From 0.1 ms to 10 ms, the range of steps and windows, each bound exceeds the previous
+# bound by a third to two thirds. In this range the largest relative error of a quantile is therefore two thirds.
+# Outside this range each bound is 2 to 3 times the previous bound. Bounds are round numbers, so the number of requests
+# that took longer than 5 ms is exact.
 REQUEST_SECONDS = (
     *(0.000_02, 0.000_05),
     *(0.000_1, 0.000_15, 0.000_2, 0.000_3, 0.000_5, 0.000_7),
@@ -114,17 +114,17 @@ REQUEST_SECONDS = (
     *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
 )
-# Bounds of the durations of runs. Runs are shorter than requests, so the bounds end at 1 s.
+# Bucket bounds for the durations of runs. Runs are shorter than requests, so the bounds end at 1 s.
 RUN_SECONDS = REQUEST_SECONDS[:21]
-# Bounds of batch sizes: powers of two up to 1024. The setting max_batch_size limits the size of a batch.
+# Bucket bounds for batch sizes: powers of two up to 1024. The setting max_batch_size limits the size of a batch.
 BATCH_ITEMS = tuple(float(2**power) for power in range(11))
-# Bounds of the share of a batch's positions that are padding. The share is at most one half
+# Bucket bounds for the share of a batch's positions that are padding. The share is at most one half
 # (`service/batching/batch.py`).
 PADDING_SHARE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
-# Bounds of the total variation distance of two distributions, which is in [0, 1]. There is one bound per power of ten,
-# from 1e-8 (float32 rounding) to 1 (disjoint distributions).
+# Bucket bounds for the total variation distance of two distributions, which is in [0, 1]. There is one bound per power
+# of ten, from 1e-8 (float32 rounding) to 1 (disjoint distributions).
 TOTAL_VARIATION = tuple(10.0**-power for power in range(8, -1, -1))
-# Bounds for error bounds: the bounds of total variation, and a bucket for exact answers.
+# Bucket bounds for the error bounds of answers: those for the total variation distance, and a bucket for exact answers.
 ERROR_BOUND = (0.0, *TOTAL_VARIATION)
 
 
@@ -161,9 +161,9 @@ class Metrics:
         )
         self.connections_rejected = counter(
             "wane_connections_rejected",
-            "Rejected connections, by reason: too_many, long_head, long_trailers, slow_head, slow_body, full (receive "
-            "budget), malformed, handshake (of a WebSocket), unread (the client read nothing), frames (of a WebSocket, "
-            "without a message).",
+            "Rejected connections, by reason: too_many, long_head, long_trailers, slow_head, slow_body, full (no room "
+            "in the receive budget), malformed, handshake (an invalid WebSocket handshake), unread (the client read "
+            "nothing), frames (too many WebSocket frames without a message).",
             "reason",
         )
         # The durations and trace ids of requests that are not counted yet, by route, method and status.
@@ -218,7 +218,7 @@ class Metrics:
         self.batch_items = histogram("wane_batch_items", "Work items per batch.", BATCH_ITEMS, "model", "role")
         self.batch_seconds = histogram("wane_batch_seconds", "Duration of graph runs.", RUN_SECONDS, "model", "role")
         self.batch_padding_share = histogram(
-            "wane_batch_padding_share", "Share of a batch that is padding.", PADDING_SHARE, "model", "role"
+            "wane_batch_padding_share", "Share of a batch's positions that are padding.", PADDING_SHARE, "model", "role"
         )
         self.queue_dropped = counter(
             "wane_queue_dropped",
@@ -238,7 +238,9 @@ class Metrics:
         )
         self.state_bytes = gauge("wane_state_bytes", "Bytes of memory in use for states.", "model")
         self.state_rebuilds = counter("wane_state_rebuilds", "States rebuilt from a session's last tokens.", "model")
-        self.state_replays = counter("wane_state_replays", "States updated with other replicas' tokens.", "model")
+        self.state_replays = counter(
+            "wane_state_replays", "States updated with tokens that other replicas appended.", "model"
+        )
         self.states_evicted = counter(
             "wane_states_evicted", "States evicted from memory to make room for other states.", "model"
         )
@@ -249,7 +251,9 @@ class Metrics:
         self.steps_replayed = counter(
             "wane_steps_replayed", "Retried steps that were answered without appending again.", "model"
         )
-        self.step_conflicts = counter("wane_step_conflicts", "Commits rejected after another writer's commit.", "model")
+        self.step_conflicts = counter(
+            "wane_step_conflicts", "Session commits rejected because another writer had committed first.", "model"
+        )
 
         # The store that replicas share.
         self.store_up = gauge("wane_store_up", "1 while the session store is reachable.")
@@ -263,7 +267,8 @@ class Metrics:
             "wane_sessions_not_durable", "Sessions with tokens that are in this process only, not in the store."
         )
         self.sessions_conflict_discarded = counter(
-            "wane_sessions_conflict_discarded", "Sessions whose non-durable tokens were discarded after a conflict."
+            "wane_sessions_conflict_discarded",
+            "Sessions whose non-durable tokens were discarded because another writer had changed the session.",
         )
 
         # Agreement of window and recurrent answers.

@@ -31,8 +31,9 @@ logger = logging.getLogger("wane.engine")
 
 @dataclass(frozen=True, slots=True)
 class LoadedBundle:
-    """A verified bundle with its proofs and runners. `shadow`: a second runner for shadow requests, if the settings
-    enable them. `bits`: a digest of the graphs' results on this machine. `direction`: see `DirectionProof.of`."""
+    """A verified bundle with its proofs and runners. `shadow`: the runner of a separate process that repeats sampled
+    live answers, if the settings enable this. `bits`: a digest of the graphs' results on this machine. `direction`: see
+    `DirectionProof.of`."""
 
     bundle: Bundle
     margin: MarginProof

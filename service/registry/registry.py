@@ -72,7 +72,7 @@ class ModelRegistry:
         self.retired_engines = RetiredEngines(self.epochs, settings.session_ttl_s)
         self.lifecycle = ModelLifecycle(self._repository, self.retired_engines, settings, metrics)
         self._engines = self.lifecycle.engines
-        # by model name, the error of a failed last load
+        # by model name: the error of the model's last load, if that load failed
         self.failures: Mapping[str, LoadFailed] = self.lifecycle.failures
         self._watching: asyncio.Task[None] | None = None
 
@@ -222,8 +222,8 @@ class ModelRegistry:
         return self._engine_of(session, kind, model)
 
     def resident_engine(self, session: str) -> Engine | None:
-        """Returns the engine that has the session's state in its cache. Returns None if no engine has it, or if the
-        server is shutting down."""
+        """Returns the engine that has the session's state in its cache. Returns None if no engine has the state, or if
+        the server is shutting down."""
         if self._status != "draining":
             for engine in self._engines.values():
                 if engine.has_state(session):
@@ -321,8 +321,9 @@ class ModelRegistry:
         self._metrics.ready.set(0)
 
     async def close(self) -> None:
-        """Rejects new requests and requests that wait for a model. Waits for the requests in flight, then closes every
-        engine. A second call waits until the first call has ended."""
+        """Rejects new requests and requests that wait for a model. Waits for the requests in flight, but not longer
+        than the setting `drain_timeout_ms`. Then closes every engine. A second call waits until the first call has
+        ended."""
         if self._closing is None:
             self._status = "draining"
             self._metrics.ready.set(0)

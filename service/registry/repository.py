@@ -105,7 +105,7 @@ def look(path: Path) -> FoundBundle:
 
 
 def tell(error: Exception, path: Path) -> str:
-    """Returns the message of a bundle's error. Replaces the bundle's path in it by the name of its folder."""
+    """Returns the error's message, with the path of the bundle replaced by the name of the bundle's folder."""
     return str(error).replace(str(path), path.name)
 
 

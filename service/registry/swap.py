@@ -144,9 +144,9 @@ class RetiredEngines:
 async def tidy() -> None:
     """Frees a closed engine, and returns its memory to the operating system.
 
-    The engine's parts refer to one another, so only the garbage collector frees them. A collection takes only some
-    milliseconds, because it skips objects that are older than the server's readiness. Without the trim, the C library
-    would keep tens of megabytes per engine.
+    The engine's parts refer to one another, so only the garbage collector frees them. A garbage collection takes only
+    some milliseconds, because it skips the objects that existed when the server became ready. Without `trim`, the C
+    library would keep tens of megabytes for each closed engine.
     """
     await asyncio.sleep(0)  # waits until the caller has dropped its reference to the engine
     gc.collect()
@@ -186,14 +186,16 @@ class ModelLifecycle:
         task = asyncio.create_task(self._load(name))
         self.tasks.add(task)
         task.add_done_callback(self._changed)
-        with until(deadline, "the deadline passed, but the load continues; the index shows when it has ended"):
+        with until(
+            deadline, "the deadline passed, but the load continues: the index of models shows when the load has ended"
+        ):
             return await asyncio.shield(task)
 
     def unload(self, engine: Engine) -> None:
-        """Stops serving the engine's model. The caller must hold the lock."""
+        """Stops serving the engine's model. The caller must hold `lock`."""
         name = engine.name
         del self.engines[name], self.digests[name]
-        self.failures.pop(name, None)  # the error of another version that failed to replace this one
+        self.failures.pop(name, None)  # removes the error of a version that failed to replace this version
         self._metrics.model_info.remove(name, engine.version, engine.device)
         for one in (engine, *(other for other in self._retired_engines.lingering if other.name == name)):
             self._retired_engines.retire(one)
@@ -238,7 +240,7 @@ class ModelLifecycle:
     def _changed(self, task: asyncio.Task[Engine]) -> None:
         self.tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller may have disconnected
+            task.exception()  # marks the error as retrieved, because the caller may have disconnected
 
     async def _load(self, name: str) -> Engine:
         async with self.lock:

@@ -47,7 +47,7 @@ class Runner(Protocol):
     any run that starts in a reachable state and ends in the same tokens, in exact arithmetic. `radius` is infinite if
     there is no bound. Gated models may also have `stream` (B, H), the value to which the output of the first layer's
     mixing matrix is added, and one `error.<name>` per state. `error.<name>` is a bound, for each unit, of the distance
-    from the state of such a run.
+    between `next.<name>` and the state of such a run.
     """
 
     @property

@@ -14,7 +14,7 @@ MOST_WAITERS = 64  # largest number of requests that wait for one session; the b
 
 
 class SessionLocks:
-    """One lock for each session. Waiting requests get it in order of arrival. A free lock uses no memory."""
+    """One lock for each session. Waiting requests get the lock in order of arrival. A free lock uses no memory."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, deque[asyncio.Future[None]] | None] = {}
@@ -52,7 +52,7 @@ class SessionLocks:
             raise
 
     def leave(self, session: str) -> None:
-        """Releases the session's lock. The next waiting request gets it, if there is one."""
+        """Releases the session's lock. The next waiting request gets the lock, if there is one."""
         queue = self.waiting[session]
         while queue:
             first = queue.popleft()

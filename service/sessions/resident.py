@@ -62,7 +62,7 @@ class ResidentSessions:
         self.flushes = 0
         """Number of times that a session was flushed to the store."""
         self.hits = 0
-        """Number of steps that were committed since the caller last set this to 0."""
+        """Number of steps committed in columns since this number was last reset to 0."""
         state_cache.on_drop = self._on_drop
 
     def add(self, record: SessionRecord) -> None:
@@ -93,7 +93,8 @@ class ResidentSessions:
     def commit(
         self, slots: NDArray[np.intp], sessions: Sequence[str], tokens: NDArray[np.int64], outputs: Mapping[str, Array]
     ) -> None:
-        """Appends one token to each of B different sessions, and replaces their states with the run's outputs."""
+        """Appends one token to each of B different sessions, and replaces the sessions' states with the run's
+        outputs."""
         self.hits += len(slots)
         now_s = self._clock()
         self._state_cache.advance(slots, sessions, outputs, now_s)
@@ -112,7 +113,7 @@ class ResidentSessions:
                     self._store.write(sessions[row], self._recent[slot].tolist(), 0.0)
 
     def shares(self, slots: NDArray[np.intp]) -> CacheShares:
-        """Returns the cache's part of the next distribution of each of B sessions."""
+        """Returns the cache's part of the next-token distribution of each of B sessions."""
         assert self._cache is not None, "the model has no cache: this is a bug"
         return self._cache.shares(self._rings[slots], self._newest(slots))
 

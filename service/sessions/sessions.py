@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires `typing_extensions.TypedDict` before Python 3.12
 
 from wane.service.errors import (
     IdempotencyKeyReused,
@@ -51,7 +51,8 @@ class StepKind(Enum):
 
 
 def last_step(record: SessionRecord, request: StepRequest) -> LastStep:
-    """Returns the `LastStep` that the session has after the step. `record` is the session before the step."""
+    """Returns the `LastStep` that the session will have once the step is appended. `record` is the session before the
+    step."""
     return LastStep(record.position, of_tokens(request.tokens), of_key(request.idempotency_key))
 
 
@@ -93,12 +94,13 @@ def has_last_key(record: SessionRecord, request: StepRequest) -> bool:
 
 def conflict(record: SessionRecord, start: int | None) -> PositionConflict:
     """Returns a PositionConflict that contains the session's position."""
-    asked = "other clients kept changing it" if start is None else f"the step starts at {start}"
+    asked = "other clients kept changing the session" if start is None else f"the step starts at {start}"
     return PositionConflict(f"the session is at position {record.position}, but {asked}", record.position)
 
 
 class SessionsReport(TypedDict):
-    """The numbers of sessions with a state in memory (`resident`) and without (`parked`), and of rebuilt states."""
+    """`resident` is the number of sessions with a state in memory, and `parked` the number of sessions without one.
+    `rebuilt` is the number of states that were rebuilt."""
 
     resident: int
     parked: int
@@ -168,7 +170,7 @@ class Sessions:
                 raise SessionExists(f"session {given!r} exists already with other options or after a step")
             await self._store.touch(session)
             return there._replace(idle_s=0.0), False
-        self._state_cache.drop(session)  # an earlier session with this id may have been at the same revision
+        self._state_cache.drop(session)  # an earlier session with this id may have left its state
         return (self._store.get_cached(session) or record)._replace(idle_s=0.0), True
 
     async def read(self, session: str) -> SessionRecord:
@@ -190,9 +192,10 @@ class Sessions:
         await self._store.touch(session)
 
     def look(self, request: StepRequest) -> SessionRecord | None:
-        """Returns the session as this process last saw it, if the step is new and the session's state is available. The
-        commit then checks whether the session is still the same. Returns None if the session must be read from the
-        store: see `check_out`.
+        """Returns the session as this process last saw it. The commit then checks whether the session is still the
+        same. Returns None if the session must be read from the store (`check_out`): because this process does not know
+        the session, because the step may be a replay or a conflict, or because the store may have a snapshot that
+        replaces a missing state.
 
         Raises PositionConflict.
         """
@@ -236,7 +239,8 @@ class Sessions:
         return cached if behind else None
 
     def kept(self, record: SessionRecord) -> Snapshot | None:
-        """Returns the store's snapshot of the session, if this model made it and `record` holds all later tokens."""
+        """Returns the store's snapshot of the session. Returns None if the snapshot was made with other weights or
+        graphs, or if `record` does not hold all later tokens."""
         snapshot = record.snapshot
         if (
             snapshot is None
@@ -262,14 +266,14 @@ class Sessions:
         return cached
 
     def keep(self, record: SessionRecord, slot: int, dropped_tokens: int) -> None:
-        """Makes the state in `slot` the session's resident state. It lacks the first `dropped_tokens` tokens of the
-        session."""
+        """Makes the state in `slot` the session's resident state. The state has not read the session's first
+        `dropped_tokens` tokens."""
         self._state_cache.put(
             record.session, CachedState(slot, record.revision, dropped_tokens, record.position), self._clock()
         )
 
     def count_state_replay(self) -> None:
-        """Counts a resident state that was brought up to date with tokens that another process had appended."""
+        """Counts a state that was behind the session and was brought up to date with the session's later tokens."""
         self._state_replays.inc()
 
     def count_rebuilt(self) -> None:
@@ -318,7 +322,7 @@ class Sessions:
                 first, last = record.earliest, record.position
                 reach = f"position {last} only" if first == last else f"positions {first} to {last}"
                 raise InvalidRequest(f"position is {position}, but the session can be rewound to {reach}", "position")
-            if position == record.position:  # the state and the last step stay as they are
+            if position == record.position:  # the session keeps its state and its last step
                 await self._store.touch(session)
                 return record._replace(idle_s=0.0)
             rewound = await self._store.rewind(session, record.revision, position)
@@ -340,14 +344,16 @@ class Sessions:
         return await self._store.count(self._model)
 
     async def counts(self) -> SessionsReport:
-        """Returns the numbers of sessions with and without a resident state, and of rebuilt states."""
+        """Returns the number of sessions with a resident state, the number of sessions without one, and the number of
+        rebuilt states."""
         count = await self.expire()
         cached = len(self._state_cache)
         return {"resident": cached, "parked": max(count - cached, 0), "rebuilt": self.rebuilt}
 
 
 def _is_as_created(there: SessionRecord, record: SessionRecord) -> bool:
-    """Returns whether session `there` has no step yet and is equal to `record`."""
+    """Returns whether the stored session `there` equals the new session `record`. A session that has made a step is not
+    equal."""
     kept = there.model, there.vocabulary, there.mode, there.position, there.tail
     return there.last is None and kept == (record.model, record.vocabulary, record.mode, record.position, record.tail)
 

@@ -61,14 +61,14 @@ class StateCache(StatePool):
         """Returns whether a session's state is resident."""
         # Data of the resident state in each slot. The operating system commits zeroed memory only when it is first
         # written.
-        self.sessions: list[str | None] = [None] * RESERVED  # one item for each slot that was ever used
+        self.sessions: list[str | None] = [None] * RESERVED  # the session in each slot that was ever used
         self._revisions = np.zeros(self.capacity, np.uint64)
         self.dropped_tokens = np.zeros(self.capacity, np.int64)
         self.positions = np.zeros(self.capacity, np.int64)
         self.touched_s = np.zeros(self.capacity, np.float64)
-        self._written = np.zeros(self.capacity, np.uint32)  # `written` of the slot when it became resident
-        # `written` and `checksum` at the last check. If `written` is 0, there was no check, because a slot with a state
-        # has at least one write.
+        self._written = np.zeros(self.capacity, np.uint32)  # the slot's `written` when its state became resident
+        # The slot's `written` and `checksum` at the last check. If this `written` is 0, the slot was never checked,
+        # because a slot with a state has at least one write.
         self._seen_written = np.zeros(self.capacity, np.uint32)
         self._seen_checksum = np.zeros(self.capacity, np.uint32)
         self.on_drop: Callable[[str, int], object] = lambda _session, _slot: None
@@ -106,14 +106,14 @@ class StateCache(StatePool):
         self._written[slot] = self._writes[slot]
 
     def slot_of(self, session: str) -> int | None:
-        """Returns the slot of the session's resident state, or None. Does not count as a use."""
+        """Returns the slot of the session's resident state, or None. Does not count as a use of the state."""
         return self.order.get(session)
 
     def advance(
         self, slots: NDArray[np.intp], sessions: Sequence[str], outputs: Mapping[str, Array], now_s: float
     ) -> None:
-        """Replaces the states of B sessions by the outputs of a run over one token each. Increments their positions and
-        revisions. Counts as a use.
+        """Replaces the states of B sessions by the outputs of a run over one token for each session. Increments the
+        sessions' positions and revisions. Counts as a use of the states.
 
         `outputs`: float32 (B, ...), see `write`.
         """
@@ -135,7 +135,7 @@ class StateCache(StatePool):
         return self._cached(slot)
 
     def peek(self, session: str) -> CachedState | None:
-        """Returns the session's resident state, or None. Does not count as a use."""
+        """Returns the session's resident state, or None. Does not count as a use of the state."""
         slot = self.order.get(session)
         return None if slot is None else self._cached(slot)
 
@@ -173,7 +173,7 @@ class StateCache(StatePool):
         texts = self.miscounts()
         owners = len(self.sessions) - self.sessions.count(None)
         if owners != len(self.order):
-            texts.append(f"{owners} slots belong to {len(self.order)} sessions")
+            texts.append(f"{owners} slots have a session, but {len(self.order)} sessions have a slot")
         if idle and self.used != len(self.order):
             texts.append(f"{self.used} slots are in use for {len(self.order)} sessions, but no request is in flight")
         if idle and (np.frombuffer(self.users.tobytes(), np.int32) > 1).any():
@@ -189,21 +189,21 @@ class StateCache(StatePool):
         if session is None:
             return None
         if self.order.get(session) != slot:
-            return Fault("a slot's session has its state in another slot")
+            return Fault("a slot belongs to a session whose state is in another slot")
         if not self.users[slot]:
             return Fault("a slot with a state is free")
         written, checksum = self.written(slot), self.checksum(slot)
         was_checked, before = self._seen_written[slot] == written, self._seen_checksum[slot]
         self._seen_written[slot], self._seen_checksum[slot] = written, checksum
         if written != self._written[slot]:
-            return Fault("a resident state was written to", session)
+            return Fault("a resident state was written without an update by the cache", session)
         if was_checked and checksum != before:
             return Fault("a resident state changed without a write", session)
         return None
 
     def mend(self, faults: Sequence[Fault], *, idle: bool = False) -> None:
-        """Drops the corrupt states. Drops all states and recounts the slots if the cache's indexes or counts are
-        inconsistent."""
+        """Drops the sessions' corrupt states. If the cache's indexes or counts are inconsistent, drops all states and
+        recounts the slots."""
         for fault in faults:
             if fault.session is not None:
                 self.drop(fault.session)

@@ -68,7 +68,9 @@ class StatePool:
             self._untouched += 1
             self._add_slot()
         else:
-            raise Overloaded(f"all {self.capacity} states are in use: raise state_budget_bytes")
+            raise Overloaded(
+                f"all {self.capacity} states are in use by requests: retry later, or increase state_budget_bytes"
+            )
         self.users[slot] = 1
         return slot
 
@@ -83,7 +85,7 @@ class StatePool:
             self.users[slot] += 1
 
     def release(self, slot: int) -> None:
-        """Removes a user. Frees the slot if it has no other user."""
+        """Removes a user from a slot. Frees the slot if it has no other user."""
         if slot >= RESERVED:
             users = self.users[slot] = self.users[slot] - 1
             assert users >= 0, "a slot was released once too often: this is a bug"
@@ -91,7 +93,7 @@ class StatePool:
                 self.free.append(slot)
 
     def release_all(self, slots: Iterable[int]) -> None:
-        """Like `release`, for each slot."""
+        """Releases each of the slots: see `release`."""
         users, free = self.users, self.free
         for slot in slots:
             if slot >= RESERVED:
@@ -155,7 +157,8 @@ class StatePool:
             return {name: self.arrays[name].take(rows, 0) for name in self._names}
         states = {name: room[name][: len(rows)] for name in self._names}
         for name, values in states.items():
-            self.arrays[name].take(rows, 0, values, "clip")  # other modes of `take` make a buffered copy
+            # `take` with `out` makes an additional copy in all modes except "clip" and "wrap".
+            self.arrays[name].take(rows, 0, values, "clip")
         return states
 
     def gather_hidden(self, slots: Sequence[int]) -> NDArray[np.float32]:

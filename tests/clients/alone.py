@@ -22,19 +22,20 @@ TIMEOUT_S = 300
 
 
 def skip_without(package: str) -> pytest.MarkDecorator:
-    """Returns a mark that skips tests if a client package is not installed. If `WANE_REQUIRE_STACK` is 1, the tests run
-    and fail instead."""
+    """Returns a pytest mark that skips tests if a client package is not installed. If `WANE_REQUIRE_STACK` is 1, the
+    tests are not skipped and fail."""
     missing = find_spec(package) is None and os.environ.get(REQUIRED) != "1"
     return pytest.mark.skipif(missing, reason=f"{package} is not installed; the extra clients installs it")
 
 
 def import_client(package: str) -> Any:
-    """Imports a client package. If it is not installed, skips the test file, or fails if `WANE_REQUIRE_STACK` is 1."""
+    """Imports a client package. If the package is not installed, skips the test file. If, in addition,
+    `WANE_REQUIRE_STACK` is 1, fails instead."""
     return import_module(package) if os.environ.get(REQUIRED) == "1" else pytest.importorskip(package)
 
 
 def run(program: str, *arguments: str, env: Mapping[str, str] | None = None) -> Any:
-    """Runs a Python program. Returns the JSON that it prints in its last line."""
+    """Runs a Python program. Returns the value of the JSON that the program prints as its last line."""
     ended = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         cwd=ROOT,

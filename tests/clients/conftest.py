@@ -17,7 +17,7 @@ TEXT_MODEL, EVENT_MODEL = "text.1", "clicks"
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of the server."""
+    """The URL of a server of a text model and an event model."""
     folder = tmp_path_factory.mktemp("clients") / "bundles"
     folder.mkdir()
     put(folder, "1", name=TEXT_MODEL)
@@ -28,7 +28,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def native_of_both(url: str) -> Iterator[httpx.Client]:
-    """A client of the native API."""
+    """A client of the native API of the server at `url`."""
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
         yield client
 
@@ -45,7 +45,7 @@ def live() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="session")
 def locked() -> Iterator[LiveServer]:
-    """A server with one key."""
+    """A server of one text model that requires an API key."""
     with live_server(WANE_BUNDLES=BUNDLE, WANE_API_KEYS=f"tests:{KEY}") as server:
         yield server
 
@@ -59,7 +59,8 @@ def native(live: LiveServer) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 async def make_harness() -> AsyncIterator[MakeHarness]:
-    """Makes engine harnesses, and closes them. Then only resident states may use slots."""
+    """Returns a function that makes engine harnesses. At the end of the test, closes the harnesses and checks that only
+    resident states use slots of the state pool."""
     harnesses: list[EngineHarness] = []
 
     def make(**options: Any) -> EngineHarness:

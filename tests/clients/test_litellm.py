@@ -1,4 +1,4 @@
-"""litellm, unmodified, with the prefix `text-completion-openai/`."""
+"""Tests of the package litellm as a client. Its models have the prefix `text-completion-openai/`."""
 
 from __future__ import annotations
 

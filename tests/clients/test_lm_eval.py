@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, unmodified, by its model `local-completions`."""
+"""Tests of lm-evaluation-harness as a client, with the harness's model type `local-completions`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_greedy_is_what_predict_says(answers: dict[str, Any], native: httpx.Clie
 
 def test_rolling_log_likelihoods_are_those_of_score(answers: dict[str, Any], native: httpx.Client) -> None:
     for (text,), logprob in zip(TEXTS, answers["loglikelihood_rolling"], strict=True):
-        start = answers["prefix"]  # the harness puts it before the text
+        start = answers["prefix"]  # the harness puts the start token before the text
         assert logprob == pytest.approx(sum(scored(native, [start, *ids_of(native, text)])[1:]), rel=1e-12)
 
 
@@ -122,5 +122,5 @@ print(json.dumps(printed.getvalue()))
 
 
 def values(table: str) -> list[float]:
-    """Returns the values in a table of results."""
+    """Returns the results in a table that the harness prints: the numbers after the arrows."""
     return [float(value) for value in re.findall(r"\|[↑↓]\s*\|\s*([0-9.]+)\|", table)]

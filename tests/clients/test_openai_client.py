@@ -1,4 +1,4 @@
-"""The `openai` package, unmodified: its synchronous and its asynchronous client."""
+"""Tests of the package `openai` as a client, with its synchronous and its asynchronous client."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def complete(request: pytest.FixtureRequest, live: LiveServer) -> Complete:
 
 
 def refused(complete: Complete, param: str, **fields: Any) -> str:
-    """Checks a refusal that names a field, and returns its message."""
+    """Checks that an error names a field of the request, and returns the error's message."""
     with pytest.raises(openai.BadRequestError) as caught:
         complete(**fields)
     error = caught.value
@@ -249,7 +249,7 @@ def test_text_offsets_are_the_places_of_tokens(complete: Complete) -> None:
 
 
 def test_a_token_that_is_part_of_a_character_is_written_as_bytes(complete: Complete, native: httpx.Client) -> None:
-    ids = ids_of(native, "\u4e16")  # no token has this character
+    ids = ids_of(native, "\u4e16")  # no token of the vocabulary has this character
     found = complete(prompt=ids, echo=True, logprobs=0, max_tokens=0).choices[0].logprobs
     raw = b"".join(
         bytes.fromhex(token.removeprefix("bytes:").replace("\\x", "")) if token.startswith("bytes:") else token.encode()

@@ -1,4 +1,4 @@
-"""The Python examples of docs/openai.md run."""
+"""Tests that the Python examples of docs/openai.md run."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def test_the_example_of_litellm_runs(live: LiveServer) -> None:
 
 
 def here(program: str, live: LiveServer) -> str:
-    """Returns a program that asks the test's server and its model."""
+    """Returns the program with the URL and the model of the test's server instead of the page's."""
     return program.replace("http://127.0.0.1:8000", live.url).replace("gated-stable", "rnn-stable")

@@ -135,7 +135,7 @@ def test_the_metadata_has_the_signature(client: Client, version: str) -> None:
 def test_the_configuration_has_the_signature(client: Client, version: str) -> None:
     config, metadata = client.get_model_config(TEXT_MODEL, version), client.get_model_metadata(TEXT_MODEL)
     assert config["name"] == TEXT_MODEL
-    assert config["max_batch_size"] == 0  # so `dims` includes the batch dimension
+    assert config["max_batch_size"] == 0  # with this value, `dims` includes the batch dimension
     for field, described in (("input", "inputs"), ("output", "outputs")):
         assert [(one["name"], one["dims"]) for one in config[field]] == [
             (one["name"], one["shape"]) for one in metadata[described]
@@ -297,7 +297,7 @@ def test_an_unknown_error_bound_is_nan(client: Client, native_of_both: httpx.Cli
     )
     np.testing.assert_array_equal(result.as_numpy("error_bound"), floats([answer["error_bound"]]))
     score = native_of_both.post("/v1/score", json={"tokens": tokens, "truncated": True}).json()
-    assert score["logprobs"][0] is None  # no prediction precedes the first token of a truncated sequence
+    assert score["logprobs"][0] is None  # the first token of a truncated sequence is not predicted
     np.testing.assert_array_equal(result.as_numpy("token_logprobs"), floats([score["logprobs"]]))
     if not binary:
         assert result.get_response()["outputs"][1]["data"][0] is None
@@ -326,7 +326,7 @@ def test_text_is_tokenised_like_by_the_native_api(client: Client, native_of_both
 @BINARY
 def test_lengths_make_a_batch_ragged(client: Client, native_of_both: httpx.Client, binary: bool) -> None:
     given = [
-        tensor("tokens", [[5, 6, 7], [8, -1, 10**9]], binary=binary),  # the padding may hold anything
+        tensor("tokens", [[5, 6, 7], [8, -1, 10**9]], binary=binary),  # the server ignores the padding
         tensor("lengths", [3, 1], binary=binary),
     ]
     names = ("top_ids", "top_logprobs", "error_bound", "position", "token_logprobs")

@@ -1,6 +1,6 @@
 """Tests that the container files agree with the settings and the source tree. They cover what
-tests/stack/test_docker.py cannot cover: how the limits are composed, and the services that it cannot run (Grafana and
-the server on a GPU)."""
+tests/stack/test_docker.py cannot cover: how the limits of memory are composed, and the services that this test cannot
+run (Grafana and the server on a GPU)."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ def test_a_service_writes_only_to_its_volumes_and_has_no_capabilities(service: d
 
 @each_service
 def test_a_service_has_a_health_check_unless_its_image_has_one(service: dict[str, Any]) -> None:
-    # The image of Prometheus has a health check of its own, and no service waits for HAProxy.
+    # Two services have no health check in the compose file. The image of Prometheus has its own health check. No
+    # service waits for HAProxy.
     own = service["image"].startswith(("wane", "haproxy"))
     assert ("healthcheck" in service) != own
 

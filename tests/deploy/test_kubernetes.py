@@ -32,11 +32,11 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 COMPOSE: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
 DOCKERFILE = (ROOT / "service" / "Dockerfile").read_text(encoding="utf-8")
 OLDEST, LATEST = "1.30", "1.37"
-"""The versions of Kubernetes whose schemas are used. From the first of them on, `lifecycle.preStop.sleep` is enabled by
-default."""
+"""The versions of Kubernetes whose schemas are used. The first of them is the oldest version in which
+`lifecycle.preStop.sleep` is enabled by default."""
 
 QUEUED = "wane_queue_wait_seconds_total"
-"""The HPA's metric is the rate of this counter."""
+"""The metric of the HorizontalPodAutoscaler (HPA) is the rate of this counter."""
 
 Resource = dict[str, Any]
 

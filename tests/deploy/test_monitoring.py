@@ -23,8 +23,8 @@ PROMETHEUS = ROOT / "deploy" / "prometheus"
 RULES: list[dict[str, Any]] = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"][0]["rules"]
 SERVICES: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())["services"]
 UNTYPED = {"titleFormat", "textFormat", "definition"}
-"""The fields of annotations and variables that are specific to the data source Prometheus. The types of the dashboard
-do not describe them."""
+"""The fields of annotations and variables that are specific to the data source Prometheus. Grafana's types of a
+dashboard do not describe these fields."""
 
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -63,7 +63,7 @@ def test_every_replica_is_scraped_under_its_own_name() -> None:
 
 
 def lost(given: Any, back: Any, path: str = "") -> list[str]:
-    """Returns the paths at which `read` differs from `given`."""
+    """Returns the paths of the fields whose values in `read` differ from those in `given`."""
     if isinstance(given, dict) and isinstance(back, dict):
         return [where for key, value in given.items() for where in lost(value, back.get(key), f"{path}.{key}")]
     if isinstance(given, list) and isinstance(back, list) and len(given) == len(back):

@@ -34,8 +34,8 @@ async def tell(request: Request) -> Response:
 
 
 async def greet(socket: WebSocket) -> None:
-    """A WebSocket route. After the message `end`, it closes the WebSocket. After any other message, it returns without
-    closing the WebSocket."""
+    """A WebSocket route that receives one message. If the message is `end`, the route closes the WebSocket. Otherwise
+    it returns without closing the WebSocket."""
     await socket.accept()
     if await socket.receive_text() == "end":
         await socket.close(1000)

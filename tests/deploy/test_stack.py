@@ -60,7 +60,7 @@ def test_a_process_runs_what_its_container_runs(stack: Stack, tmp_path: Path, na
     for here, there in zip(command.arguments[1:], arguments, strict=False):
         file = here.rpartition("=")[2]
         if Path(file).is_absolute() and not there.endswith(in_the_container(stack, name, file)):
-            assert Path(file).name == Path(there).name  # the next tests check the path of the configuration
+            assert Path(file).name == Path(there).name  # the tests below check the path of the configuration
         else:
             own = in_the_container(stack, name, here)
             assert own in (there, there.replace("0.0.0.0:", f"{name}:").replace("*:", f"{name}:"))

@@ -1,5 +1,5 @@
 """Tests that the commands of the README and the quick start print the output on the page, and that the README's client
-survives a crash of the server."""
+continues its session after a crash of the server."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ EXPERIMENT = "training/experiments/licence.toml"
 
 
 def test_a_test_runs_each_block() -> None:
-    """tests/training runs the command that audits a model from outside Wane, and serves the resulting bundle."""
+    """The second group of commands audits a model that was trained outside Wane, and serves the resulting bundle.
+    tests/training runs these commands."""
     own, outside = scripts((ROOT / "README.md").read_text(encoding="utf-8"))
     assert EXPERIMENT in own[2]
     assert ["examples/outside_lstm.py" in outside[0], " audit " in outside[1]] == [True, True]

@@ -12,8 +12,8 @@ line, it matches any number of lines. Decimal numbers need to agree only to a th
 JSON, `... ms` in text) need not agree. A line that ends in a backslash continues in the next line.
 
 A `console background` block starts a server on a terminal. The server must print the block's output, and then runs
-until the end of the file. Blocks with any other first word are ignored. Another test runs the `bash` blocks: see
-`scripts`.
+until the end of the file. Blocks with any other first word are ignored. Another
+test runs the `bash` blocks: see `scripts`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def run(
 ) -> None:
     """Runs the commands in order, and compares their output. Raises TranscriptError at the first difference.
 
-    `spell` replaces addresses in the commands and in the expected output.
+    `spell` is applied to the commands and to the expected output; it replaces addresses.
     """
     with ExitStack() as running:
         for written in commands:

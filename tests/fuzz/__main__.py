@@ -2,8 +2,8 @@
 
     scripts/fuzz [--parsers N] [--requests N] [--seed N] [--only NAME ...]
 
-Stops at the first finding, and prints the error, the case, which hypothesis has reduced, and the seed. When the error
-is fixed, its case becomes a test.
+Stops at the first finding. Prints the error, the seed, and the case after hypothesis has reduced it. When the error is
+fixed, the case becomes a test.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from tests.fuzz.parsers import PARSERS, fuzz
 HTTP, COMPLETIONS = "http", "completions"
 TARGETS = (*PARSERS, COMPLETIONS, HTTP)
 COMPLETION_SHARE = 0.05
-"""Completions that are run, as a share of the cases of the parsers. A completion takes some milliseconds."""
+"""The number of completions that are run, divided by the number of cases of the parsers. It is small because a
+completion takes some milliseconds."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="scripts/fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parsers", type=int, default=100_000, help="cases of all parsers together")
+    parser.add_argument("--parsers", type=int, default=100_000, help="number of cases of all parsers together")
     parser.add_argument("--requests", type=int, default=2000, help="requests over HTTP")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=TARGETS, default=TARGETS, metavar="NAME")

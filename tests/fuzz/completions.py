@@ -1,7 +1,7 @@
-"""Random input for the body of a completion: of any form, and near the valid forms.
+"""Random bodies for the route of completions. Some are random JSON, others are valid or nearly valid.
 
-A body is answered, or refused with a status below 500 in OpenAI's envelope. The engine is a small model, so each valid
-body is also run.
+The server must answer a body with a completion, or refuse it with a status below 500 and an error in OpenAI's format.
+The engine runs a small model, so valid bodies are completed by a model.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "session": st.sampled_from(["a", "b", "a b", None]),
     "expected_position": st.integers(-1, 3) | st.none(),
 }
-assert FIELDS.keys() == CompletionBody.model_fields.keys(), "a field of the body is not fuzzed"
+assert FIELDS.keys() == CompletionBody.model_fields.keys(), "FIELDS lacks a field of the body"
 
 
 @st.composite
 def bodies(draw: st.DrawFn) -> Any:
-    """Returns a body with the required fields, some others, and at most one that is anything."""
+    """Returns a body with the required fields and some of the others. At most one field has a random JSON value."""
     names = draw(st.sets(st.sampled_from(sorted(FIELDS)), max_size=6)) | {"model", "prompt"}
     body = {name: draw(FIELDS[name]) for name in sorted(names)}
     if draw(st.integers(0, 5)) == 0:
@@ -68,7 +68,7 @@ BODIES = bodies() | JSON
 
 
 class Served:
-    """The application over a small engine, on an event loop of its own."""
+    """The application with the engine of a small model. Both run on an event loop of their own."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -83,11 +83,11 @@ class Served:
             await self.harness.engine.create_session(session)
 
     def answer(self, content: bytes) -> httpx.Response:
-        """Sends a body."""
+        """Sends a body and returns the response."""
         return self.loop.run_until_complete(self.client.post("/v1/completions", content=content))
 
     def close(self) -> None:
-        """Checks that no request has left a slot or a lock behind, and closes everything."""
+        """Checks that no request holds a slot of the state pool or the lock of a session, and closes everything."""
         self.loop.run_until_complete(self._close())
         self.loop.close()
 
@@ -101,7 +101,7 @@ class Served:
 
 
 def check(response: httpx.Response) -> None:
-    """Checks an answer or a refusal."""
+    """Checks the response to a body: a completion, or an error in OpenAI's format."""
     if response.headers["content-type"].startswith("text/event-stream"):
         *_, last = response.text.strip().split("\n\n")
         assert last == "data: [DONE]", last

@@ -2,8 +2,8 @@
 key, and along the description's links.
 
 A finding is a status of 500 or more, except 503 and 504; an answer that does not match the description; a request
-without a key that is accepted; or a request without an answer. Findings at the end are a session that cannot be
-deleted, a state or a queued item that is left over without a request, and memory that has grown.
+without a key that is accepted; or a request without an answer. After all requests, these are also findings: a session
+that cannot be deleted, a state or a queued item that belongs to no request, and memory that has grown.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ KEY = "fuzz-key"
 MODELS = ("words", "clicks")
 SESSIONS = ("a", "b", "words:1", "clicks:1")
 TIMEOUT_S = 20.0
-"""The timeout of an answer, which is several times the server's deadline of a request."""
+"""The seconds that the client waits for an answer. They are several times the server's deadline of a request."""
 DEADLINE_MS = 3000
 ALLOWED = (503, 504)
 LINKED_STEPS = 5
 MOST_RUNS = 20
-"""The largest number of attempts to send the requests along links."""
+"""The largest number of runs of hypothesis for each half of the requests along links."""
 SEEDS = MOST_RUNS  # number of seeds for each half of the requests
 GROWN_MIB = 64.0
 """The largest accepted growth of the server's resident memory in the second half of the requests."""
 SETTLED_S = 10.0
 BODY_WEIGHT = 3
-"""The number of requests to an operation with a body for each request to an operation without a body, on average."""
+"""An operation with a request body is chosen this many times as often as an operation without one."""
 
 INFERENCES = InferBody.examples
 CHECKS = [response_schema_conformance, content_type_conformance]
@@ -64,7 +64,7 @@ AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 
 @contextmanager
 def served() -> Iterator[LiveServer]:
-    """Starts a server with keys, a model of text, and a model of events."""
+    """Starts a server with an API key, a model of text, and a model of events."""
     with tempfile.TemporaryDirectory() as folder:
         bundles = Path(folder) / "bundles"
         bundles.mkdir()
@@ -120,7 +120,7 @@ class HttpFuzz:
         def cases(draw: st.DrawFn) -> Case:
             operation = draw(st.sampled_from(weighted))
             case: Case = draw(operation.as_strategy(generation_mode=draw(st.sampled_from(kinds))))
-            if draw(st.integers(0, 9)) < 9:  # most random names are unknown
+            if draw(st.integers(0, 9)) < 9:  # most random names are names of no model, so known names are chosen here
                 for name, known in (("name", MODELS), ("version", ("1",)), ("session", SESSIONS)):
                     if name in (case.path_parameters or {}):
                         case.path_parameters[name] = draw(st.sampled_from(known))
@@ -193,8 +193,8 @@ class HttpFuzz:
         assert status < 500 or status in ALLOWED, response.text[:500]
         kind = (response.headers.get("content-type") or [""])[0]
         if status < 500:
-            # The description has server-sent events as one text, which the package cannot check. test_openapi.py checks
-            # them.
+            # The OpenAPI description declares server-sent events as one text, which schemathesis cannot check.
+            # test_openapi.py checks the events.
             checks = CHECKS[1:] if kind.startswith("text/event-stream") else CHECKS
             case.validate_response(response, checks=checks)
         if status < 300 and "json" in kind:
@@ -228,7 +228,7 @@ class HttpFuzz:
     # Sessions that requests may have created
 
     def _note_sessions(self, case: Case) -> None:
-        """Notes the sessions that a request may create."""
+        """Adds the sessions that a request may create to `self.sessions`."""
         if not isinstance(case.body, dict):
             return
         self._note(case.body)
@@ -268,8 +268,8 @@ class HttpFuzz:
         assert not left, left
 
     def _left(self) -> list[str]:
-        """Returns a line for each model with sessions or faults, and for each queue with items. All requests have been
-        answered, so the result should be empty."""
+        """Returns a line for each model that still has sessions or faults, and for each queue that still has items. The
+        result should be empty, because all requests have been answered."""
         found = []
         for model in self._client.get("/v1/report").json()["models"]:
             if model["sessions"]["resident"] or model["sessions"]["parked"]:

@@ -57,8 +57,8 @@ JUNK: st.SearchStrategy[Any] = st.one_of(
 
 
 def run(test: Callable[[Any], None], cases: st.SearchStrategy[Any], count: int, first_seed: int = 0) -> int:
-    """Runs a test on random cases, and returns the number of cases. If a case fails, reduces the case and raises its
-    error, whose notes have the reduced case."""
+    """Runs a test on random cases, and returns the number of cases. If a case fails, hypothesis reduces the case. The
+    error of the reduced case is then raised, and its notes contain this case."""
     done = 0
 
     def counted(case: Any) -> None:
@@ -90,7 +90,7 @@ class Message:
 
 @st.composite
 def tensors(draw: st.DrawFn, names: Sequence[str], rows: int) -> tuple[dict[str, Any], bytes]:
-    """Returns an input tensor with one of the names, and its binary data."""
+    """Returns the JSON of an input tensor with one of `names` and with `rows` rows, and its binary data."""
     name = draw(st.sampled_from(names))
     shape = [rows, draw(st.integers(1, 4))][: len(INPUTS[name].shape)]
     count = int(np.prod(shape))
@@ -144,7 +144,7 @@ def paths(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 
 def changed(document: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """Returns the document with another value at the path."""
+    """Returns a copy of the document in which the value at `path` is `value`."""
     if not path:
         return value
     copy = document.copy()
@@ -353,7 +353,8 @@ def check_bundle(bundle: BundleFiles) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parser:
-    """A parser's test, its random cases, and its share of all cases, which depends on the cost of a case."""
+    """A parser's test, its random cases, and the share of all cases that this parser gets. The share is smaller if a
+    case takes longer."""
 
     cases: Callable[[], st.SearchStrategy[Any]]
     check: Callable[[Any], None]
@@ -375,7 +376,7 @@ def fuzz(name: str, count: int, first_seed: int = 0) -> int:
 
 @contextmanager
 def closing() -> Iterator[None]:
-    """Closes the event loop at the end of the block."""
+    """Closes the event loop at the end of the `with` block."""
     try:
         yield
     finally:

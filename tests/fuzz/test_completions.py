@@ -1,4 +1,4 @@
-"""A short fuzz of the completion's body."""
+"""Tests that a short run of the fuzzer on the route of completions has no finding."""
 
 from __future__ import annotations
 

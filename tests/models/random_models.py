@@ -20,8 +20,8 @@ def architecture(cell: Cell, block: str = "plain", layers: int = 1, **fields: ob
 def random_weights(
     architecture: Architecture, seed: int, recurrent: float = 1.0, driven: float = 1.0
 ) -> dict[str, np.ndarray]:
-    """Returns Gaussian weights. `recurrent` scales the recurrent matrices. With `recurrent` = 1, their spectral norm is
-    about 2. `driven` scales all other weights."""
+    """Returns Gaussian weights. `recurrent` scales the recurrent matrices: with `recurrent` = 1, their spectral norm is
+    about 2. `driven` scales the cells' input matrices."""
     generator = np.random.default_rng(seed)
     weights = {}
     for name, shape in weight_shapes(architecture).items():

@@ -8,8 +8,8 @@ from wane.models.manifest import Rounding, StateError
 
 
 def rounding(between_runs: float, *, states: Sequence[str] = (), state: float = 0.0) -> Rounding:
-    """Returns rounding errors. The distance of two runs at `hidden` is `between_runs`, and the error of each of the
-    state tensors `states` is `state`.
+    """Returns rounding errors. `between_runs`: the largest distance of the vectors `hidden` of two runs. `states`: the
+    names of the state tensors. `state`: the error of each state tensor.
 
     The result states that it was measured on probed sequences, so `certify` uses these numbers for a residual network
     unchanged.

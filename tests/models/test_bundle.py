@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def refused(path: Path, *parts: str) -> None:
-    """Asserts that `Bundle.read` refuses the bundle with a message that contains every part."""
+    """Asserts that `Bundle.read` refuses the bundle with a message that contains every text of `parts`."""
     with pytest.raises(BundleError) as caught:
         Bundle.read(path)
     for part in parts:
@@ -48,7 +48,7 @@ def refused(path: Path, *parts: str) -> None:
 
 
 def rewrite(path: Path, name: str, data: bytes) -> None:
-    """Replaces a file of a bundle and its hash in the manifest, so the hash does not reveal the change."""
+    """Replaces a file of a bundle and the file's hash in the manifest, so that the check of the hashes passes."""
     (path / name).write_bytes(data)
     edit_manifest(path, "files", name, value=hashlib.sha256(data).hexdigest())
 
@@ -127,7 +127,7 @@ def test_an_older_manifest_is_refused_with_the_advice_to_export_again(path: Path
         (("opset",), 99, "opset: 99 is newer than 21"),
         (("weights",), "other.safetensors", "weights: 'other.safetensors' has no hash in files"),
         (("graphs", "head"), "neck.onnx", "graphs.head: 'neck.onnx' has no hash in files"),
-        (("certificate", "layers"), [], "certificate.layers: 0 claimed, the weights give 2"),
+        (("certificate", "layers"), [], "certificate.layers: 0 entries claimed, the weights give 2"),
     ],
 )
 def test_the_error_names_an_invalid_field(path: Path, keys: tuple[str | int, ...], value: object, message: str) -> None:
@@ -228,7 +228,7 @@ def test_every_number_of_a_certificate_is_recomputed(
 def test_a_truncated_curve_is_refused(path: Path) -> None:
     write_small_bundle(path, small_architecture("rnn_tanh"), replace=True)
     edit_manifest(path, "certificate", "state_error", value=[])
-    refused(path, "certificate.state_error: 0 claimed, the weights give 8")
+    refused(path, "certificate.state_error: 0 entries claimed, the weights give 8")
 
 
 def test_the_contractive_flag_is_recomputed(path: Path) -> None:

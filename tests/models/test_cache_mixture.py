@@ -16,8 +16,8 @@ SEEDS = range(40)
 
 
 def without_counts(cache: CacheModel) -> CacheModel:
-    """Returns the cache without weights for the counts of single tokens. In each row, this weight is added to the
-    network's weight."""
+    """Returns the cache with the weight 0 for the counts of single tokens. In each row, this component's weight is
+    added to the network's weight."""
     return CacheModel(length=cache.length, weights=tuple((a + b, 0.0, c, d) for a, b, c, d in cache.weights))
 
 

@@ -149,8 +149,9 @@ def test_shrinking_few_rows_changes_less_than_one_common_factor(
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_an_open_memory_gate_stays_open_if_the_bound_holds(cell: Cell) -> None:
-    """Uses a memory gate of 0.95 and almost no recurrence. The gate is above the cap with which the projection reaches
-    a factor of 0.98."""
+    """Uses a memory gate (the LSTM's forget gate, the GRU's update gate) of 0.95 and almost no recurrent weights. The
+    projection would cap the gate below 0.95 if it had to reach the factor 0.98. But the factor is below 0.98 already.
+    """
     built = network(cell, "plain", scale=0.001, layers=1)
     with torch.no_grad():
         built.get_parameter("layers.0.cell.bias_ih_l0")[12:24] = 2.95

@@ -301,8 +301,8 @@ def test_a_rounding_without_its_states_is_refused(export: Export, tmp_path: Path
 def test_a_recurrence_that_resonates_with_a_cycle_of_four_stays_within_its_rounding(
     export: Export, tmp_path: Path
 ) -> None:
-    """Uses a recurrence that rotates the state by 90 degrees at every token. A cycle of four tokens resonates with this
-    rotation and makes the state a hundred times larger."""
+    """Uses a linear recurrence that rotates the state by 90 degrees at every token. A cycle of four tokens whose inputs
+    rotate, too, makes the state a hundred times larger than one input."""
     model = architecture("linear", hidden=2, embedding=2, tied=False)
     weights = {name: np.zeros_like(tensor) for name, tensor in random_weights(model, seed=0).items()}
     weights["embedding.weight"][:8] = np.concatenate([1.9 * TURNS, TURNS])

@@ -1,4 +1,5 @@
-"""Tests the check of graphs against the oracle. The oracle itself must pass as graphs, and faulty oracles must fail."""
+"""Tests the check that compares graphs with the oracle. Stand-ins for graphs that compute with the oracle must pass the
+check, and stand-ins with a fault must fail."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ TOKENS = np.random.default_rng(0).integers(11, size=(3, 7))
 
 
 def graphs_of(reference: Reference) -> Run:
-    """Returns a stand-in for a bundle's graphs that computes with the oracle and returns float32."""
+    """Returns a stand-in for a bundle's graphs. It computes with the oracle and returns float32."""
 
     def run(role: Role, feeds: Tensors) -> Tensors:
         return {name: value.astype(np.float32) for name, value in answer(role, feeds).items()}

@@ -1,4 +1,4 @@
-"""Tests that a graph's radius is never below the oracle's radius, and how far it may be above the oracle's radius."""
+"""Tests that the radius that a graph computes is never below the oracle's radius, and only little above it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_every_radius_is_at_least_the_oracle_s_radius_and_close_to_it(
         assert radii.shape == LENGTHS.shape
         assert (radii >= proved).all()
         assert (radii[LENGTHS.max() == LENGTHS] < radii[1] / 10).all()
-        begun = LENGTHS > 4  # in the graph, the bound starts after the tokens that the front reaches
+        # The graph's bound uses only the tokens after the first ones, which the front reaches.
+        begun = LENGTHS > 4
         assert (radii[begun] <= 100 * proved[begun] + 1e-5).all()
 
 

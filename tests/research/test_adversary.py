@@ -17,7 +17,7 @@ from wane.models.reference import Reference
 
 PAST, LAST, COUNT = 12, 6, 8
 FRONT = {"blocks": 1, "kernel_size": 3, "feed_forward": 5}
-FLOAT32 = 1e-5  # the relative error of the adversary's gates and convolutions, which it computes in float32
+FLOAT32 = 1e-5  # the relative error of the gates and convolutions, which the adversary computes in float32
 
 
 @pytest.mark.parametrize("cell", CELLS)

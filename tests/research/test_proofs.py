@@ -100,7 +100,7 @@ def test_rendering_drops_measurements_of_other_weights(tmp_path: Path) -> None:
     ("words", "fault"),
     [
         ([], "--data"),
-        (["--data", "x", "--only", "no-such"], "has no no-such, only gated"),
+        (["--data", "x", "--only", "no-such"], "has no bundle no-such, only gated"),
         (["--data", "x", "--positions", "0"], "at least 1"),
         (["--data", "x", "--split", "test"], "has results of the split valid"),
     ],

@@ -73,7 +73,7 @@ def test_the_command_trains_missing_runs_and_reports_finished_ones(
     assert len(prices) == 2 * (len(CAPS) + 2 * 2)
     for point in prices:
         if point["lambda"] is not None:
-            assert max(point["factors"]) <= point["lambda"] * (1 + 1e-6)  # the certificate uses the cap as float32
+            assert max(point["factors"]) <= point["lambda"] * (1 + 1e-6)  # the certificate rounds the cap to float32
             assert point["k"] is None or 1 <= point["k"] <= 64
     assert any(point["k"] is not None for point in prices)
     assert len(found["distances"]) == 4
@@ -86,7 +86,7 @@ def test_the_command_trains_missing_runs_and_reports_finished_ones(
     for name in ("stability_price.png", "weight_distance.png"):
         assert (tmp_path / "figures" / name).stat().st_size > 10_000
 
-    # a further call trains only the deleted run, with the same result
+    # the second call of the command trains only the deleted run, with the same result
     before = command.written()
     assert command() == 0
     assert command.written() == before

@@ -20,7 +20,8 @@ SPARE = "asyncio_"  # the prefix of the names of `asyncio.to_thread`'s threads
 
 
 def alone(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs `measurement`, a function of a module, in an event loop of a new process. Fails if `measurement` fails."""
+    """Runs `measurement`, a coroutine function at the top level of a module, in an event loop of a new process. Fails
+    if `measurement` fails."""
     code = (
         f"from tests.service import alone; from {measurement.__module__} import {measurement.__name__} as measurement"
     )
@@ -85,12 +86,12 @@ def named_threads() -> list[str]:
 
 
 def growth(samples: list[int], kinds: int) -> float:
-    """Returns the average growth from one sample to the next. Sample i is of kind i % `kinds`. Samples of different
+    """Estimates the average growth from one sample to the next. Sample i is of kind i % `kinds`. Samples of different
     kinds may have different levels.
 
-    A leak raises all later samples, but temporary memory raises only some. So for each kind this function compares the
-    minimum of the later half of its samples with the minimum of the earlier half. Returns the smallest growth of all
-    kinds."""
+    The growth of a kind is the minimum of the later half of its samples, minus the minimum of the earlier half, per
+    sample between the halves. This function uses minima because a leak raises all later samples, but temporary memory
+    raises only some. Returns the smallest growth of all kinds."""
     grown = []
     for kind in range(kinds):
         alike = samples[kind::kinds]

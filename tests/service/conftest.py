@@ -27,7 +27,7 @@ LIMIT = 64 * 1024
 
 
 def never(error: Exception) -> None:
-    raise AssertionError("a fake registry always loads") from error
+    raise AssertionError("a fake registry must not fail to load") from error
 
 
 @pytest.fixture
@@ -81,7 +81,8 @@ class SocketServer(DrainingServer):
         self.read_bytes = 0  # the number of bytes read from all connections; 0 with uvicorn's own protocol classes
 
     def counting(self, http: partial[HttpProtocol]) -> partial[HttpProtocol]:
-        """Returns a subclass of the protocol class that adds the number of its received bytes to `read_bytes`."""
+        """Returns `http` with a subclass in place of its protocol class. The subclass adds the number of received bytes
+        to `read_bytes`."""
         server = self
 
         class Counting(HttpProtocol):
@@ -118,8 +119,9 @@ class SocketServer(DrainingServer):
 async def server(
     request: pytest.FixtureRequest, app: Application, registry: FakeRegistry, travel: Callable[[float], None]
 ) -> AsyncIterator[SocketServer]:
-    """A real uvicorn server on a real socket over the fake engine, once for each kind of protocol classes. The fixture
-    depends on `travel`, so pytest restores the clock only after the server has stopped."""
+    """A real uvicorn server with a real socket and the fake engine. Each test runs once with Wane's protocol classes
+    and once with uvicorn's. The fixture depends on `travel`, so pytest restores the clock only after the server has
+    stopped."""
     server = SocketServer(app, registry, plain_uvicorn=request.param)
     serving = asyncio.create_task(server.serve())
     await server.listening.wait()
@@ -183,5 +185,5 @@ async def travel(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def harness(make_harness: MakeHarness) -> EngineHarness:
-    """An engine with the default settings."""
+    """An engine harness with the default options."""
     return make_harness()

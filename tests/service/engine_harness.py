@@ -99,13 +99,14 @@ def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
 
 
 class FakeRunner:
-    """Computes c' = 0.9 c + E[x], h' = tanh(c') and logits = W h'. The rows of a batch are independent, so batching
-    changes no bit.
+    """A runner for a model with the state (c, h). For the token x it computes c' = 0.9 c + E[x], h' = tanh(c') and
+    logits = W h', where E is the embedding and W is the output layer's weight. The rows of a batch are independent, so
+    batching changes no bit.
 
     `calls` lists the role and the tokens of every run, row by row. A run waits while `gate` is clear. A run sets `busy`
     when it begins. A run with the token `poison` raises an error. The token `hot` makes the state of its row NaN. If
     `radius` is set, every run of the graph "window" outputs this radius, and the engine can search for a proof with the
-    directional bound. With a `decay` of 1 or more, the state forgets nothing.
+    directional bound. `decay` replaces the factor 0.9. With a `decay` of 1 or more, the state forgets nothing.
     """
 
     device = "cpu"
@@ -128,7 +129,7 @@ class FakeRunner:
         self.decay = np.float32(0.9)
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """Returns the names of the outputs of the graphs "step" and "window"."""
+        """Returns the names of the outputs of a graph."""
         if role == "step" and not self.puts_out_top:
             return ["logits", "hidden"]
         if role == "step":
@@ -146,8 +147,8 @@ class FakeRunner:
         return MarginProof({"head.weight": self.head, "head.bias": np.zeros(len(self.head), np.float32)})
 
     def certificate(self, max_window: int) -> Certificate:
-        """Returns the certificate of the model that this runner computes. By induction over c' = 0.9 c + E[x], |c| <=
-        max|E| / (1 - 0.9). The difference of two states shrinks by the factor 0.9 at every token."""
+        """Returns the certificate of the model that this runner computes. From c' = 0.9 c + E[x] it follows by
+        induction that |c| <= max|E| / (1 - 0.9). The difference of two states is multiplied by 0.9 at every token."""
         reach = np.linalg.norm(np.abs(self.embedding).max(axis=0)) / (1 - 0.9)
         state_error = 1.001 * reach * 0.9 ** np.arange(1, max_window + 1)
         diameter = head_diameter(self.head.astype(np.float64))
@@ -198,7 +199,7 @@ class FakeRunner:
             rows = [row[:end].tolist() for row, end in zip(columns, ends, strict=True)]
         self.calls.append((role, rows))
         self.busy.set()
-        assert self.gate.wait(TIMEOUT_S), "the gate was not opened"
+        assert self.gate.wait(TIMEOUT_S), "the test has not set `gate`"
         if any(self.poison in row for row in rows):
             raise RuntimeError("a poisoned token")
         if role == "head":
@@ -282,7 +283,7 @@ class FakeProof:
     def search(self, *_: object) -> tuple[bool, float]:
         self.asked += 1
         self.busy.set()
-        assert self.gate.wait(TIMEOUT_S), "the gate was not opened"
+        assert self.gate.wait(TIMEOUT_S), "the test has not set `gate`"
         return True, 1.0
 
     async def until_busy(self) -> None:
@@ -335,13 +336,13 @@ class EngineHarness:
         clock: Clock | None = None,
         **changes: Any,
     ) -> None:
-        """`changes` has fields of the manifest (window, max_window, certificate) and settings. `max_window` sets the
-        field of the manifest, and `settings_max_window` sets the setting. If `certified` is true, the manifest has the
-        certificate of the fake runner's model. `radius` is the radius that the graph "window" outputs. `cost_model`
+        """`changes` has fields of the manifest (window, max_window, certificate, cache) and settings. `max_window` sets
+        the field of the manifest, and `settings_max_window` sets the setting. If `certified` is true, the manifest has
+        the certificate of the fake runner's model. `radius` is the radius that the graph "window" outputs. `cost_model`
         predicts the times of runs. `throughput` is the profile that determines the parallel chunks of long sequences.
         `puts_out_top` is whether the graphs output the largest logits. If it is false, the engine processes no step in
-        columns (arrays for a batch of one-token steps). `puts_out_hiddens` is whether `scan` outputs
-        `hiddens`. `clock` is the clock of `store`."""
+        columns (arrays for a batch of one-token steps). `puts_out_hiddens` is whether `scan` outputs `hiddens`. `clock`
+        is the clock of `store`."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = clock or Clock()
         self.metrics = Metrics()

@@ -26,14 +26,16 @@ from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 
 # The runner rounds the oracle's states and outputs to float32. The values are of order 10, and the relative rounding
-# error is about 1e-7. So the rounding error is about 1e-6, below both limits.
+# error is about 1e-7. So the rounding error is about 1e-6, which is less than both claimed limits. ROUNDING is the
+# limit for the distance of two runs' hidden vectors, and OF_STATES for the error of a state.
 ROUNDING, OF_STATES = 2e-5, 1e-5
 NAMES = tuple("abcdefghi")
 
 
 class OracleRunner:
     """A runner that computes the outputs of the graphs with the numpy oracle. If `beside` is true, the graph "window"
-    also outputs a radius. For gated cells it then outputs the hidden stream and the errors of the steps, too."""
+    also outputs the radius, which bounds the error of `hidden`. For gated cells it then also outputs the first layer's
+    input and the error bounds of the states."""
 
     device = "cpu"
 
@@ -44,8 +46,7 @@ class OracleRunner:
         self._names = [tensor.name for tensor in architecture.state_tensors()]
 
     def outputs(self, role: Role) -> Sequence[str]:
-        """Returns the names of the outputs of the graphs "window", "step" and "scan". The graph "step" does not output
-        the largest logits."""
+        """Returns the names of the outputs of a graph. The graph "step" does not output the largest logits."""
         if role == "step":
             return ["logits", "hidden"]
         if role == "scan":

@@ -84,7 +84,7 @@ async def entrance(
 
 
 def most_probable(harness: EngineHarness, *tokens: int) -> list[int]:
-    """Returns the model's prediction for a session that has received these tokens."""
+    """Returns the ids of the five most probable next tokens for a session that has received these tokens."""
     best: list[int] = np.argsort(-harness.runner.logits([EOS, *tokens]))[:5].tolist()
     return best
 
@@ -370,8 +370,8 @@ with_rivals = pytest.mark.parametrize("harness", [{"certified": True, "radius": 
 
 
 async def searching(proof: FakeProof, call: Awaitable[Call]) -> Call:
-    """Sends a step, and waits until the search for its proof has begun. The search ends when the test sets the proof's
-    `gate`."""
+    """Awaits `call`, which sends a step, and waits until the search for the step's proof has begun. The search ends
+    when the test sets the proof's `gate`."""
     proof.gate.clear()
     sent = await call
     await proof.until_busy()

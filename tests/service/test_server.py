@@ -153,7 +153,7 @@ def test_missing_models_end_the_process_with_a_message(settings: dict[str, str],
 
 
 def assert_ends_with_message(ended: subprocess.CompletedProcess[str], named: str) -> None:
-    """Checks that the process failed with an error message and without a traceback."""
+    """Checks that the process failed, that its error message contains `named`, and that it printed no traceback."""
     assert ended.returncode == 2
     message = ended.stderr.strip().splitlines()[-1]
     assert message.startswith("error: ") and named in message

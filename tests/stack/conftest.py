@@ -29,8 +29,9 @@ FIGURES = pytest.StashKey[list[str]]()
 @pytest.fixture
 def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
     """Returns a function that creates a stack on free ports, without starting it. The fixture kills the stack at the
-    end of the test. `settings` are the variables of every replica, and `own` additional variables of single replicas.
-    `balance` is HAProxy's balancing algorithm. `whole` adds keys and Prometheus."""
+    end of the test. Arguments of the function: `settings` are the environment variables of every replica. `own` are
+    additional variables of single replicas, by the replica's name. `balance` is HAProxy's balancing algorithm. If
+    `whole` is true, the stack also has API keys and Prometheus."""
     program("redis-server")
     program("haproxy")
     with ExitStack() as made:
@@ -55,8 +56,8 @@ def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Figures:
-    """Records the figures that a test has measured. The summary of all tests shows the figures of passed and failed
-    tests."""
+    """Returns a function that records the figures that a test has measured. The summary at the end of pytest's output
+    shows them, whether the test has passed or failed."""
 
     def figures(**measured: object) -> None:
         shown = [f"{name} {round(value, 4) if isinstance(value, float) else value}" for name, value in measured.items()]

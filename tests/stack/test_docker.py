@@ -1,6 +1,6 @@
 """Builds the image, and starts the unchanged compose file: containers, their networks, volumes and limits.
 
-All services run except two: Grafana, which no distribution packages, and the service that needs a GPU. The base images
+All services run except two: Grafana, for which Debian has no package, and the service that needs a GPU. The base images
 are stand-ins: see docker_engine.py. The published ports 8000, 8404 and 9090 must be free.
 """
 
@@ -67,7 +67,7 @@ def until_ready(url: str) -> dict[str, Any]:
 
 
 class Deployment:
-    """The services of the compose file, with new secrets."""
+    """The services of the compose file. Their secrets are new."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

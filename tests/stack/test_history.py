@@ -11,7 +11,8 @@ ACKNOWLEDGED, NOT_DURABLE, UNKNOWN, REFUSED = Outcome
 
 
 def steps(*tokens: int, outcome: Outcome = ACKNOWLEDGED) -> list[Append]:
-    """Returns successive appends of one token each. The position of each append is the end of the previous append."""
+    """Returns appends of one token each, with the given outcome. Each append begins at the position at which the
+    previous one ends."""
     return [append(token, place, outcome, 2 * place) for place, token in enumerate(tokens)]
 
 

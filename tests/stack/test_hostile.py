@@ -1,4 +1,4 @@
-"""Tests of hostile clients of the whole topology: the answers to their requests, the memory that their requests use,
+"""Tests of the whole topology with hostile clients: the answers to their requests, the memory that their requests use,
 and that no log contains a key."""
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ AT_ONCE = 32
 MOST_BODY_BYTES = 2**20
 BODY_TIMEOUT_S = 10
 GROWTH_BYTES = 64 * 2**20
-"""The memory that a replica may use during the attacks, in addition to the memory of a ready replica. It covers a
-thousand sessions and their states, the bodies of a few dozen concurrent requests, and the reserve of the allocator."""
+"""The number of bytes that a replica may use during the attacks, in addition to the memory of a ready replica. This is
+enough for a thousand sessions and their states, the bodies of a few dozen concurrent requests, and the free memory that
+the allocator keeps."""
 
 TRICKS = [
     "..", "../..", "..%2f..%2fetc%2fpasswd", "%2e%2e%2f" + MODEL, f"{MODEL}%00", f"{MODEL}%2f..%2f{MODEL}", "%00", ".",
@@ -93,8 +94,8 @@ async def many(port: int, ask: Callable[[Connection, int], Awaitable[object]], c
 
 
 async def said(port: int, chunks: Sequence[bytes], every_s: float = 0.0) -> int:
-    """Sends these chunks over a new connection, and reads until the server closes the connection. Returns the status of
-    the answer."""
+    """Sends the chunks over a new connection, with a pause of `every_s` seconds after each. Returns the status of the
+    answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
     async def say() -> None:
@@ -114,7 +115,8 @@ async def said(port: int, chunks: Sequence[bytes], every_s: float = 0.0) -> int:
 
 
 def reset_peak(pid: int) -> None:
-    """Resets the process's peak memory to its current memory. Loading a model uses more memory than serving it."""
+    """Resets the process's peak memory to its current memory. Before this, the peak is that of loading the model, which
+    needs more memory than serving it."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
@@ -132,7 +134,8 @@ def secrets_in(stack: Stack, secrets: Sequence[str]) -> list[str]:
 
 
 async def answers_for_another_owner(port: int, session: str, key: str) -> Statuses:
-    """Requests another key's session on every route. Returns the answers."""
+    """Sends requests for `session` to every route, with the key of another client. Returns the number of answers by
+    status."""
     path, step, headers = f"/v1/sessions/{session}", {"tokens": [1]}, bearer(key)
     asked: list[tuple[str, str, object]] = [
         ("GET", path, None),
@@ -303,12 +306,12 @@ async def test_keys_are_rotated_under_load_without_a_failed_request(make_stack: 
         async with asyncio.TaskGroup() as clients:
             for number in range(6):
                 clients.create_task(step_on("alice", f"s-{number}"))
-            clients.create_task(step_on("bob", "s-0"))  # another owner's session with the same id
+            clients.create_task(step_on("bob", "s-0"))  # this session has the same id, but another owner
             new = keys.make("alice")
             keys.write()
             await until_all(answers(new, 200))
             await until_all(answers(old, 200))
-            current = new  # the keys of alice have the same sessions
+            current = new  # both keys of alice give access to the same sessions
             del keys.kept[old]
             keys.write()
             await until_all(answers(old, 401))

@@ -1,5 +1,5 @@
-"""Tests of killing Redis and restarting it with its append-only file. In each of the store's failure modes (reject,
-degrade), tokens that were acknowledged as durable survive."""
+"""Tests that kill Redis and restart it with its append-only file. In each of the store's failure modes (reject,
+degrade), Redis keeps the tokens that were acknowledged as durable."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def has_undurable(client: SessionClient) -> bool:
 
 
 def has_progressed(client: SessionClient, before: tuple[int, int]) -> bool:
-    """Returns whether a step has ended or was retried since an earlier time. `before` has the numbers of ended steps
+    """Returns whether any step has ended or was retried since an earlier time. `before` has the counts of ended steps
     and of retries at that time."""
     return len(client.history) > before[0] or client.repeated > before[1]
 

@@ -87,8 +87,8 @@ async def test_no_request_fails_or_is_retried_while_replicas_come_and_go(
                 third = replica()
                 await third.ready()
                 await until(addresses["haproxy", 8404], wane_3="UP")
-                # The first two replicas stop. The DNS server removes one of them when it begins to stop, and the other
-                # after it has stopped.
+                # The first two replicas stop. The DNS server removes one of them from its answers when the replica
+                # begins to stop, and the other after the replica has stopped.
                 dns.ports.remove(first[0].port)
                 codes = await asyncio.gather(*(pod.delete() for pod in first))
                 dns.ports.remove(first[1].port)

@@ -36,7 +36,7 @@ SPOOFED = {"x-forwarded-for": "6.6.6.6", "x-request-id": "a-client-that-says-it-
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A temporary folder. Its path is short enough for the paths of Unix sockets in it."""
+    """A temporary folder. Its path is so short that Unix sockets in it have paths of a valid length."""
     made = Path(tempfile.mkdtemp(prefix="wane-"))
     yield made
     shutil.rmtree(made)

@@ -1,4 +1,4 @@
-"""Tests that answers are as correct without session affinity as with it."""
+"""Tests that every answer is correct if HAProxy routes by round robin, without session affinity."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ SESSIONS = 60
 LONG = 6
 RATE = 1.0
 OTHER = BUNDLE.with_name("gated-stable-truncated")
-"""Returns different weights for the same architecture and vocabulary."""
+"""A bundle of the same architecture and vocabulary as BUNDLE, with other weights."""
 
 
 def next_version(folder: Path) -> Path:
-    """Writes a bundle with the same name and the next version."""
+    """Writes a copy of the bundle OTHER that has BUNDLE's name and the next version. Returns its path."""
     path = shutil.copytree(OTHER, folder / MODEL)
     edit_manifest(path, "name", value=MODEL)
     edit_manifest(path, "version", value="3")

@@ -69,7 +69,8 @@ def test_a_request_is_traced_from_its_client_to_the_run() -> None:
 
 
 async def items_that_joined_a_batch(client: httpx.AsyncClient) -> float:
-    """Returns how many items were in a batch with an earlier item, according to the server's metrics."""
+    """Returns the number of items minus the number of batches, according to the server's metrics. It is above 0 if a
+    batch had several items."""
     lines = (await client.get("/metrics")).text.splitlines()
 
     def total(name: str) -> float:
@@ -80,7 +81,7 @@ async def items_that_joined_a_batch(client: httpx.AsyncClient) -> float:
 
 def test_a_batch_links_to_the_requests_of_all_its_clients() -> None:
     async def ask(url: str) -> None:
-        """Sends eight concurrent requests, and repeats them until some of them share a batch."""
+        """Sends eight concurrent requests, again and again, until several of them are computed in one batch."""
         async with (
             asyncio.timeout(TIMEOUT_S),
             httpx.AsyncClient(base_url=url, headers=parent(0, "00"), timeout=TIMEOUT_S) as client,

@@ -17,7 +17,7 @@ def text_corpus(size: int = 300) -> Corpus:
 
 
 def experiment(model: ModelConfig | None = None, **training: object) -> Experiment:
-    """Returns a tiny experiment on the licence's text. `training` overrides its training keys."""
+    """Returns a tiny experiment on the licence's text. `training` replaces keys of its table `training`."""
     keys = {"steps": 8, "batch": 4, "chunk": 8, "warmup": 2, "evaluate_every": 4, "checkpoint_every": 2, "threads": 1}
     return Experiment(
         name="tiny",
@@ -28,6 +28,6 @@ def experiment(model: ModelConfig | None = None, **training: object) -> Experime
 
 
 def write_events(path: Path, sequences: list[list[str]]) -> Path:
-    """Writes JSON lines. Each line is a list of event names. Returns the path."""
+    """Writes each sequence of event names as one line of JSON to `path`. Returns `path`."""
     path.write_text("".join(json.dumps(sequence) + "\n" for sequence in sequences))
     return path

@@ -25,7 +25,7 @@ from wane.training.loop import Trainer
 from wane.training.run_folder import RunFolder
 
 STOP = 11
-"""The number of steps after which the runs `HANDED_ON` and `NOISY` stop. They are resumed later."""
+"""The number of steps after which the runs `HANDED_ON` and `NOISY` stop. The tests resume these runs later."""
 
 HANDED_ON, NOISY = "handed-on", "noisy"
 
@@ -64,7 +64,7 @@ ALIKE = {
     "clipped": chosen(model("lstm"), optimizer="sgd", learning_rate=1.0, clip_norm=0.1),
     HANDED_ON: chosen(model("lstm"), batch=5),
 }
-"""Experiments without dropout. The result of their training does not depend on the number of processes."""
+"""Experiments without dropout, by name. The result of their training does not depend on the number of processes."""
 
 DROPOUT = chosen(gated(dropout=0.3))
 

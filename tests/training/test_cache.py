@@ -96,7 +96,8 @@ def test_the_best_weights_are_those_with_the_lowest_loss_of_the_mixture(tmp_path
     assert trainer.cache is not None and trainer.best_loss == min(losses)
     found = evaluate_split(trainer.network, corpus, "valid", [1, 8], cache=trainer.cache.model)
     assert found.without_cache is not None and found.recurrent < found.without_cache
-    # The trainer evaluates several lanes, each from the zero state, so its loss differs from that of `evaluate_split`.
+    # The trainer splits the text into several lanes and evaluates each lane from the zero state. So its loss differs
+    # from the loss of `evaluate_split`.
     assert trainer.best_loss == pytest.approx(found.recurrent, abs=0.1)
     assert found.window[8] == pytest.approx(found.recurrent_at_positions, abs=0.5)
 

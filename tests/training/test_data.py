@@ -24,7 +24,7 @@ def load_text(path: Path, **keys: object) -> None:
         (b" \n\n ", r"the file is empty"),
         (b"fine\nnot \xff fine\n", r"not UTF-8 at byte 9 \(line 2\)"),
         (b"word", r"too short to split into train, valid and test"),
-        (b"x y z", r"the train split has 1 token\(s\); at least 2 are needed"),
+        (b"x y z", r"the train split has 1 token\(s\) besides <eos>; at least 2 are needed"),
     ],
     ids=["empty", "blank", "not UTF-8", "one token", "one token per split"],
 )

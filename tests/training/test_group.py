@@ -29,8 +29,8 @@ from wane.training.run_folder import RunFolder
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 LOSS, WEIGHT = 2e-5, 2e-4
-"""The tolerances of the loss and of the weights after thirty steps. Several processes add the terms of sums in a
-different order than one process."""
+"""The tolerances of the loss and of the weights after thirty steps. They are not 0, because several processes add the
+terms of a sum in another order than one process does."""
 
 EXPERIMENT = """
 name = "long"
@@ -64,8 +64,8 @@ def children(process: subprocess.Popen[str]) -> dict[str, int]:
 
 @contextmanager
 def torchrun(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """Runs torchrun with two processes of one thread each during the block. Kills the processes that are still running
-    at the end of the block."""
+    """Runs torchrun with two processes of one thread each while the `with` block runs. At the end of the block, kills
+    the processes that are still running."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
     with subprocess.Popen(
@@ -106,7 +106,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trains every case with two processes. Of the run `HANDED_ON`, a single process has trained the first steps."""
+    """Returns the folder of runs of every case, trained with two processes. A single process has trained the first
+    steps of the run `HANDED_ON`."""
     folder = tmp_path_factory.mktemp("together")
     trained(ALIKE[HANDED_ON], text_corpus(), folder / HANDED_ON, ALONE, STOP)
     with torchrun(ROOT / "tests/training/group_cases.py", folder) as process:

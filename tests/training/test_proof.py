@@ -17,8 +17,8 @@ CONFIG = ProofConfig(weight=0.1, ramp=1)
 
 
 def network(gate_bias: float) -> Network:
-    """Returns a network with six units after a front that reaches 2 tokens back. A larger `gate_bias` opens the gates
-    further."""
+    """Returns a network with a front of convolutions that reaches 2 tokens back, and one layer of six gated units after
+    it. The gates are closer to 1 if `gate_bias` is larger."""
     torch.manual_seed(3)
     architecture = Architecture(
         cell="gated",

@@ -16,7 +16,7 @@ from wane.training.run import train
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps. Its model forgets fast, because the export of a model with a long memory takes longer."""
+    """The folder of a run of two steps. Its model forgets fast, so that the export is fast."""
     model = ModelConfig(cell="gated", hidden=16, layers=2, block="residual", feed_forward=8, contraction=0.5)
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     train(experiment(model, steps=2, evaluate_every=1), None, folder, None, "none", Console(quiet=True))

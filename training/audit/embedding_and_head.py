@@ -55,8 +55,8 @@ def find_embedding_and_head(tensors: TensorMap, layers: Layers) -> EmbeddingAndH
 
 
 def _find(tensors: TensorMap, what: str, usual: frozenset[str], fits: Callable[[int], bool]) -> str | None:
-    """Returns the matrix with a usual name, preferably one whose shape fits. Otherwise returns the only matrix that
-    fits."""
+    """Returns the name of the matrix that has a usual name, preferably of one whose shape fits. If there is none,
+    returns the name of the only matrix whose shape fits."""
     matrices = [name for name in sorted(tensors.unassigned) if len(tensors.shape(name)) == 2]
     fitting = [name for name in matrices if fits(tensors.shape(name)[1])]
     called = [name for name in matrices if kind(name) is usual]

@@ -61,7 +61,8 @@ class AtWindow(Frozen):
 
 
 class AtLag(Frozen):
-    """The norms |d p_{t+i} / d x_t|: p is the probability of the token after t+i, x_t the embedding of token t."""
+    """Statistics of the norms |d p_{t+i} / d x_t|. p_{t+i} is the predicted probability of the token after position
+    t+i, and x_t is the embedding of the token at position t."""
 
     i: int = Field(ge=0)
     gradient: Quantiles
@@ -78,22 +79,22 @@ class Forgetting:
 
 
 def window_grid(longest: int) -> list[int]:
-    """Returns 1, 2, 3, 4, 6, 8, 12, ... up to `longest`."""
+    """Returns the window lengths to evaluate: 1, 2, 3, 4, 6, 8, 12, ... up to `longest`."""
     powers = [2**n for n in range(longest.bit_length())]
     return sorted(k for k in {*powers, *(3 * power // 2 for power in powers[1:])} if k <= longest)
 
 
 def token_steps(tokens: int, windows: Sequence[int], count: int) -> int:
-    """Estimates the number of token steps of a measurement, for the total of its progress bar. A token's backward step
-    counts as two token steps."""
+    """Estimates the number of token steps of a measurement, for the total of its progress bar. The backward pass of a
+    token counts as two token steps."""
     return tokens - 1 + count * sum(windows) + 3 * min(count, GRADIENT_POSITIONS) * max(windows)
 
 
 def measure(
     network: Network, corpus: Corpus, split: str, windows: Sequence[int], count: int, advance: Advance | None = None
 ) -> Forgetting:
-    """Measures at `count` positions. They are spread evenly over the positions that have at least twice the largest
-    window of tokens before them. Raises Unmeasurable."""
+    """Measures at `count` positions. They are spread evenly over the positions at which the uninterrupted run has read
+    at least twice as many tokens as the largest window has. Raises Unmeasurable."""
     network.eval()
     stream = corpus.streams[split]
     longest = max(windows)

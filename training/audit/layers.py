@@ -14,8 +14,8 @@ from wane.training.audit.tensor_names import PART, PARTS
 TORCH_CELLS: dict[int, Cell] = {
     info.gates: cell for cell, info in reversed(CELLS.items()) if "audit" not in info.missing
 }
-"""The cells that `torch.nn` has too, by the number of row blocks of the recurrent matrix. An RNN has one block, whether
-its nonlinearity is tanh or relu. The key 1 maps to the tanh cell."""
+"""The cells that also exist in `torch.nn`, by the number of row blocks of the recurrent matrix. An RNN has one block,
+whether its nonlinearity is tanh or relu. The key 1 maps to the tanh cell."""
 
 Names = dict[str, str]
 """The file's names of one layer's tensors, by part (`weight_ih`, `bias_hh`, ...)."""
@@ -110,10 +110,10 @@ def _checked(tensors: TensorMap, names: list[Names], nonlinearity: str | None) -
         fed = tensors.matrix(layer["weight_ih"])
         expected = (rows, sizes[-1] if sizes else fed[1])
         if fed != expected:
-            below = f", over a layer of {sizes[-1]} units" if sizes else ""
+            below = f", because the layer below has {sizes[-1]} units" if sizes else ""
             raise tensors.error(
                 f"{layer['weight_ih']} has shape {list(fed)}, expected {list(expected)} "
-                f"with {name} [{rows}, {hidden}]{below}"
+                f"for {name} of shape [{rows}, {hidden}]{below}"
             )
         for part in ("bias_ih", "bias_hh"):
             if part in layer:

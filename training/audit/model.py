@@ -63,7 +63,7 @@ def import_model(
     tied = outer.head is None and layers.inputs == hidden
     if not tied:
         name = outer.head or outer.embedding
-        assert name is not None, "this is a bug"
+        assert name is not None, "neither a head nor an embedding was found: this is a bug"
         matrix = np.pad(tensors.take("head.weight", name), ((0, 0), (0, hidden - layers.sizes[-1])))
         if layers.inputs == hidden and np.array_equal(matrix, weights["embedding.weight"]):
             tensors.notes.append("the head's matrix equals the embedding's: the two are tied")

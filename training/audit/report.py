@@ -33,8 +33,9 @@ class AuditedText(Frozen):
     """The audited text.
 
     `unknown`: the number of `<unk>` tokens. `positions`: the number of positions at which windows were compared with
-    the uninterrupted run. Each of these positions has at least `behind` tokens before it. `gradient_positions`: the
-    number of positions at which gradients were computed. Both counts of positions are 0 if no measurement was possible.
+    the uninterrupted run. At each of these positions, the uninterrupted run has read at least `behind` tokens.
+    `gradient_positions`: the number of positions at which gradients were computed. Both counts of positions are 0 if no
+    measurement was possible.
     """
 
     split: str
@@ -219,11 +220,10 @@ def _rounding(report: AuditReport) -> str:
 
 
 def _gradient(report: AuditReport) -> str:
-    """Returns a sentence that names the i from which on the gradient's median stays below a hundredth of its value at i
-    =
-    0."""
+    """Returns a sentence that names the i from which on the gradient's median stays below a hundredth of its value at
+    i = 0."""
     first = report.gradients[0].gradient.median
-    said = "gradient |dp_t+i / dx_t| of the prediction in an input i tokens before it: median"
+    said = "gradient |dp_t+i / dx_t| of a prediction with respect to the input i tokens before it: median"
     if first == 0:
         return f"{said} 0 at i = 0"
     below = None

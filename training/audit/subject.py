@@ -101,7 +101,7 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
     if options.tokenizer is not None:
         path, read = options.tokenizer, read_tokenizer(options.tokenizer, kind, options.eos)
     else:
-        assert options.vocabulary is not None, "this is a bug"
+        assert options.vocabulary is not None, "neither a tokenizer nor a vocabulary is given: this is a bug"
         path, read = options.vocabulary, read_names(options.vocabulary, kind, options.eos)
     if read.vocabulary.size != model.architecture.vocabulary_size:
         source = model.tensors.get("embedding.weight") or model.tensors["head.weight"]
@@ -117,8 +117,8 @@ def _foreign(options: AuditOptions, data: Path) -> Subject:
 
 
 def truncate_text(subject: Subject, tokens: int) -> NDArray[np.int64]:
-    """Truncates the subject's stream to `tokens` tokens with a next token, and returns the stream. Removes the word
-    count of a truncated stream."""
+    """Truncates the subject's stream so that at most `tokens` of its tokens have a next token, and returns the stream.
+    Removes the word count of a truncated stream."""
     corpus, split = subject.corpus, subject.split
     if len(corpus.streams[split]) > tokens + 1:
         corpus.streams[split] = corpus.streams[split][: tokens + 1]

@@ -11,8 +11,8 @@ WORKERS = int(os.environ["BENCH_WORKERS"])
 
 
 class Window(litserve.LitAPI):
-    """The model in LitServe. LitServe calls `batch` to join up to `max_batch_size` decoded requests, and `predict` with
-    the resulting batch."""
+    """The model in LitServe. LitServe calls `batch` to join up to `max_batch_size` decoded requests into one batch, and
+    then calls `predict` with this batch."""
 
     def setup(self, device: str) -> None:  # noqa: ARG002 LitServe names it
         self.model = WindowModel.served()

@@ -1,4 +1,5 @@
-"""mosec with sessions: one worker process holds all sessions and steps the sessions of one batch at a time.
+"""mosec with sessions: one worker process holds the states of all sessions. For each batch of requests, it steps the
+batch's sessions in one run of the graph.
 
 mosec's routes have no parameters, so a request names its session in its body.
 """

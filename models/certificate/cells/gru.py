@@ -151,7 +151,8 @@ def _box(
 
 
 def _candidate(driven: Reach, r: Reach, q: Reach) -> Reach:
-    """Returns the range of `driven + r * q`. r is positive, so the extremes of the product are at the corners."""
+    """Returns the range of `driven + r * q`. r is positive, so the extremes of the product are at the ends of the
+    ranges of r and q."""
     opens = sigmoid(r.low), sigmoid(r.high)
     low = np.minimum(opens[0] * q.low, opens[1] * q.low)
     high = np.maximum(opens[0] * q.high, opens[1] * q.high)

@@ -24,7 +24,8 @@ g's tanh, so |di| <= I |y_i| and |dg| <= G |y_g|. Unit by unit, therefore,
 a matrix scales the matrix's rows.
 
     |dc'| <= max(f^) |dc| + a |dh|,                  a = |c^ F W_f| + |g^ I W_i| + |i^ G W_g|
-    |dh'| <= max(o^ f^) |dc| + (a_o + b) |dh|,       b = |t^ O W_o|, a_o: as a, rows scaled by o^
+    |dh'| <= max(o^ f^) |dc| + (a_o + b) |dh|,       b = |t^ O W_o|, a_o: like a, with each matrix's rows also scaled by
+    o^
 
 The 2 x 2 matrix of these factors maps bounds of (|dc|, |dh|) to bounds of (|dc'|, |dh'|). Let p > 0 be its Perron
 vector and r its spectral radius. Then each step multiplies max(|dc| / p_1, |dh| / p_2) by at most r.
@@ -230,7 +231,7 @@ class LstmLayer:
 
 def _miller_hardt(weights: list[Matrix], forget_driven: Vector) -> Proof:
     """Returns the proof by the rule of Miller and Hardt, for |h_i| <= 1. weights: |W_i|, |W_f|, |W_g|, |W_o|.
-    forget_driven: the greatest input to f."""
+    forget_driven: the greatest part of f's pre-activation that input and biases determine."""
     hidden = len(weights[0])
     i, f, g, o = (float(weight.sum(axis=1).max()) * UP for weight in weights)
     forget = float(sigmoid(forget_driven[:hidden] + weights[1].sum(axis=1)).max()) * UP

@@ -18,7 +18,8 @@ class GruComparison:
     def __init__(self, drive: Drive, matrix: Tensor) -> None:
         self.matrix, self.magnitude = matrix, matrix.abs()
         h = torch.ones_like(matrix[0])
-        gates, recalled = drive.bias[: 2 * len(h)], drive.bias[2 * len(h) :]  # recalled: n's bias, which r multiplies
+        # recalled: the recurrent bias of n, which r multiplies.
+        gates, recalled = drive.bias[: 2 * len(h)], drive.bias[2 * len(h) :]
         outside = torch.cat([gates, torch.zeros_like(recalled)])
         least, greatest = (drive.least + outside).chunk(3), (drive.greatest + outside).chunk(3)
         for _ in range(SETTLING):

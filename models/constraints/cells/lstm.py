@@ -13,7 +13,7 @@ from wane.models.constraints.l1_ball import project_rows
 from wane.models.constraints.layer import ConstrainedLayer
 
 HEARD = 1.2
-"""The ratio of the bound of h's difference to the bound of c's difference in `even`. The larger it is, the larger the
+"""`even` returns this bound for the difference of h and 1 for the difference of c. The larger the bound, the larger the
 output gate's recurrent rows may be."""
 
 OPEN = 1e-9

@@ -1,7 +1,8 @@
 """The constraint of the RNN: the Euclidean projection onto `|W|_2 <= contraction`.
 
-The projection replaces each larger singular value by `contraction`. Unlike a parametrisation of the matrix, it is exact
-projected gradient descent, and torch's fused kernel still computes the recurrence.
+The projection replaces each larger singular value by `contraction`. If it follows every optimiser step, training is
+exact projected gradient descent. Torch's fused kernel can still compute the recurrence, which a parametrised matrix
+would not allow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OpenAI's text completions. A request is translated into calls of the engine for `/v1/generate`, `/v1/score` and a
+"""Serves OpenAI's text completions. A request is translated to the engine's requests for generations, scores and a
 session's step."""
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ from wane.service.types import (
 
 IDEMPOTENCY_KEY = "idempotency-key"
 FIELDS = {"input": "prompt", "tokens": "prompt", "top_logprobs": "logprobs"}
-"""OpenAI's fields, by the engine's names."""
+"""Maps the engine's field names to OpenAI's field names."""
 SEEDS = 2**64
-"""Seeds of OpenAI's clients may be negative; the engine's are not."""
+"""The engine's seeds are from 0 to 2^64 - 1. OpenAI's clients may send negative seeds, so a seed is taken modulo 2^64.
+"""
 
 ENVELOPE = {"type": "object", "required": ["error"], "properties": {"error": TypeAdapter(ErrorFacts).json_schema()}}
 FAILURE: dict[int | str, dict[str, Any]] = {
@@ -76,8 +77,9 @@ chat = APIRouter(include_in_schema=False)
     responses=events.DESCRIPTION,
 )
 async def complete(request: Request) -> Response:
-    """Completes one prompt or many, like OpenAI's API. With `stream`: lines `data:` with parts of the choices, then
-    `data: [DONE]`. A failure in the stream is `data: {"error": ...}`, and ends it."""
+    """Completes one or many prompts, like OpenAI's API. If `stream` is true, the answer consists of lines `data:` with
+    parts of the choices, and then the line `data: [DONE]`. A failure during the stream is sent as `data: {"error":
+    ...}`, and ends the stream."""
     body = await decode(request, CompletionBody)
     with until_hangup(request):
         try:
@@ -91,13 +93,14 @@ async def complete(request: Request) -> Response:
 
 @chat.api_route("/v1/chat/completions", methods=["GET", "HEAD", "POST"])
 async def refuse_chat(request: Request) -> Response:  # noqa: ARG001
-    """Says where text is completed: the models have no chat format."""
-    raise NotFound("these models complete text, and have no chat format: POST /v1/completions completes text")
+    """Answers 404, because the models have no chat format. The message names the route that completes text."""
+    raise NotFound("the models have no chat format: use POST /v1/completions, which completes a text")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: its tokens, and, if it is echoed, its text and its scored tokens."""
+    """One prompt of a request. `text` and `score` are None unless the answer repeats the prompt (`echo`). `score` is
+    also None if no log-probabilities are requested."""
 
     tokens: tuple[int, ...]
     text: str | None = None
@@ -105,7 +108,7 @@ class Prompt:
 
 
 class Completion:
-    """A request whose generations have begun. The choices are ordered by prompt, then by sample."""
+    """A completion request whose generations have started. The choices are ordered by prompt, then by sample."""
 
     def __init__(
         self,
@@ -116,7 +119,8 @@ class Completion:
         generations: Sequence[Generation],
         step: Answer | None,
     ) -> None:
-        """`generations` of every sample; empty if no token is generated. `step`: the session's, if there is one."""
+        """`generations` has one generation for each choice, or is empty if no tokens are generated. `step` is the
+        answer to the step that appended the prompt to a session, or None for a request without a session."""
         self._prompts = prompts
         self._samples = body.n or 1
         self._step = step
@@ -159,7 +163,8 @@ class Completion:
         }
 
     async def parts(self) -> AsyncGenerator[ChoiceDocument, None]:
-        """Yields the parts of the choices as they come. The caller must close it."""
+        """Yields the parts of all choices as soon as their tokens are generated. The caller must close
+        the generator."""
         for choice in self._choices:
             prompt = self._prompts[choice.index // self._samples]
             if prompt.text is not None:
@@ -178,7 +183,7 @@ class Completion:
                     yield part
 
     async def chunks(self, request: Request) -> AsyncGenerator[dict[str, object], None]:
-        """Yields the documents of a stream."""
+        """Yields the documents of a streamed answer."""
         async with aclosing(self.parts()) as parts:
             async for part in parts:
                 chunk: dict[str, object] = {**self._head, "choices": [part]}
@@ -192,7 +197,7 @@ class Completion:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
     async def aclose(self) -> None:
-        """Ends the generations, finished or not."""
+        """Closes the generations, even if tokens remain."""
         for one in self.generations:
             await one.aclose()
 
@@ -218,7 +223,8 @@ class Completion:
 
 
 class CompletionStream(StreamingResponse):
-    """A response in server-sent events without names. It ends the generations as soon as the client disconnects."""
+    """A response that streams server-sent events without event names. It closes the generations as soon as the client
+    disconnects."""
 
     def __init__(self, request: Request, completion: Completion) -> None:
         self._completion = completion
@@ -239,7 +245,7 @@ class CompletionStream(StreamingResponse):
             async with aclosing(completion.chunks(request)) as chunks:
                 async for chunk in chunks:
                     yield b"data: %s\n\n" % encode.json_bytes(chunk)
-        except Exception as error:  # the response has begun, so a failure must be sent in it
+        except Exception as error:  # the status is already sent, so a failure must be an event
             failure = described(request.scope, error)
             context(request.scope).fields["error"] = failure.code
             yield b"data: %s\n\n" % encode.json_bytes(document_of(failure))
@@ -248,7 +254,7 @@ class CompletionStream(StreamingResponse):
 
 
 async def begin(request: Request, body: CompletionBody) -> Completion:
-    """Checks a request, and starts its generations. Raises what the engine raises."""
+    """Checks a request, and starts its generations. Raises InvalidRequest, TooLarge and the engine's errors."""
     samples, given = 1 if body.n is None else body.n, prompts_of(body.prompt)
     check(request, body, len(given), samples)
     charge(request, len(given) * samples)
@@ -262,16 +268,19 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
     tokens: list[tuple[int, ...]] = []
     for one in given:
         if isinstance(one, str):
-            await asyncio.sleep(0)  # many short texts do not block the event loop, its deadlines and disconnections
+            await asyncio.sleep(0)  # lets the event loop run other work between many short texts
         tokens.append(await tokens_of(engine, one, until))
         total += len(tokens[-1])
     most = settings(request).max_scored_tokens
     if total > most:
-        raise TooLarge(f"the prompts have {total} tokens, but at most {most} are taken")
+        raise TooLarge(f"the prompts have {total} tokens, but at most {most} are accepted")
     if body.logprobs is not None and body.logprobs * total > most and body.echo:
-        raise TooLarge(f"{total} tokens with {body.logprobs} each list more than {most} tokens")
+        raise TooLarge(
+            f"echo lists {body.logprobs * total} most probable tokens, but at most {most} are allowed: lower "
+            "logprobs, or shorten the prompts"
+        )
     wanted = [generation(body, one, sample, until) for one in tokens for sample in range(samples)]
-    engine.check_generation(wanted[0])  # before a session's step, which would remain
+    engine.check_generation(wanted[0])  # before the step, because an invalid request must not change its session
     step: Answer | None = None
     if session is not None:
         step = await stepped(request, engine, body, session, tokens[0])
@@ -289,7 +298,7 @@ async def begin(request: Request, body: CompletionBody) -> Completion:
 
 
 def prompts_of(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """Returns the prompts of a request. Raises InvalidRequest if there is none."""
+    """Returns the request's prompts as a list. Raises InvalidRequest if there is no prompt."""
     if isinstance(given, str):
         return [given]
     if not given:
@@ -300,7 +309,8 @@ def prompts_of(given: str | list[str] | list[int] | list[list[int]]) -> list[str
 
 
 def check(request: Request, body: CompletionBody, prompts: int, samples: int) -> None:
-    """Raises InvalidRequest for fields that do not go together."""
+    """Raises InvalidRequest if there are too many prompts or samples, or if fields cannot be combined. `prompts` is the
+    number of prompts, and `samples` the number of samples of each prompt."""
     most = settings(request).max_batch_inputs
     if samples < 1:
         raise InvalidRequest(f"n is {samples}, but must be at least 1", "n")
@@ -308,32 +318,36 @@ def check(request: Request, body: CompletionBody, prompts: int, samples: int) ->
         raise InvalidRequest(f"prompt holds {prompts} prompts, but must hold at most {most}", "prompt")
     if prompts * samples > most:
         raise InvalidRequest(
-            f"n is {samples} for {prompts} prompts, which makes {prompts * samples} samples; at most {most} are made",
+            f"n is {samples} for {prompts} prompts, so {prompts * samples} samples are requested, but at "
+            f"most {most} are allowed",
             "n",
         )
     if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest("max_tokens is 0, but must be at least 1, or 0 with echo", "max_tokens")
+        raise InvalidRequest("max_tokens is 0, but must be at least 1 unless echo is true", "max_tokens")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is given, but stream is not true", "stream_options")
     if body.session is None:
         if body.expected_position is not None:
-            raise InvalidRequest("expected_position is given, but no session", "expected_position")
+            raise InvalidRequest("expected_position is given without a session", "expected_position")
         return
     if samples > 1:
-        raise InvalidRequest(f"n is {samples}, but must be 1 with a session", "n")
+        raise InvalidRequest(f"n is {samples}, but must be 1 in a request with a session", "n")
     if body.echo:
         raise InvalidRequest("echo cannot be combined with a session", "echo")
     if prompts > 1:
-        raise InvalidRequest(f"prompt holds {prompts} prompts, but must be one with a session", "prompt")
+        raise InvalidRequest(
+            f"prompt holds {prompts} prompts, but must hold one prompt in a request with a session", "prompt"
+        )
     if body.expected_position is None and header(request, IDEMPOTENCY_KEY) is None:
         raise InvalidRequest(
-            "a session needs expected_position or the header Idempotency-Key, because clients send a request again",
+            "a request with a session needs expected_position or the header Idempotency-Key, so that a retry is safe",
             "expected_position",
         )
 
 
 async def engine_of(request: Request, body: CompletionBody, session: str) -> Engine:
-    """Returns a session's engine. At an expected position of 0 creates the session if there is none."""
+    """Returns the session's engine. If the session does not exist and the expected position is 0,
+    creates the session."""
     try:
         return await session_engine(request, session, body.model)
     except UnknownSession:
@@ -342,7 +356,7 @@ async def engine_of(request: Request, body: CompletionBody, session: str) -> Eng
     engine = await model_engine(request, body.model)
     try:
         await engine.create_session(id_of(session), None, owner(request))
-    except SessionExists:  # another request has created it meanwhile, and stepped it
+    except SessionExists:  # another request has created the session in the meantime, and has appended tokens
         return await session_engine(request, session, body.model)
     return engine
 
@@ -350,7 +364,8 @@ async def engine_of(request: Request, body: CompletionBody, session: str) -> Eng
 async def stepped(
     request: Request, engine: Engine, body: CompletionBody, session: str, tokens: tuple[int, ...]
 ) -> Answer:
-    """Appends the prompt to the session, or replays that."""
+    """Appends the prompt to the session. If an earlier attempt of the same request has appended the prompt, returns the
+    answer to that attempt."""
     key = header(request, IDEMPOTENCY_KEY)
     return await engine.submit(
         StepRequest(session, tokens, None, body.expected_position, key, top_k=1, deadline=deadline(request))
@@ -365,7 +380,8 @@ def generation(
     session: str | None = None,
     position: int | None = None,
 ) -> GenerateRequest:
-    """Returns the engine's request for one sample of one prompt, or of a session. Raises InvalidRequest."""
+    """Returns the engine's request for one sample, which continues `tokens` or `session`. `sample` is the index of the
+    sample. Raises InvalidRequest."""
     stop = body.stop or []
     return GenerateRequest(
         tokens=tokens,
@@ -386,7 +402,7 @@ def generation(
 
 
 async def prompt_of(engine: Engine, body: CompletionBody, tokens: tuple[int, ...], until: float | None) -> Prompt:
-    """Returns a prompt, with its text and its scored tokens if it is echoed."""
+    """Returns a prompt. Decodes its text and scores its tokens if the answer needs them."""
     if not body.echo:
         return Prompt(tokens)
     score: Score | None = None
@@ -396,7 +412,8 @@ async def prompt_of(engine: Engine, body: CompletionBody, tokens: tuple[int, ...
 
 
 def fingerprint_of(request: Request, engine: Engine) -> str:
-    """Returns a digest of the bundle's hashes, the versions of the model and the server, and the device."""
+    """Returns a digest of the model's name and version, the hashes of the bundle's files, the server's version and the
+    device."""
     files = sorted(engine.manifest.files.items())
     facts = encode.json_bytes([engine.name, engine.version, files, request.app.version, engine.device])
     return f"fp_{sha256(facts).hexdigest()[:16]}"

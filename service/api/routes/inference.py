@@ -71,7 +71,10 @@ INFER_BODY["requestBody"]["content"]["application/octet-stream"] = {
 }
 INFER: dict[str, Any] = INFER_BODY | headers(
     {
-        HEADER_LENGTH: ("bytes of the JSON before the binary tensors", {"pattern": anchored("0*[1-9][0-9]{0,14}")}),
+        HEADER_LENGTH: (
+            "the length in bytes of the JSON header, which precedes the binary tensors",
+            {"pattern": anchored("0*[1-9][0-9]{0,14}")},
+        ),
         ENCODING: ("of the body", {"enum": ["gzip", "deflate", "identity"]}),
     }
 )
@@ -260,8 +263,8 @@ class InferResults:
 
     @property
     def latency(self) -> Latency:
-        """The latency of the slowest row. It is the latency of the engine's work for the request, because all rows run
-        at the same time."""
+        """The largest latency of a row's prediction or score. The predictions of all rows run at the same time, so this
+        is also the latency of all predictions together."""
         found = [one.latency for one in self.answers] + [one.latency for one in self.scores]
         return max(found, key=lambda latency: latency.total_ms, default=NO_LATENCY)
 
@@ -279,7 +282,7 @@ class InferResults:
         if LOGITS in names:
             found[LOGITS] = np.stack([answer.logits for answer in answers if answer.logits is not None])
         if ERROR_BOUND in names:
-            found[ERROR_BOUND] = np.array([answer.error_bound for answer in answers], np.float32)  # None is NaN
+            found[ERROR_BOUND] = np.array([answer.error_bound for answer in answers], np.float32)  # None becomes NaN
         if TOP1_PROVED in names:
             found[TOP1_PROVED] = np.array([answer.top1_proved for answer in answers], np.bool_)
         if POSITION in names:
@@ -292,7 +295,7 @@ class InferResults:
             scored = np.full((len(self.rows), max(map(len, self.rows))), np.nan, np.float32)
             logprobs_of_rows = [one.logprobs for one in self.scores] or [one.token_logprobs or () for one in answers]
             for index, row_logprobs in enumerate(logprobs_of_rows):
-                scored[index, : len(row_logprobs)] = row_logprobs  # None is NaN
+                scored[index, : len(row_logprobs)] = row_logprobs  # None becomes NaN
             found[TOKEN_LOGPROBS] = scored
         return found
 
@@ -377,7 +380,8 @@ async def _step(request: Request, engine: Engine, asked: InferCall, sequence: st
     start = bool(parameters.sequence_start)
     if start and parameters.expected_position:
         raise InvalidRequest(
-            f"expected_position is {parameters.expected_position}, but sequence_start begins at 0", "expected_position"
+            f"expected_position is {parameters.expected_position}, but sequence_start starts at position 0",
+            "expected_position",
         )
     key = sequence_key(request, engine, sequence)
     if not start:

@@ -31,7 +31,7 @@ async def healthz() -> Response:
     responses={
         503: {
             "model": ReadinessDocument,
-            "description": "loading, draining, or without its session store",
+            "description": "the process is loading or draining, or its session store is unavailable",
         }
     },
 )

@@ -28,8 +28,9 @@ async def score(request: Request) -> Response:
     chunks.
 
     If `stream` is true, the answer is a sequence of events. `progress` has `done` and `total`. `tokens` has `position`,
-    `tokens`, `logprobs` and, for a `truncated` input, `error_bounds`. `tokens` events are sent in the order of the
-    tokens, each as soon as its values are final. The last event is `finish`. A failure is an event `error`.
+    `tokens` and `logprobs`, with `truncated` also `error_bounds`, and with `top_k` also `predictions`. `tokens` events
+    are sent in the order of the tokens, each as soon as its values are final. The last event is `finish`. A failure is
+    an event `error`.
     """
     body = await decode(request, ScoreBody)
     engine = await model_engine(request, body.model)

@@ -225,7 +225,7 @@ async def append_many(request: Request) -> Response:
         steps, in_columns = plain
     for name in (POSITION, IDEMPOTENCY_KEY):
         if header(request, name) is not None:
-            raise InvalidRequest(f"{name} is a header for a single step: each of many steps has its own field", name)
+            raise InvalidRequest(f"{name} is only for calls with one step; here, each step has a field for it", name)
     charge(request, len(steps))
     models, until = registry(request), deadline(request)
     if models.is_coming():

@@ -1,4 +1,5 @@
-"""The tokenizer, in the form of vLLM's routes, which lm-evaluation-harness finds by itself."""
+"""Serves a model's tokenizer under the same paths and in the same format as vLLM. lm-evaluation-harness detects these
+routes."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ from wane.service.errors import InvalidRequest
 router = APIRouter(tags=["tokenizer"], responses=FAILURE)
 
 CLASS = "PreTrainedTokenizerFast"
-"""The class of Hugging Face's library that reads a bundle's tokenizer."""
+"""The class of Hugging Face's library transformers that reads a bundle's tokenizer."""
 
 
 @router.post("/tokenize", response_model=TokenizeDocument, openapi_extra=json_body(TokenizeBody))
 async def tokenize(request: Request) -> Response:
-    """Returns the token ids of a text. `<eos>` in the text is the id of that token."""
+    """Returns the token ids of a text. Each `<eos>` in the text becomes the id of the token `<eos>`."""
     body = await decode(request, TokenizeBody)
     engine = await model_engine(request, body.model)
     tokens: list[int] = []
@@ -54,7 +55,7 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize", response_model=DetokenizeDocument, openapi_extra=json_body(DetokenizeBody))
 async def detokenize(request: Request) -> Response:
-    """Returns the text of token ids. In text, the token `<eos>` is a line break."""
+    """Returns the text of token ids. For models of text, the token `<eos>` becomes a line break."""
     body = await decode(request, DetokenizeBody)
     engine = await model_engine(request, body.model)
     engine.check_tokens(body.tokens, document=True)
@@ -65,8 +66,8 @@ async def detokenize(request: Request) -> Response:
 @router.head("/tokenizer_info", include_in_schema=False)
 @router.get("/tokenizer_info", response_model=TokenizerDocument)
 async def tokenizer_info(request: Request) -> Response:
-    """Returns the special tokens of the default model's tokenizer, or of the query's `model`. There is no token that
-    clients must put before a text."""
+    """Returns the special tokens of the tokenizer of the default model, or of the model in the query parameter `model`.
+    `bos_token` is null, because clients need not put a start token before a text."""
     engine = await model_engine(request, request.query_params.get("model"))
     document: TokenizerDocument = {
         "tokenizer_class": CLASS,

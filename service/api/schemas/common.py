@@ -93,8 +93,10 @@ Tolerance = Annotated[
     float, Field(description="the largest accepted error bound, as total variation, 0 to 1"), says(minimum=0, maximum=1)
 ]
 AUTO = (
-    "auto without a `tolerance`: runs the given `window`; without a `window`, runs the model's own k if its "
-    "certificate's curve is at most 1e-3 there, and otherwise all tokens. auto with a `tolerance`: runs a window whose "
+    "auto without a `tolerance`: runs the given `window`; without a `window`, runs a window of the "
+    "model's own k if the "
+    "certificate's error bound for k is at most 1e-3, and otherwise all tokens. auto with a "
+    "`tolerance`: runs a window whose "
     "error bound is within the tolerance, or all tokens if there is no such window"
 )
 Truncated = Annotated[
@@ -109,9 +111,11 @@ Prove = Annotated[
     bool,
     Field(
         description="true: if tokens were left out, search for a proof of the most probable token and for a smaller "
-        "error_bound. The search takes several times as long as the run of a window, and a model runs one search at a "
-        "time. The model's windows must compute error bounds for their own tokens. false: top1_proved is the result of "
-        "the margin, and error_bound comes from the certificate or the run"
+        "error_bound. The search takes several times as long as the run of a window, and each model "
+        "runs one search at a "
+        "time. The search is only for models that compute the error bound from a window's tokens. "
+        "false: top1_proved is the result of "
+        "the margin between the first two predictions, and error_bound comes from the certificate or the window's run"
     ),
 ]
 Cache = Annotated[
@@ -121,7 +125,7 @@ Cache = Annotated[
 Window = Annotated[
     Positive,
     AtMost("max_window"),
-    Field(description="k, the number of tokens that window mode runs; default: the model's own"),
+    Field(description="k, the number of tokens that window mode runs; default: the model's own k"),
 ]
 SessionId = Annotated[str, says(pattern=anchored(SESSION_ID.pattern))]
 IdempotencyKey = Annotated[str, says(minLength=1, maxLength=MAX_KEY_CHARACTERS)]
@@ -131,7 +135,8 @@ WireScoreMethod = Annotated[
     ScoreMethod,
     Field(
         strict=False,
-        description="sequential: run the tokens in order; parallel: run concurrent chunks, if this should be faster",
+        description="sequential: run the tokens in order; parallel: run concurrent chunks, if this is expected to "
+        "be faster",
     ),
     WithJsonSchema({"type": "string", "enum": [method.value for method in ScoreMethod]}),
 ]

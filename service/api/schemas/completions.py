@@ -1,11 +1,11 @@
-"""OpenAI's text completions. A null is the default of its field, like in OpenAI's API."""
+"""The requests and answers of OpenAI's text completions. As in OpenAI's API, a null field has its default value."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field, WithJsonSchema
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.schemas.common import (
     HISTORY,
@@ -33,14 +33,19 @@ Prompt = Annotated[
     | Tokens
     | Annotated[list[Annotated[str, says(minLength=1)]], Field(fail_fast=True), says(minItems=1)]
     | Annotated[list[Tokens], Field(fail_fast=True), says(minItems=1)],
-    Field(description="a text, token ids, or a list of either; a text is tokenised without special tokens"),
+    Field(
+        description="a text, a list of token ids, or a list of several of these; texts are tokenised without "
+        "special tokens"
+    ),
 ]
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
+    """Options of a streamed answer."""
 
-    include_usage: bool | None = Field(default=None, description="true: a last chunk has the usage, and no choices")
+    include_usage: bool | None = Field(
+        default=None, description="true: the stream ends with a chunk that has the usage and no choices"
+    )
 
 
 def given(name: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def given(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class CompletionBody(Body):
-    """Complete one prompt or many."""
+    """Complete one or many prompts."""
 
     examples = (
         {"model": "gated-stable", "prompt": HISTORY, "max_tokens": 8, "temperature": 0},
@@ -74,44 +79,53 @@ class CompletionBody(Body):
         },
     )
 
-    model: Name = Field(description="a name from /v1/models")
+    model: Name = Field(description="a model's name from /v1/models")
     prompt: Prompt
     max_tokens: Annotated[Natural, AtMost("max_generated_tokens")] | None = Field(
-        default=None, description=f"default: {MAX_TOKENS}; 0 only with `echo`"
+        default=None, description=f"the largest number of tokens to generate; default: {MAX_TOKENS}; 0 only with `echo`"
     )
     temperature: Annotated[float, says(minimum=0)] | None = Field(default=None, description="default: 1")
     top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(default=None, description="default: 1")
-    n: Positive | None = Field(default=None, description="samples of each prompt; default: 1")
+    n: Positive | None = Field(default=None, description="the number of samples of each prompt; default: 1")
     stream: bool | None = Field(default=None, description="true: answer with server-sent events")
     stream_options: Annotated[StreamOptions, WithJsonSchema(StreamOptions.model_json_schema())] | None = Field(
         default=None, description="only with `stream`"
     )
     logprobs: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
-        default=None, description="lists this many of the most probable tokens for each token, and the token itself"
+        default=None,
+        description="lists this many of the most probable tokens at each token's position, and the token itself",
     )
-    echo: bool | None = Field(default=None, description="true: the choice begins with the prompt")
+    echo: bool | None = Field(default=None, description="true: the text of each choice begins with the prompt")
     stop: Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)], AtMost(MAX_STOPS)] | None = Field(
-        default=None, description="the text ends before the first of these"
+        default=None, description="the text ends before the first of these strings"
     )
-    seed: Integer | None = Field(default=None, description="the same seed gives the same samples")
+    seed: Integer | None = Field(default=None, description="requests with the same seed generate the same samples")
     presence_penalty: Penalty | None = Field(default=None, description="default: 0")
     frequency_penalty: Penalty | None = Field(default=None, description="default: 0")
-    logit_bias: LogitBias | None = Field(default=None, description="by token id as text; 100 forces, -100 forbids")
+    logit_bias: LogitBias | None = Field(
+        default=None,
+        description="added to the log-probabilities, by token id as text, -100 to 100: 100 allows only tokens with "
+        "100, and -100 forbids a token",
+    )
     user: str | None = Field(default=None, description="ignored")
     session: SessionId | None = Field(
         default=None,
-        description="Wane's own: appends the prompt to this session, and completes the whole session. The completion "
-        "is not appended. It needs `expected_position` or the header `Idempotency-Key`",
+        description="not part of OpenAI's API: appends the prompt to this session, and completes the whole session. "
+        "The completion "
+        "is not appended. The request must also have `expected_position` or the header `Idempotency-Key`",
     )
     expected_position: Natural | None = Field(
-        default=None, description="only with `session`: its position before the prompt; 0 creates it if needed"
+        default=None,
+        description="only with `session`: the session's position before the prompt; 0 creates the session if it "
+        "does not exist",
     )
 
 
 class LogprobsDocument(TypedDict):
     """The tokens of a choice, with their log-probabilities at temperature 1, before bias and penalties.
 
-    A token that is not valid UTF-8 is written `bytes:\\xe2\\x80`. `text_offset` is the place of each token in the text.
+    A token that alone is not valid UTF-8 is written as its bytes: `bytes:\\xe2\\x80`. `text_offset` is the position of
+    each token in the text, in characters.
     """
 
     tokens: list[str]
@@ -121,7 +135,7 @@ class LogprobsDocument(TypedDict):
 
 
 class ChoiceDocument(TypedDict):
-    """One sample of one prompt; in a stream, a part of it."""
+    """One sample of one prompt. In a stream, a part of the sample."""
 
     index: int
     text: str
@@ -138,7 +152,8 @@ class UsageDocument(TypedDict):
 
 
 class CompletionDocument(TypedDict):
-    """The choices, ordered by prompt, then by sample. The last four fields are present with a session only."""
+    """The answer to a completion request. The choices are ordered by prompt, then by sample. `session`, `position`,
+    `replayed` and `error_bound` are present only if the request has a session."""
 
     id: str
     object: Literal["text_completion"]
@@ -154,7 +169,8 @@ class CompletionDocument(TypedDict):
 
 
 class ErrorFacts(TypedDict):
-    """A failure in OpenAI's format; `code` is that of a problem document, or OpenAI's own."""
+    """A failure in OpenAI's format. `code` is OpenAI's code for the failure, or the problem document's code if OpenAI
+    has none."""
 
     message: str
     type: str
@@ -163,6 +179,6 @@ class ErrorFacts(TypedDict):
 
 
 class ErrorDocument(TypedDict):
-    """A failure in OpenAI's envelope."""
+    """The answer to a failed request, in OpenAI's format."""
 
     error: ErrorFacts

@@ -36,7 +36,7 @@ from wane.service.types import (
 )
 
 ID_AS_TEXT = "0|[1-9][0-9]{0,9}"
-"""A token id as text."""
+"""The pattern of a token id as text."""
 
 Penalty = Annotated[float, says(minimum=-MAX_PENALTY, maximum=MAX_PENALTY)]
 LogitBias = Annotated[
@@ -49,7 +49,8 @@ LogitBias = Annotated[
 
 
 def bias_of(given: dict[str, float] | None) -> dict[int, float] | None:
-    """Returns a bias by token id. Raises InvalidRequest for a name that is not an id."""
+    """Returns the field `logit_bias` with its names as numbers. Raises InvalidRequest for a name that is not a token
+    id."""
     if given is None:
         return None
     for name in given:
@@ -86,14 +87,16 @@ class GenerateBody(SequenceBody):
 
     session: SessionId | None = Field(default=None, description="continue this session, without changing it")
     position: Natural | None = Field(
-        default=None, description="with a session: the position at which it must be; at another one it is 409"
+        default=None,
+        description="only with `session`: the session's expected position; if the session has another position, the "
+        "answer is 409",
     )
     model: Model = None
     max_tokens: Annotated[Positive, AtMost("max_generated_tokens")] = Field(
         default=16, description="the largest number of tokens to generate"
     )
     temperature: Annotated[float, says(minimum=0)] = Field(
-        default=1.0, description="0: select always the most probable token"
+        default=1.0, description="0: always select the most probable token"
     )
     top_k: Positive | None = Field(default=None, description="sample from the k most probable tokens only")
     top_p: Annotated[float, says(exclusiveMinimum=0, maximum=1)] | None = Field(
@@ -117,7 +120,7 @@ class GenerateBody(SequenceBody):
     )
     top_logprobs: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
         default=None,
-        description="lists this many of the most probable tokens in the place of each token (`predictions`), and the "
+        description="lists this many of the most probable tokens at each token's position (`predictions`), and the "
         "token itself; 0: only the token itself",
     )
     mode: Annotated[WireMode, modes(GENERATED_MODES)] = Mode.AUTO

@@ -53,7 +53,7 @@ class InferParameters(Body):
     """The parameters of an inference. `PredictBody` describes the parameters that also exist in the native protocol."""
 
     mode: WireMode | None = Field(
-        default=None, description="as in /v1/predict; default: auto, or the mode of the sequence"
+        default=None, description="the mode, as in /v1/predict; default: auto, or the mode of the sequence's session"
     )
     window: Window | None = None
     tolerance: Tolerance | None = None
@@ -230,7 +230,7 @@ class TextDocument(TypedDict):
 
 
 class ModelConfigDocument(TypedDict):
-    """Triton's model configuration. `max_batch_size` is 0 because `dims` are whole shapes, with the batch."""
+    """Triton's model configuration. `max_batch_size` is 0 because `dims` includes the batch dimension."""
 
     name: str
     platform: str

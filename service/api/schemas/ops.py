@@ -23,8 +23,8 @@ class ModelStandingDocument(ModelDocument):
 
 
 class StoreDocument(TypedDict):
-    """The session store. The document has its kind (memory or redis), whether it is reachable, and the number of
-    sessions with tokens that are not in the store yet."""
+    """The session store. `kind` is memory or redis. `not_durable` is the number of sessions with tokens that are not in
+    the store yet."""
 
     kind: str
     reachable: bool
@@ -32,7 +32,8 @@ class StoreDocument(TypedDict):
 
 
 class FailedModelDocument(TypedDict):
-    """A model that failed to load, and the reason. If the bundle's name is unreadable, `name` is its folder's name."""
+    """A model that failed to load, and the reason. `model` is the model's name, or the name of the bundle's folder if
+    the model's name cannot be read."""
 
     model: str
     reason: str

@@ -40,7 +40,7 @@ class ScoreBody(SequenceBody):
     truncated: Truncated = False
     top_k: Annotated[Natural, AtMost("top_k_limit")] | None = Field(
         default=None,
-        description="lists this many of the most probable tokens in the place of each token (`predictions`), and the "
+        description="lists this many of the most probable tokens at each token's position (`predictions`), and the "
         "token itself; 0: only the token itself. The tokens then run in order",
     )
     cache: Cache = True

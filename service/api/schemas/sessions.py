@@ -59,7 +59,8 @@ class SessionBody(Body):
     input: Text | None = Field(default=None, description="the history as a text")
     position: Annotated[Natural, AtMost(MAX_POSITION)] | None = Field(
         default=None,
-        description="the session's number of tokens so far, without the start token <eos>; with `history` or `input`",
+        description="the session's number of tokens so far, without the start token <eos>; required with `history` "
+        "or `input`",
     )
 
     @model_validator(mode="after")
@@ -77,7 +78,8 @@ class StepBody(SequenceBody):
 
     expected_position: Natural | None = Field(
         default=None,
-        description="the position of the session before the step. If it differs, the answer is "
+        description="the session's expected position before the step. If the session has another position, the "
+        "answer is "
         "409. The header x-wane-position has the same effect",
     )
     top_k: TopK = 5
@@ -104,7 +106,8 @@ WireStepsFormat = Annotated[
     StepsFormat,
     Field(
         strict=False,
-        description="documents: an answer for each step, like that of a single step; columns: one list for each field, "
+        description="documents: an answer for each step, in the format of a single step's answer; columns: one list "
+        "for each field, "
         "about a quarter as long. Columns omit `probability`, which is exp(logprob), and `token`, which the model's "
         "vocabulary has for each token_id",
     ),
@@ -155,4 +158,6 @@ class RewindBody(Body):
 
     examples = ({"position": 1},)
 
-    position: Natural = Field(description="the number of tokens to keep; the server must still have the last of them")
+    position: Natural = Field(
+        description="the number of tokens to keep; the server must still have the last of these tokens"
+    )

@@ -1,11 +1,11 @@
-"""The tokenizer, in the form of vLLM's routes."""
+"""The requests and answers of the tokenizer's routes, in the same format as vLLM."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from wane.service.api.schemas.common import HISTORY, AtMost, Body, Model, says
 
@@ -16,7 +16,7 @@ class TokenizeBody(Body):
     examples = ({"prompt": HISTORY}, {"prompt": "<eos>", "add_special_tokens": False})
 
     model: Model = None
-    prompt: str = Field(description="a text; `<eos>` in it is the id of that token")
+    prompt: str = Field(description="a text; each `<eos>` in the text becomes the id of the token <eos>")
     add_special_tokens: bool | None = Field(
         default=None, description="has no effect: the server itself feeds the start token before a sequence"
     )
@@ -37,7 +37,8 @@ class DetokenizeBody(Body):
 
 
 class TokenizeDocument(TypedDict):
-    """The token ids. `max_model_len` is the longest input."""
+    """The token ids. `count` is the number of token ids, and `max_model_len` the longest input in tokens that the
+    server accepts."""
 
     count: int
     max_model_len: int
@@ -52,7 +53,8 @@ class DetokenizeDocument(TypedDict):
 
 
 class TokenizerDocument(TypedDict):
-    """The tokenizer's special tokens and class."""
+    """The tokenizer's special tokens. `tokenizer_class` is the class of the library transformers that reads the
+    tokenizer, and `model_max_length` the longest input in tokens that the server accepts."""
 
     tokenizer_class: str
     eos_token: str

@@ -69,7 +69,7 @@ _FRONT = struct.Struct(">QIH")
 _RUN = struct.Struct(">QI")
 _HEAD = struct.Struct(f">BQQq{1 + DIGEST_BYTES}p{1 + DIGEST_BYTES}p")
 _STAMP = slice(1, 9)
-IDENTITIES = 4096  # cache size: more than the number of versions and modes of all loaded models
+IDENTITIES = 4096  # size of the cache of identities: above the number of versions and modes of all loaded models
 
 
 class Unreadable(ValueError):
@@ -85,8 +85,9 @@ def head(record: SessionRecord) -> bytes:
 
 
 def mark(revision: int, about: bytes = b"") -> bytes:
-    """Returns the mark by which a session at `revision` is recognised. If the session's head is given in `about`, the
-    mark differs from the mark of a session that another writer stored at the same revision."""
+    """Returns the mark of a session at `revision`. Equal marks mean that the stored session has not changed. `about` is
+    the session's `head`. If it is given, the mark also differs from the mark of a session that another writer stored at
+    the same revision."""
     return REVISION.pack(revision) + about[_STAMP]
 
 
@@ -96,7 +97,7 @@ def write(record: SessionRecord) -> bytes:
 
 
 def after_run(written: bytes) -> bytes:
-    """Returns the bytes after `run` of a session that was encoded by `write`."""
+    """Returns the bytes that follow the field `run` in a session that `write` encoded."""
     return written[_RUN.size :]
 
 

@@ -29,10 +29,10 @@ AT_ONCE = 256  # number of sessions that are written concurrently when the store
 
 @dataclass(slots=True, eq=False)
 class UnsyncedSession:
-    """A session that is newer in this process than in the store. The mark of the store's session is one of `marks`,
-    unless another process changed that session. `since` is the position up to which the two sessions are equal. A
-    rewind can lower this position. `counts` says whether the session was created in this process and counts against its
-    owner's quota."""
+    """A session that is newer in this process than in the store. The mark (`codec.mark`) of the store's session is one
+    of `marks`, unless another process changed that session. `since` is the position up to which the two sessions are
+    equal. A rewind can lower this position. `counts` says whether the session was created in this process and counts
+    against its owner's quota."""
 
     record: SessionRecord
     marks: list[bytes]
@@ -53,7 +53,8 @@ class FallbackStore:
         self._ttl_s = ttl_s
         self._clock = clock
         self._unsynced: dict[str, UnsyncedSession] = {}
-        # By session: its position in the store, and the time when its tokens were discarded.
+        # For each session whose tokens were discarded: the session's position in the store, and the time of the
+        # discard.
         self._discarded_unsynced: dict[str, tuple[int, float]] = {}
         self._settling: asyncio.Task[None] | None = None
         self._discarded = metrics.sessions_conflict_discarded
@@ -95,10 +96,10 @@ class FallbackStore:
                 raise
             if session in self._unsynced:
                 return False
-            # The store may have created the session without answering.
+            # The store may have created the session although no answer was received.
             unsynced = self._mark_unsynced(fresh, [NOBODY, codec.mark(fresh.revision)])
             unsynced.counts = most is not None
-            unsynced.since = 0  # an earlier session's state in the store is not valid for this session
+            unsynced.since = 0  # the store may hold a state of an earlier session with this id
             created = True
         if created:
             self._discarded_unsynced.pop(session, None)
@@ -221,7 +222,8 @@ class FallbackStore:
         await self._shared.close()
 
     def _lost(self, session: str) -> PositionConflict:
-        """Returns the error for the next step of a session that lost tokens. It is raised only once."""
+        """Returns the error for the next step of a session that lost tokens. Forgets the loss, so that only one step
+        fails."""
         position, _ = self._discarded_unsynced.pop(session)
         return PositionConflict(
             "tokens that were acknowledged as not durable are lost: "

@@ -86,8 +86,8 @@ def touched(packed: bytes, now_s: float) -> bytes:
 
 
 class Packing:
-    """Packs and unpacks records. Each identity gets a number in order of appearance. There is one identity for each
-    version and mode of the loaded models."""
+    """Packs and unpacks records. A packed record contains the number of its identity. Identities are numbered in the
+    order in which they are first packed. There is one identity for each version and mode of the loaded models."""
 
     def __init__(self) -> None:
         self._identities: list[Identity] = []
@@ -103,7 +103,7 @@ class Packing:
         return self._pack(number, record, now_s)
 
     def repack(self, packed: bytes, record: SessionRecord, now_s: float) -> bytes:
-        """Like `pack`, for a changed record. `packed` is the record's earlier value."""
+        """Like `pack`, for a changed record. `packed` is the packed record before the change."""
         (number,) = _IDENTITY.unpack_from(packed, _IDENTITY_AT)
         return self._pack(number, record, now_s)
 
@@ -115,7 +115,8 @@ class Packing:
     def unpack(
         self, session: str, packed: bytes, now_s: float, durable: bool | None = None, snapshot: Snapshot | None = None
     ) -> SessionRecord:
-        """Unpacks the record, with its idle time at `now_s`. `durable` and `snapshot` are not packed."""
+        """Unpacks the record. The record's `idle_s` is the idle time at `now_s`. `durable` and `snapshot` are fields of
+        the record that are not packed."""
         touched_s, position, revision, start, number, tokens, key = _HEADER.unpack_from(packed)
         model, version, mode, width, vocabulary = self._identities[number]
         tail = TokenHistory(packed[_HEADER.size :], width)
@@ -126,13 +127,13 @@ class Packing:
         )
 
     def kind(self, packed: bytes) -> tuple[str, str]:
-        """Returns the session's model and vocabulary."""
+        """Returns the model and the vocabulary of the packed session."""
         (number,) = _IDENTITY.unpack_from(packed, _IDENTITY_AT)
         model, _, _, _, vocabulary = self._identities[number]
         return model, vocabulary
 
     def model(self, packed: bytes) -> str:
-        """Returns the session's model."""
+        """Returns the model of the packed session."""
         return self.kind(packed)[0]
 
 
@@ -183,7 +184,7 @@ class Shard:
         ends_s = (now_s if oldest is None else touched_s(oldest[1])) + self._ttl_s
         if oldest is not None and now_s > ends_s:
             return oldest[0]
-        self._quiet_until_s = ends_s  # sessions that are used after this time expire later
+        self._quiet_until_s = ends_s  # no session can expire before this time
         return None
 
 
@@ -434,7 +435,7 @@ class MemoryStore:
         left = EXPIRED_AT_ONCE
         for shard in shards:
             while left and (session := shard.over(now_s)) is not None:
-                if self._find(session) is None:  # its write buffer may have a more recent time of use
+                if self._find(session) is None:  # the session's write buffer may have a more recent time of use
                     self._forget(session)
                 left -= 1
 
@@ -444,7 +445,7 @@ class MemoryStore:
             oldest = [oldest for shard in self._shards if (oldest := shard.oldest()) is not None]
             session, packed = min(oldest, key=lambda entry: touched_s(entry[1]))
             buffer = self._buffered.pop(session, None)
-            if buffer is not None:  # its write buffer may have a more recent time of use
+            if buffer is not None:  # the session's write buffer may have a more recent time of use
                 self._write(session, *buffer.flush(session))
                 continue
             self._forget(session)

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from wane.service.sessions.stores.memory import Packing, entry_bytes, tail_bytes, touched_s
 from wane.service.sessions.stores.store import SessionRecord, Snapshot
 
-SNAPSHOTS = 256  # largest number of cached snapshots, from records that were read and not used yet
-# The share of outdated lookups above which steps do not use the cache. A step that finds an outdated session looks it
-# up again after reading it from the store. So the share is a quarter to a third if half of all steps find an outdated
-# session.
+SNAPSHOTS = 256  # largest number of cached snapshots; a snapshot is dropped when its session changes
+# Steps do not use the cache if the share of outdated sessions among the calls of `saw` exceeds this value. The share is
+# a quarter to a third if half of all steps find an outdated session. Such a step calls `saw` once with moved=True. It
+# then reads the session again, and calls `saw` once or twice with moved=False.
 MOVED_OFTEN = 0.25
-EMA_ALPHA = 1 / 16  # weight of the latest lookup in the moving average
+EMA_ALPHA = 1 / 16  # weight of the latest call of `saw` in the moving average
 
 
 class RecordCache:
@@ -38,7 +38,8 @@ class RecordCache:
         return self._moved > MOVED_OFTEN
 
     def saw(self, *, moved: bool) -> None:
-        """Records whether a cached session was outdated."""
+        """Records one comparison of a cached session with the stored session. `moved` says whether the cached session
+        was outdated."""
         self._moved += EMA_ALPHA * (moved - self._moved)
 
     def put(self, record: SessionRecord) -> None:

@@ -1,4 +1,5 @@
-"""Keeps sessions in Redis, which replicas share. Redis is authoritative. Each process caches the sessions that it uses.
+"""Keeps sessions in a Redis server or cluster that several replicas of Wane share. Redis is authoritative. Each process
+caches the sessions that it uses.
 
 A session is one key, `wane:<namespace>:{<session>}`, in the format of `codec.py`. Its latest snapshot, if states are
 kept, is another key with the suffix `:state`. The braces put both keys on the same node of a cluster. Both keys expire
@@ -47,12 +48,12 @@ DONE = (1, 2)
 """The append script's replies if it appended the tokens: at the next revision (1), or at the alternative revision (2).
 """
 NOBODY = b""
-"""The mark of a session that does not exist."""
+"""The mark (`codec.mark`) of a session that does not exist."""
 
 
 class Unanswered(Unavailable):
-    """Redis did not answer a change of the session. `before` is the session before the change. The mark of the stored
-    session is now one of `marks`, unless another process changed the session."""
+    """Redis did not answer a change of the session. `before` is the session before the change. The mark (`codec.mark`)
+    of the stored session is now one of `marks`, unless another process changed the session."""
 
     def __init__(self, message: str, before: SessionRecord, marks: Sequence[bytes]) -> None:
         super().__init__(message)
@@ -117,7 +118,7 @@ class RedisStore:
         return made
 
     async def claim(self, session: str, most: int) -> None:
-        """Counts a new session against its owner's quota, `most`. Raises QuotaExceeded.
+        """Counts a new session against its owner's quota of `most` sessions. Raises QuotaExceeded.
 
         Redis does not notify when a session expires. The set therefore holds, for each session, the time when the
         session expires if it is not used. If the set is full, the sessions whose time has passed or is uncertain are

@@ -162,7 +162,8 @@ class RedisPipeline:
         try:
             try:
                 replies = await self.send([call.command for call in calls])
-            except ConnectionError:  # tried again, because an idle connection may be closed although Redis is reachable
+            except ConnectionError:
+                # The commands are sent again, because an idle connection may be closed although Redis is reachable.
                 for call in calls:
                     call.again = True
                 replies = await self.send([call.command for call in calls])
@@ -193,7 +194,9 @@ class RedisPipeline:
             commands = []
             for index in unknown:
                 call = calls[index]
-                assert call.script is not None, "Redis says NOSCRIPT to a command: this is a bug"
+                assert call.script is not None, (
+                    "Redis answered NOSCRIPT to a command that is not a script: this is a bug"
+                )
                 commands.append(("EVAL", call.script.source, *call.command[2:]))
             for index, reply in zip(unknown, await self.send(commands), strict=True):
                 replies[index] = reply

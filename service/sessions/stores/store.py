@@ -163,8 +163,8 @@ class Store(Protocol):
         """Returns the session as this process last saw it, without a request to the backend. A later append or rewind
         checks whether the session is still the same.
 
-        If `to_step`, also returns None if an append would probably fail. The call also raises PositionConflict, once,
-        if tokens that were acknowledged as not durable were lost since the last step.
+        If `to_step`, also returns None if an append would probably fail. If `to_step`, raises PositionConflict once if
+        tokens that were acknowledged as not durable have been lost since the last step.
         """
         ...
 

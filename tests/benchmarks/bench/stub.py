@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 Answer = Callable[[int, bytes], bytes]
-"""A function that returns the bytes of the complete answer to a request, given the request's number and body."""
+"""A function that takes the number and the body of a request, and returns the bytes of the complete answer."""
 
 
 def ok(body: bytes) -> bytes:
@@ -63,7 +63,7 @@ class Stub:
         connection.sendall(self._answer(number, body))
 
     def _talk(self, connection: socket.socket, read: Callable[[int], bytes]) -> None:
-        """Yields a client's messages. Each is a masked frame of at most 125 bytes."""
+        """Yields a client's WebSocket messages. Each message must be one masked frame of at most 125 bytes."""
         while len(head := read(2)) == 2:
             mask = read(4)
             payload = bytes(byte ^ mask[index % 4] for index, byte in enumerate(read(head[1] & 0x7F)))
@@ -76,7 +76,7 @@ class Stub:
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[Stub]:
-    """Runs a stub server during the block. The server's clients must disconnect before the end of the block."""
+    """Runs a stub server while the `with` block runs. Its clients must disconnect before the end of the block."""
     stub = Stub(answer)
     thread = threading.Thread(target=stub.accept)
     thread.start()

@@ -60,8 +60,8 @@ def test_a_peer_has_a_server_and_requirements(name: str) -> None:
 
 
 def test_a_peer_s_largest_batch_equals_wane_s() -> None:
-    """Checks the settings file of MLServer, which has the number itself. The other peers use a constant that is shared
-    in the code."""
+    """Checks the settings file of MLServer, in which the number is written out. The other peers import it as a
+    constant."""
     settings = tomllib.loads(
         "settings = " + (PEERS / "mlserver" / "model-settings.json").read_text().replace("\n", " ").replace('":', '" =')
     )["settings"]
@@ -139,8 +139,8 @@ def test_a_bulk_call_that_a_server_does_not_support_raises_not_understood(tmp_pa
 
 
 def test_a_peer_s_sessions_keep_their_states() -> None:
-    """Sends a sequence token by token, in batches with another sequence. Compares the result with a window of the same
-    tokens."""
+    """Sends a sequence token by token, in batches with another sequence. Compares the last answer with the prediction
+    from a window of the same tokens."""
     bundle = MODELS[SHIPPED]
     model, tokens = StepModel(bundle), [0, 9, 11, 4]
     for token in tokens:
@@ -204,7 +204,7 @@ def test_all_processes_of_a_server_are_stopped_even_if_they_ignore_signals(
     with ServerProcess(Contender("s", "S", "windows", command), tmp_path, log) as server:
         while len(pids := log.read_text().split()) < 2:
             assert server.cpu_seconds() >= 0
-    guard = time.monotonic() + HUNG_S  # A killed process does not end immediately.
+    guard = time.monotonic() + HUNG_S  # A killed process ends a little later.
     while left := [pid for pid in pids if _runs(pid)]:
         assert time.monotonic() < guard, left
         time.sleep(0.01)

@@ -43,7 +43,7 @@ def measured(requests: int, items: int = 1, p50: float = 1.0, p99: float = 2.0) 
 
 
 def three_rounds(loads: dict[str, dict[str, list[Measured]]], model: str = "lstm256") -> Rounds:
-    """Returns the rounds of each contender and load."""
+    """Returns three rounds of the figures of each contender and load."""
     visits = [
         Visit(
             model=model,

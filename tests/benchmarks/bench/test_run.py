@@ -15,7 +15,8 @@ from benchmarks.bench.baseline import Baseline
 from benchmarks.bench.results import Visit
 from benchmarks.bench.run import Run, visit_path
 
-# A program that replaces the command of a visit. It writes a visit without figures, or fails for the contender `fails`.
+# A program that runs instead of the command of a visit. It writes a visit without figures to the results. For the
+# contender `fails`, it exits with the status 1.
 AROUND = """
 import sys
 from pathlib import Path

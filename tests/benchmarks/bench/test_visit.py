@@ -23,7 +23,8 @@ REQUESTS = 20
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replaces wrk with a few requests. Returns the list of the loaded servers, in order."""
+    """Replaces wrk with a function that sends a few requests. Returns the list of the servers to which requests were
+    sent, in order."""
     urls: list[str] = []
 
     def drive(url: str, requests: Requests, connections: int, seconds: float) -> Timed:

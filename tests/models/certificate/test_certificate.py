@@ -35,8 +35,8 @@ def contraction(model: Architecture, weights: dict[str, np.ndarray]) -> Certific
 
 
 class TopLayer:
-    """For a random model, the map from the top layer's state before a token to its state after the token. The states of
-    the layers below are those after a random history."""
+    """The map from the top layer's state before a token to the state of the same layer after the token, in a random
+    model. The states of the layers below are those after a random history."""
 
     def __init__(self, model: Architecture, weights: dict[str, np.ndarray], generator: np.random.Generator) -> None:
         self._reference = Reference(model, weights)
@@ -87,8 +87,8 @@ class TopLayer:
 
 
 def worst_ratio(layer: TopLayer, generator: np.random.Generator) -> float:
-    """Returns the largest ratio that hill climbing finds. It starts from random pairs of distant states and of close
-    states, and changes each pair randomly."""
+    """Returns the largest ratio (see `TopLayer.ratio`) that hill climbing finds. The climb starts from random pairs of
+    distant states and from random pairs of close states, and changes each pair randomly."""
     worst = 0.0
     for spread in (1.0, 1e-3):
         first, tokens = layer.states(), layer.tokens()
@@ -145,8 +145,8 @@ def test_every_token_reduces_the_distance_of_every_pair_of_states_by_the_factor(
 def one_unit(
     cell: Cell, driven: list[float], recurrent: list[float], bias: list[float], recalled: list[float] | None = None
 ) -> TopLayer:
-    """Returns a layer with one unit. Its inputs at the two tokens are -1 and 1. `recalled` is the bias of the recurrent
-    part."""
+    """Returns a layer with one unit and a vocabulary of two tokens, whose inputs are -1 and 1. `driven`, `recurrent`,
+    `bias` and `recalled` are the values of weight_ih, weight_hh, bias_ih and bias_hh, one for each gate."""
     model = architecture(cell, hidden=1, embedding=1, vocabulary_size=2)
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:, 0] = (-1, 1)
@@ -158,15 +158,16 @@ def one_unit(
 
 
 def largest_ratio(layer: TopLayer, first: list[float], second: list[float]) -> float:
-    """Returns the ratio of one pair of states of one unit, at the token for which the ratio is larger."""
+    """Returns the larger one of `layer.ratio` at the two tokens, for one pair of states of a layer with one unit."""
     tokens = np.arange(PAIRS) % 2
     one, other = ([np.full((PAIRS, 1), value) for value in state] for state in (first, second))
     return float(layer.ratio(one, other, tokens).max())
 
 
 def test_the_output_gate_alone_can_attain_an_lstm_s_factor() -> None:
-    """Only the output gate o depends noticeably on h, and c is at the edge of the box. Because h' = o tanh(c') and the
-    slope of the sigmoid at 0 is 1/4, |dh'| = tanh(c') W_o / 4 |dh| near h = 0."""
+    """Uses an LSTM with one unit whose state is (h, c). Only the output gate o depends noticeably on h, and c is at the
+    edge of the box. Because h' = o tanh(c') and the slope of the sigmoid at 0 is 1/4, |dh'| = tanh(c') W_o / 4 |dh|
+    near h = 0."""
     layer = one_unit("lstm", [0, 0, 0, 0], [0, 1e-3, 0, 8], [40, 0, 40, 0])
     edge = float(layer.bound.reach[1][0])
     assert edge == pytest.approx(2, rel=1e-3)  # the edge of the box is i g / (1 - f), with i = g = 1 and f = 1/2
@@ -176,8 +177,8 @@ def test_the_output_gate_alone_can_attain_an_lstm_s_factor() -> None:
 
 @pytest.mark.parametrize("recalled", [0.5, 3.0], ids=["the candidate contracts", "the candidate expands"])
 def test_the_extreme_of_the_update_gate_attains_a_gru_s_factor(recalled: float) -> None:
-    """Uses h' = (1 - z) tanh(r W_n h) + z h near h = 0 with r = 1. The slope (1 - z) W_n + z is largest at one end of
-    the range of z."""
+    """Uses the state's map h' = (1 - z) tanh(r W_n h) + z h near h = 0, with the reset gate r = 1. Its slope is (1 - z)
+    W_n + z, with the update gate z. The slope is largest at one end of the range of z."""
     layer = one_unit("gru", [0, 1, 0], [0, 0, recalled], [40, 0, 0])
     ratio = largest_ratio(layer, [0.001], [-0.001])
     ends = (1 / (1 + np.exp(-token)) for token in (-1.0, 1.0))
@@ -186,8 +187,8 @@ def test_the_extreme_of_the_update_gate_attains_a_gru_s_factor(recalled: float) 
 
 
 def test_the_reset_gate_alone_can_attain_a_gru_s_factor() -> None:
-    """Only the reset gate r depends on h, with the slope r (1 - r) = 1/4 near h = 0. The candidate is tanh(8 r - 4), so
-    its slope near h = 0 is 8 r (1 - r) = 2."""
+    """Only the reset gate r depends on the state h. Near h = 0, the slope of r is r (1 - r) = 1/4. The candidate is
+    tanh(8 r - 4), so its slope near h = 0 is 8 times the slope of r, which is 2."""
     layer = one_unit("gru", [0, 0, 0], [1, 0, 0], [0, -6, -4], recalled=[0, 0, 8])
     ratio = largest_ratio(layer, [0.001], [-0.001])
     z = 1 / (1 + np.exp(6))
@@ -237,7 +238,7 @@ def test_an_unstable_model_is_not_contractive() -> None:
     for _ in range(50):
         (_, _, first), (_, _, second) = reference.step(token, first), reference.step(token, second)
     parted = np.abs(first["layers.1.h"] - second["layers.1.h"])
-    assert parted.min() > 2, "two states with the distance 1 move apart"
+    assert parted.min() > 2, "two states with the distance 1 must have a larger distance after the token"
 
 
 def test_a_gate_cap_is_a_sufficient_proof() -> None:
@@ -272,7 +273,8 @@ def test_a_cap_is_rounded_to_float32(cap: float) -> None:
 
 
 def test_cancelling_terms_do_not_hide_an_open_gate() -> None:
-    """Uses a gate with the input 1e20 + 30 - 1e20. Its exact value is 30 and not 0, so the gate is nearly open."""
+    """Uses a gate whose input is the sum 1e20 + 30 - 1e20. Its exact value is 30, so the gate is nearly open.
+    Floating-point arithmetic gives 0."""
     model = architecture("gated", hidden=3, embedding=3, vocabulary_size=2)
     weights = {name: np.zeros_like(tensor) for name, tensor in random_weights(model, seed=0).items()}
     weights["embedding.weight"][1] = (1e10, 30, 1e10)
@@ -288,7 +290,7 @@ def test_a_model_with_gates_that_may_stay_open_is_not_contractive() -> None:
 
 
 def test_an_lstm_s_certificate_contains_the_weights_of_its_norm() -> None:
-    """Checks the factor in the weighted norm whose weights are in the manifest."""
+    """Checks that the factor holds in the norm that the manifest describes with its weights."""
     model = architecture("lstm", hidden=48, embedding=48)
     weights = random_weights(model, seed=4, recurrent=0.2)
     (stated,), (bound,) = contraction(model, weights).layers, layer_bounds(model, weights)

@@ -1,4 +1,5 @@
-"""Tests the k-step theorem: the tokens before the last k tokens change a prediction by at most the bound for k."""
+"""Tests the theorem of the curve: the tokens before the last k tokens change a prediction by at most the curve's bound
+for k."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ FRONT = {"blocks": 2, "kernel_size": 3, "feed_forward": 5}
 
 
 def bad_histories(model: Architecture, weights: Weights, seed: int, past: int = PAST, last: int = LAST) -> np.ndarray:
-    """Returns token histories after which the states of two runs differ much: random histories, greedy histories, and
-    histories found by hill climbing without and with gradients."""
+    """Returns token histories of `past` + `last` tokens. After each of them, the state of a run over all tokens differs
+    much from the state of a run over the last tokens alone. The histories are random, greedy, or found by hill climbing
+    without and with gradients."""
     generator, reference, adversary = np.random.default_rng(seed), Reference(model, weights), Adversary(model, weights)
     random = random_histories(generator, model.vocabulary_size, 8, past, last)
     greedy = greedy_histories(reference, model.vocabulary_size, past, last)
@@ -157,8 +159,8 @@ def test_without_rounding_a_tanh_rnn_in_float64_exceeds_its_curve() -> None:
 
 def test_a_repeated_token_attains_the_first_gated_layer_s_curve() -> None:
     """Uses one gated unit and one repeated token. Before the window, the token moves the unit's state to the edge of
-    the box. In the window, the difference to a run from the zero state decays as slowly as possible, so it attains the
-    bound."""
+    the box. In the window, the state's difference to a run from the zero state decays as slowly as possible. So this
+    difference attains the bound."""
     model = architecture("gated", hidden=1, embedding=1, vocabulary_size=2)
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:, 0] = (-1, 1)
@@ -173,8 +175,8 @@ def test_a_repeated_token_attains_the_first_gated_layer_s_curve() -> None:
 
 
 def test_the_first_layer_is_bounded_by_the_gates_of_single_tokens() -> None:
-    """Uses two units whose gates open for different tokens. So the bound is smaller than a bound that uses, at every
-    token, the largest gate of each unit."""
+    """Uses two units whose gates open for different tokens. So the bound must be smaller than a bound that assumes, at
+    every token, the largest gate value of each unit."""
     model = architecture("gated", hidden=2, embedding=2, vocabulary_size=2)
     weights = random_weights(model, seed=0)
     weights["embedding.weight"][:] = ((-1, 1), (1, -1))
@@ -290,7 +292,7 @@ def test_the_distance_of_two_layer_norm_outputs_is_within_its_bound(
     first = size * generator.normal(size=(50, 6))
     moved = generator.normal(size=(50, 6))
     second = first + apart * moved / np.linalg.norm(moved, axis=1, keepdims=True)
-    # The line between the two points passes through the origin.
+    # In every second pair, the line through the two points passes through the origin.
     second[::2] = first[::2] * (1 - apart / np.linalg.norm(first[::2], axis=1, keepdims=True))
     centred = [each - each.mean(axis=1, keepdims=True) for each in (first, second)]
     outputs = [layer_norm(each, np.ones(6), np.zeros(6), epsilon) for each in (first, second)]

@@ -1,4 +1,4 @@
-"""Compares the longest product of gates with the result of a full search."""
+"""Compares the largest norm of a k-fold product of gate vectors with the result of a full search."""
 
 from __future__ import annotations
 

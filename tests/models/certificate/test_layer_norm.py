@@ -1,5 +1,5 @@
-"""Tests the theorem: functions of a LayerNorm's output stay within their bounds if the LayerNorm's input stays within
-its bound."""
+"""Tests the theorem: linear functions of a LayerNorm's output change by at most their bounds if the LayerNorm's input
+changes by at most its bound."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def normalised(x: Matrix, epsilon: float) -> Matrix:
 
 
 def corners(box: Matrix) -> Matrix:
-    """Returns the corners of a box, (2^I, I). `box` has the shape (I)."""
+    """Returns the corners of a box around 0, (2^I, I). `box` has the largest absolute value of each of the I
+    coordinates."""
     return np.array(list(itertools.product((-1.0, 1.0), repeat=len(box)))) * box
 
 
@@ -64,8 +65,9 @@ SIZES = {
 def test_the_change_of_each_input_of_the_next_layer_is_within_its_bound(
     seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float, besides: float
 ) -> None:
-    """Samples perturbations `source d + e` of the LayerNorm's input x, for each row of a batch. `d` is in the box, and
-    the length of `e` is `rest`. Some perturbations are tiny, and some reverse the sign of x."""
+    """Samples perturbations `S d + e` of the LayerNorm's input x, for each row of a batch. `S` is the matrix of
+    `source`, `d` is a point in the box, and the length of `e` is `rest`. Some perturbations are tiny, and some reverse
+    the sign of x."""
     generator = np.random.default_rng(seed)
     source, inner = Linear(generator.normal(size=(hidden, units))), generator.normal(size=(3, hidden))
     reader = Linear.behind_norm(inner, np.zeros(3), generator.normal(size=hidden), generator.normal(size=hidden))
@@ -88,8 +90,8 @@ def test_the_change_of_each_input_of_the_next_layer_is_within_its_bound(
 def test_a_function_s_change_is_within_its_gradient_and_second_order(
     seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float
 ) -> None:
-    """Checks both bounds of the second-order part of the change. The first-order part and the change along x are
-    computed exactly."""
+    """Checks both bounds of the second-order part of the change (`pull` and `turned`). The test gives them the exact
+    bounds of the first-order part and of the change in the direction of x."""
     generator = np.random.default_rng(seed)
     source = Linear(generator.normal(size=(hidden, units)))
     x = generator.normal(size=(1, hidden)) + offset
@@ -123,8 +125,8 @@ def test_a_move_perpendicular_to_x_attains_the_bound(share: float) -> None:
 
 @pytest.mark.parametrize("closer", [0.1, 0.5, 0.9])
 def test_a_move_towards_the_origin_magnifies_the_first_order_part(closer: float) -> None:
-    """Moves x towards the origin by the share `closer` of its length, and perpendicularly by a thousandth of the
-    remaining length. The resulting change is nearly equal to the bound."""
+    """Shortens x by the share `closer` of its length, and then moves it perpendicularly by a thousandth of the
+    remaining length. The resulting change of the output is nearly equal to the bound."""
     generator = np.random.default_rng(1)
     back, across = unit(generator.normal(size=(2, 8)))
     across = unit(across - back * (back @ across))
@@ -144,7 +146,7 @@ def test_a_direction_is_unbounded_if_x_may_reach_the_origin() -> None:
     norm = Normalised(x, 1e-5, np.array([1e3]))
     assert norm.turned(g, ONE, np.array([1.0]), np.array([1e3]))[0] == np.inf
     _, left = norm.pull(g, ONE)
-    assert np.isfinite(left[0]), "the length of the normalised vector still bounds the change"
+    assert np.isfinite(left[0]), "the change is still bounded, because the length of a normalised vector is"
 
 
 def test_a_large_mean_adds_only_its_rounding() -> None:
@@ -164,7 +166,7 @@ def test_furthest_bounds_the_image_of_every_corner_of_a_box(seed: int, rows: int
     farthest = [np.linalg.norm(corners(each) @ matrix.weight.T, axis=1).max() for each in box]
     assert (farthest <= said * (1 + 1e-14)).all()
     assert (said <= np.linalg.norm(box @ matrix.magnitude.T, axis=1) * (1 + 1e-14)).all(), (
-        "the bound is at most the bound from the rows"
+        "the bound must be at most the bound that is computed from the rows' lengths"
     )
 
 

@@ -20,7 +20,7 @@ NOTHING = 1e-12
 
 
 def rounded(of: Architecture, error: float) -> Rounding:
-    """Returns the rounding of runs in which every state differs by `error` from exact arithmetic."""
+    """Returns the rounding of runs in which every state tensor differs by `error` from its exact value."""
     names = [tensor.name for tensor in of.state_tensors() if tensor.name.startswith("layers.")]
     return rounding(0.0, states=names, state=error)
 
@@ -57,14 +57,15 @@ def test_every_run_with_state_errors_at_chunk_boundaries_is_within_the_bound(
     width = {tensor.name: tensor.shape for tensor in reference.architecture.state_tensors()}
     joint = {name: size * random.uniform(0.1, 1, shape) for name, shape in width.items()}
     bound = propagation.apart(joint, LENGTH)
-    assume(bound is not None)  # without a bound, the difference does not decay within LENGTH tokens
+    # A model has no bound if the difference of two runs does not decay within LENGTH tokens.
+    assume(bound is not None)
     assert bound is not None
     tokens = np.full(5 * LENGTH, random.integers(11)) if same else random.integers(11, size=5 * LENGTH)
     whole, parts = reference.zero_state(1), reference.zero_state(1)
     for position, token in enumerate(tokens):
         if position and position % LENGTH == 0:
-            # The worst corner of the box is unknown. The test uses signs that increase the current error, or random
-            # signs.
+            # It is unknown which corner of the box of rounding errors has the largest effect. So the test uses the
+            # corner whose signs increase the current error, or a random corner.
             signs = {
                 name: np.where(parts[name] >= whole[name], 1, -1) if same else random.choice([-1, 1], shape)
                 for name, shape in width.items()

@@ -1,5 +1,5 @@
-"""Tests the theorem: after any past tokens and then the window, `hidden` differs from its value after the window alone
-by at most the radius."""
+"""Tests the theorem of the radius. Let `hidden` be the network's output vector after some past tokens and then the
+window. For any past tokens, it differs from its value after the window alone by at most the radius."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def worst_pasts(
     reference: Reference, window: NDArray[np.int64], generator: np.random.Generator
 ) -> tuple[NDArray[np.int64], Array]:
     """Searches for past token sequences after which `hidden` differs most from its value after the window alone. The
-    hill climbing starts from random sequences and from sequences of one repeated token. Returns the sequences, and the
-    distance of each from `distances`."""
+    hill climbing starts from random sequences and from sequences of one repeated token. Returns the found sequences,
+    and the result of `distances` for them."""
     vocabulary = reference.architecture.vocabulary_size
     pasts = generator.integers(vocabulary, size=(PASTS, LONGEST_PAST))
     pasts[:vocabulary] = np.arange(vocabulary)[:, None]
@@ -111,8 +111,8 @@ def test_every_past_is_within_the_radius(
 
 @pytest.mark.parametrize("cap", [0.8, 0.98])
 def test_long_windows_stay_within_their_radius_with_a_cap_that_float32_rounds_up(cap: float) -> None:
-    """Uses windows so long that the past tokens have no effect. So only a difference between the run and the model for
-    which the bound is computed could exceed the radius."""
+    """Uses windows so long that the past tokens have no effect. So `hidden` could leave the radius only if the bound
+    were computed with another cap than the run uses."""
     assert float(np.float32(cap)) > cap
     model = architecture("gated", "residual", gate_caps=(cap,), hidden=8, embedding=8, vocabulary_size=12)
     weights = random_weights(model, seed=0)
@@ -126,7 +126,8 @@ def test_long_windows_stay_within_their_radius_with_a_cap_that_float32_rounds_up
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("cell", ["linear", "rnn_relu"])
 def test_states_that_may_grow_without_limit_are_unbounded(cell: Cell, block: str) -> None:
-    """Uses states that exceed every finite bound, before the window and within the window.
+    """Uses cells whose states grow without limit, before the window and within the window, so they have no finite
+    bound.
 
     After a LayerNorm there is still a bound, because the length of its output is limited.
     """

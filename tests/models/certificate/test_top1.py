@@ -1,5 +1,6 @@
 """Tests the directional theorem. A lead is the difference between the logits of two tokens. For any tokens before the
-window, the change of every lead is within its bound, and a proved top-1 token stays the most probable."""
+window, a lead differs from its value after the window alone by at most its bound, and a proved top-1 token stays the
+most probable."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def test_every_past_changes_a_lead_within_its_directional_bound(
     front: dict[str, int] | None,
     length: int,
 ) -> None:
-    """Checks the bounds of a batch of windows and of each window alone."""
+    """Checks the bounds twice: as computed for a batch of windows, and as computed for each window alone."""
     fields = {"feed_forward": feed_forward, "norm_epsilon": epsilon, "front": front, "units": hidden + seed % 3}
     model = architecture(cell, "residual", layers, hidden=hidden, embedding=hidden, **fields)
     weights, generator = random_weights(model, seed, recurrent, driven), np.random.default_rng(seed)
@@ -141,8 +142,10 @@ def test_no_leads_give_an_empty_result() -> None:
 
 
 def test_the_bound_counts_an_error_of_the_hidden_stream_exactly_once() -> None:
-    """Moves the hidden stream by `off` along the gradient of a lead. The window is so long that the tokens before it
-    have no effect. So the change of the lead is at least half of its bound."""
+    """Moves the hidden stream (the input of the last LayerNorm) by the distance `off` along the gradient of a lead. The
+    window is so long that the tokens before it have no effect. So the lead's bound contains only this error, and the
+    change of the lead is at least half of the bound. If the bound counted the error twice, the change would be smaller.
+    """
     model = architecture("gated", "residual", gate_caps=(0.5,), norm_epsilon=0.25)
     weights, off = random_weights(model, seed=0), 1e-3
     request, gaps = RequestBound(model, weights), leads(model, weights, np.random.default_rng(0))
@@ -150,7 +153,7 @@ def test_the_bound_counts_an_error_of_the_hidden_stream_exactly_once() -> None:
     states, errors = [step.state[0] for step in exact.steps], [step.error[0].box for step in exact.steps]
     for gap in gaps:
         aim = np.ones(model.hidden)
-        for _ in range(8):  # finds the stream at the distance `off` that changes the lead most
+        for _ in range(8):  # searches the stream at the distance `off` that changes the lead most
             bound = request.resume(exact.stream + off * aim / np.linalg.norm(aim), np.array([80]), states, errors, off)
             assert bound.norm is not None
             aim = bound.norm.pull((gap * weights["norm.weight"])[None], np.zeros(1, np.intp))[0][0]

@@ -1,4 +1,5 @@
-"""Tests the theorem: bounds of the changes of logits bound the total variation of the two distributions."""
+"""Tests the theorem: if the change of each logit is bounded, the total variation of the distributions before and after
+the change is at most the computed bound."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ FLOAT64 = 1e-14
 def test_every_change_of_the_logits_within_their_bounds_is_within_the_bound_of_the_variation(
     seed: int, tokens: int, spread: float, size: float, loose: float, off: float
 ) -> None:
-    """Changes the logits up and down within their bounds. From the changes, subtracts their mean, weighted with the
-    probabilities."""
+    """Changes the logits up and down within their bounds. The mean of the changes, weighted with the probabilities, is
+    at most `off` in absolute value."""
     generator = np.random.default_rng(seed)
     shares = np.exp(generator.normal(size=tokens) * spread)
     shares /= shares.sum()

@@ -1,4 +1,4 @@
-"""Costs with round numbers for the tests."""
+"""Costs of the simulated operations for the tests. The costs are round numbers."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def test_a_closed_loop_has_one_step_in_flight_per_connection() -> None:
     shape = Shape(sessions=64, closed=8, cores=2, client=True)
     record = Fleet(ROUND, shape, 0).run(5.0)
     _, taken, _ = record.arrays()
-    assert record.answered / 5.0 * taken.mean() == pytest.approx(8, rel=0.02)  # Little's law
+    # Little's law: the mean number of steps in flight is their rate times their mean duration.
+    assert record.answered / 5.0 * taken.mean() == pytest.approx(8, rel=0.02)
 
 
 def test_the_share_of_steps_with_a_rebuild_equals_the_share_of_evicted_states() -> None:

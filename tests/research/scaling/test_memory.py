@@ -1,4 +1,5 @@
-"""Tests of the resident states in the simulations: as a cache of single sessions, and as a population of sessions."""
+"""Tests of the two simulations of the resident states. One simulates a cache of single sessions, the other a population
+of sessions."""
 
 from __future__ import annotations
 

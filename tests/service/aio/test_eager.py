@@ -16,7 +16,8 @@ NAME: ContextVar[str] = ContextVar("NAME")
 
 
 class Waits:
-    """An awaitable with the result 7. `kind` selects its class. The method `end` sets the result."""
+    """Makes the attribute `awaitable`, whose class `kind` selects. The method `end` ends the wait for the awaitable
+    with the result 7."""
 
     def __init__(self, kind: str) -> None:
         self._waiter = Waiter[int]()
@@ -266,7 +267,7 @@ async def test_an_interrupted_coroutine_may_wait_for_something_else(waits: Waits
 
     task = EagerTask(wait())
     task.interrupt()
-    waits.end()  # the coroutine has ignored the interrupt and still waits
+    waits.end()  # the coroutine now waits for `other`, so this does not resume it
     await turns()
     assert not task.done
     other.resolve(3)

@@ -22,7 +22,8 @@ HOUR_S = 3600.0
 
 @pytest.fixture(params=[EagerTask, asyncio.ensure_future], ids=["eager task", "task"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """The type of a function that starts a coroutine and returns an awaitable of the result."""
+    """A function that starts a coroutine and returns an awaitable of its result: `EagerTask`, or
+    `asyncio.ensure_future`."""
     kind: Run = request.param
     return kind
 

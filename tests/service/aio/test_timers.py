@@ -1,4 +1,4 @@
-"""Tests of coarse timers."""
+"""Tests of coarse timers, which may fire a little late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures that run each test twice: with Wane's protocol classes in the real server, and with uvicorn's own."""
+"""Fixtures that run each test with two real servers. One uses Wane's protocol classes, and the other uses uvicorn's."""
 
 from __future__ import annotations
 

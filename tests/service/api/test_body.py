@@ -42,7 +42,7 @@ def decoder() -> Decoder:
 
 
 async def refusal(decoder: Decoder, model: type[Body], document: object) -> InvalidRequest:
-    """Returns the error of the decoder for a body with this document."""
+    """Decodes a request body that contains `document` as JSON. Returns the decoder's error."""
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": to_json(document)}
@@ -119,7 +119,7 @@ HUGE: list[tuple[str, type[Body], MakeBody, type[WaneError], str | None]] = [
     ("ids of inputs", PredictBody, filled(b'{"inputs":[', b"[" + b"1," * 8000 + b"1]", b"]}"), TooLarge, None),
     ("a repeated field", PredictBody, filled(b'{"tokens":[1],', b'"top_k":1', b"}"), TooLarge, None),
     ("nested", RewindBody, filled(b'{"position":', b"[" * 150 + b"]" * 150, b"}"), NotJson, None),
-    ("nested to the end", PredictBody, lambda: b"[" * BODY_BYTES, NotJson, None),
+    ("only opening brackets", PredictBody, lambda: b"[" * BODY_BYTES, NotJson, None),
     ("long numbers", PredictBody, filled(b'{"tokens":[', b"9" * 4000, b"]}"), NotJson, None),
 ]
 
@@ -184,7 +184,7 @@ async def test_a_large_body_is_decoded_up_to_its_limits_and_on_the_decoder_s_thr
     most = default_decoder.most
     assert all(count <= most.values + most.containers + 2 for count in watched.values)
     if field is not None and field in model.model_fields and field != "tokens":
-        assert watched.validated == [], "a list over the limit is refused before its items are validated"
+        assert watched.validated == [], "a list over the limit must be refused before its items are validated"
 
 
 @pytest.mark.parametrize(("count", "said"), [(257, "257"), (2000, "2000"), (500_000, "at least [0-9]+")])

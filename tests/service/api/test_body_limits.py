@@ -1,4 +1,5 @@
-"""Tests that the counted commas, fields and containers of a large body equal those in the decoded JSON."""
+"""Tests of the limits of a JSON body: the numbers of comma-separated values, of fields, and of objects and lists, and
+the digits of a number."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ async def test_the_access_log_has_499_for_a_disconnection(
     writer.close()
     await writer.wait_closed()
     await engine.cancelled.wait()
-    server.should_exit = True  # waits until no request is in flight
+    server.should_exit = True  # the server then ends after the last request in flight
     while server.server_state.tasks:
         await asyncio.gather(*server.server_state.tasks)
     (fields,) = [vars(record)["fields"] for record in caplog.records if record.name == "wane.access"]

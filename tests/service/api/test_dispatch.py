@@ -1,5 +1,5 @@
 """Tests of dispatched requests. The HTTP protocol passes a request that arrives in one piece directly to the engine.
-The ASGI application handles all other requests. The tests check that the responses of the two ways are equal."""
+The ASGI application handles all other requests. The tests check that a request gets the same response in both cases."""
 
 from __future__ import annotations
 

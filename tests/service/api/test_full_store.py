@@ -25,22 +25,23 @@ TOKENS = list(range(1, 601))
 
 
 class Sessions:
-    """The sessions of one server. `at` maps each session to its last acknowledged position."""
+    """The sessions that a test creates on one server. `at` maps the name of each session to its last acknowledged
+    position."""
 
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
         self.at: dict[str, int] = {}
 
     def step(self, session: str, tokens: list[int]) -> httpx.Response:
-        """Appends tokens. The step has no expected position. So if the server had committed a step that it refused, the
-        session's position would differ from `at`."""
+        """Appends tokens. The step has no expected position, so it cannot fail with a conflict. If the server had
+        committed an earlier step that it refused, the session's position would then differ from `at`."""
         answer = self.http.post(f"/v1/sessions/{session}/tokens", json={"tokens": tokens})
         if answer.status_code == 200:
             self.at[session] = answer.json()["position"]
         return answer
 
     def fill(self) -> httpx.Response:
-        """Starts sessions and steps each once, until the server refuses a request. Returns the refusal."""
+        """Creates sessions, and sends one step to each, until the server refuses a request. Returns the refusal."""
         for number in range(1000):
             answer = self.http.post("/v1/sessions", json={"session": f"s{number}"})
             if answer.status_code == 201:
@@ -48,7 +49,7 @@ class Sessions:
                 answer = self.step(f"s{number}", TOKENS)
             if answer.status_code not in (200, 201):
                 return answer
-        raise AssertionError("Redis never becomes full")
+        raise AssertionError("Redis is not full after 1000 sessions")
 
     def found(self) -> dict[str, int]:
         """Returns the positions of the sessions, as the server reports them."""
@@ -87,7 +88,9 @@ def test_a_full_redis_refuses_new_work_and_loses_nothing(tmp_path: Path, mode: s
         limit(redis, ROOM_BYTES)
         assert is_refusal(sessions.fill())
         assert len(sessions.at) > 20
-        limit(redis, -ROOM_BYTES // 2)  # the buffers of a connection to Redis may have caused the refusal above
+        # Lowers the limit below the used memory, because the refusal above may have been caused by the buffers of a
+        # connection to Redis, which may become smaller again.
+        limit(redis, -ROOM_BYTES // 2)
         assert is_refusal(sessions.step("s0", [7]))
         assert is_refusal(http.post("/v1/sessions", json={}))
         ready = http.get("/readyz")
@@ -95,7 +98,7 @@ def test_a_full_redis_refuses_new_work_and_loses_nothing(tmp_path: Path, mode: s
         assert http.post("/v1/predict", json={"tokens": [5]}).status_code == 200
         assert sessions.found() == sessions.at
 
-        for deleted in list(sessions.at)[10:]:  # a full store permits deletion
+        for deleted in list(sessions.at)[10:]:  # the server must delete sessions although the store is full
             assert http.delete(f"/v1/sessions/{deleted}").status_code == 204
             del sessions.at[deleted]
         limit(redis, ROOM_BYTES)

@@ -21,7 +21,7 @@ TURNS = 100  # the number of event loop iterations that the server has for its c
 
 
 async def watch_a_request() -> None:
-    """Makes a request, waits until the server watches for its disconnection, and ends the request."""
+    """Makes a request, waits until the server watches for the client's disconnection, and ends the request."""
 
     async def receive() -> Message:
         watching.set()

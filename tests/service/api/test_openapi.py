@@ -60,11 +60,12 @@ def examples(openapi: dict[str, Any]) -> Iterator[Example]:
 
 
 def assert_as_described(name: str, document: object, openapi: dict[str, Any]) -> None:
-    """Checks that the document has exactly the fields of the description. It must stay the same when the description's
-    class validates and serializes it."""
+    """Checks that an answer's document matches the schema `name` of the description. The document must also stay the
+    same when the schema's class validates and serializes it."""
     adapter: TypeAdapter[object] = TypeAdapter(RESULTS[name])
     read = adapter.validate_python(document)
-    # The serialization of dataclasses leaves out fields that are None. A ComparisonDocument contains such dataclasses.
+    # The server serializes dataclasses with `json_bytes`, which may leave out a field that is None. A
+    # ComparisonDocument contains such dataclasses.
     is_result = is_dataclass(read) or name == "ComparisonDocument"
     written = json.loads(json_bytes(read)) if is_result else adapter.dump_python(read, mode="json")
     assert written == document
@@ -77,7 +78,7 @@ RESULTS: dict[str, Any] = {}
 for module in (types, registry, stats, *SCHEMAS):
     RESULTS |= vars(module)
 OPENAI = ("/v1/completions", "/tokenize", "/detokenize", "/tokenizer_info")
-"""Paths whose failures are in OpenAI's envelope."""
+"""The paths whose error documents have the format of OpenAI's API."""
 EVENTS = {
     "/v1/generate": {"token": "GeneratedToken", "finish": "Finish"},
     "/v1/score": {"progress": "ScoreProgress", "tokens": "ScoredTokens", "finish": "ScoreSummary"},
@@ -160,7 +161,7 @@ def test_every_failure_is_described_as_a_problem(app: FastAPI) -> None:
             other = is_inference_protocol(path) or path in OPENAI
             kind = "application/json" if other else "application/problem+json"
             assert list(responses["default"]["content"]) == [kind], path
-            assert "422" not in responses  # the framework's own error schema, which the server never sends
+            assert "422" not in responses  # the framework's own error response, which the server never sends
 
 
 def test_every_reference_of_the_description_is_defined(app: FastAPI) -> None:

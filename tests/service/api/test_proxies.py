@@ -16,8 +16,8 @@ SPOOFED = "6.6.6.6"
 
 
 def logged_client(server: LiveServer, forwarded: str, address: str = "127.0.0.1") -> str:
-    """Sends a request from this local address with this `x-forwarded-for` header. Returns the client address in the
-    log."""
+    """Sends a request from the local address `address`, with `forwarded` as the `x-forwarded-for` header. Returns the
+    client address that the server logs."""
     headers = {"x-forwarded-for": forwarded, "x-request-id": f"{forwarded}-{address}".replace(" ", "")}
     with httpx.Client(transport=httpx.HTTPTransport(local_address=address)) as client:
         assert client.get(f"{server.url}/v1/models", headers=headers).status_code == 200

@@ -34,7 +34,7 @@ MODEL = [
     r"window is given, but the session answers in mode",
     r"the session can be rewound to positions?",
     r"there is no token in the text",
-    r"the history has \d+ tokens, but position is \d+: there cannot be more",
+    r"the history has \d+ tokens, but must have at most \d+, because position is \d+",
 ]
 """Patterns of the messages for a request of valid form that its model or its session cannot answer."""
 

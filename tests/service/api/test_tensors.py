@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol: each error names the tensor or the header at fault."""
+"""Tests of the tensors of the Open Inference Protocol. Each error must name the tensor or the header at fault."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ BAD: dict[str, tuple[InputTensor, bytes, str]] = {
     "a dimension that is no number": (tensor(shape=("1", 2), data=[]), b"", "tokens: shape holds '1'"),
     "a dimension that is a bool": (tensor(shape=(True, 2), data=[1, 2]), b"", "tokens: shape holds True"),
     "a dimension that is a float": (tensor(shape=(1.0, 2), data=[1, 2]), b"", "tokens: shape holds 1.0"),
-    "a dimension over all": (tensor(shape=(10**30, 2), data=[1]), b"", "exceeds the body"),
+    "a huge dimension": (tensor(shape=(10**30, 2), data=[1]), b"", "exceeds the body"),
     "a product of dimensions that exceeds the data": (
         tensor(shape=(2**62, 2**62), data=[1]),
         b"",
@@ -110,7 +110,7 @@ BAD: dict[str, tuple[InputTensor, bytes, str]] = {
     "data of null": (tensor(data=[1, None]), b"", "tokens: data holds None"),
     "data of texts": (tensor(data=[1, "2"]), b"", "tokens: data holds '2'"),
     "texts of numbers": (tensor("text", (1,), "BYTES", data=[5]), b"", "text: data holds 5, but must hold texts"),
-    "a number over 64 bits": (tensor(data=[1, 2**63]), b"", "out of the range of INT64"),
+    "a number of more than 64 bits": (tensor(data=[1, 2**63]), b"", "out of the range of INT64"),
     "a binary_data_size that is no number": (binary("16"), numbers(1, 2), "tokens: binary_data_size must be a whole"),
     "a binary_data_size that is a float": (binary(16.0), numbers(1, 2), "must be a whole number, not 16.0"),
     "a binary_data_size that is a bool": (binary(True), numbers(1, 2), "must be a whole number, not True"),

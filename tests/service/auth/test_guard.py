@@ -268,7 +268,7 @@ def limited(burst: float) -> FastAPI:
 
 
 async def answers(burst: float, *calls: tuple[str, object]) -> list[httpx.Response]:
-    """Sends the calls with the key alice. Returns the responses."""
+    """Sends the calls, which are pairs of a path and a body, with the key alice. Returns the responses."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(limited(burst)), base_url="http://wane") as client:
         return [await client.post(path, json=body, headers=bearer(ALICE)) for path, body in calls]
 
@@ -375,7 +375,8 @@ async def test_responses_have_security_headers(client: httpx.AsyncClient) -> Non
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
         assert page.headers["referrer-policy"] == "no-referrer"
-        text = page.text.replace("http://127.0.0.1:8000/", "/")  # the page shows examples for curl
+        # The page contains this address in its examples for curl.
+        text = page.text.replace("http://127.0.0.1:8000/", "/")
         assert "<script" not in text and "http://" not in text and "https://" not in text
     assert "server" not in read.headers
 

@@ -104,7 +104,7 @@ def test_new_keys_are_unique_and_their_lines_identify_them() -> None:
     assert made not in kept.line()
     assert principal(Keyring([kept]), made).key == kept
     assert len({make_key("alice")[0] for _ in range(100)}) == 100
-    assert len(made) >= 43  # a key has 256 random bits
+    assert len(made) >= 43  # 256 random bits take 43 characters of base64
 
 
 def test_an_unknown_key_is_not_found() -> None:
@@ -149,7 +149,7 @@ def test_a_charge_in_two_parts_is_taken_completely_or_not_at_all() -> None:
     alice = principal(Keyring(of_file(line("alice", "a", "rate=10 burst=10")), clock), "a")
     alice.charge(1)
     alice.charge(49, before=1)
-    clock.now_s += 4.5  # half of the bucket is full
+    clock.now_s += 4.5  # the bucket now holds 5 of at most 10 requests
     alice.charge(1)
     with pytest.raises(RateLimited) as caught:
         alice.charge(49, before=1)
@@ -178,7 +178,7 @@ def test_keys_that_are_also_in_the_new_file_keep_their_buckets() -> None:
     assert principal(keyring, "c").owner == alice.owner
     with pytest.raises(RateLimited):
         alice.charge(1)
-    with pytest.raises(Unauthorized):  # an open WebSocket still uses this holder
+    with pytest.raises(Unauthorized):  # an open WebSocket could still charge the removed key
         bob.charge(1)
 
 
@@ -189,7 +189,7 @@ def test_a_reduced_or_renamed_key_has_a_new_holder_with_the_same_bucket(change: 
     alice.charge(5)
     name, scope = ("zoe", "use+metrics") if change == "to zoe" else ("alice", "metrics")
     keyring.replace(of_file(line(name, "a", f"rate=1 burst=5 scope={scope}")))
-    with pytest.raises(Unauthorized):  # an open WebSocket still uses this holder
+    with pytest.raises(Unauthorized):  # an open WebSocket could still charge the old version of the key
         alice.charge(1)
     assert principal(keyring, "a").owner.name == name
     with pytest.raises(RateLimited):

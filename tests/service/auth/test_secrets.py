@@ -1,4 +1,4 @@
-"""The debug log of the real server contains no key and no password."""
+"""Tests that the debug log of the real server contains no key and no password."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ VOCABULARY = byte_vocabulary()
 
 
 class ThreadedRunner(FakeRunner):
-    """Records in `inline` whether each run was on the event loop's thread."""
+    """A fake runner that records in `inline` whether each run was on the event loop's thread."""
 
     def __init__(self, vocabulary_size: int) -> None:
         super().__init__(vocabulary_size)
@@ -139,7 +139,7 @@ async def test_a_full_queue_refuses_without_running(rig: Rig) -> None:
     first = await rig.hold()
     waiting = [rig.ask(token) for token in range(2, 18)]
     await turn()
-    with pytest.raises(Overloaded, match="16 requests are already waiting") as caught:
+    with pytest.raises(Overloaded, match="the queue is full: 16 requests are waiting") as caught:
         await rig.ask(99)
     assert caught.value.retry_after_s > 0
     rig.runner.gate.set()
@@ -193,7 +193,8 @@ async def test_a_full_batch_starts_after_the_running_batch_without_the_event_loo
     await turn()
     rig.runner.busy.clear()
     rig.runner.gate.set()
-    assert rig.runner.busy.wait(TIMEOUT_S)  # blocks the event loop's thread
+    assert rig.runner.busy.wait(TIMEOUT_S)  # blocks the event loop's thread, so the runner's thread alone must start
+    # the batch
     assert rig.sizes() == [1, 8]
     assert not first.done()
     await asyncio.gather(first, *others)
@@ -413,7 +414,8 @@ async def test_the_queue_time_of_run_and_skipped_items_is_counted_for_each_role(
     rig = Rig(max_batch_size=2, max_queue=4)
     assert rig.waited_s() == {"window": 0, "step": 0}
     first = await rig.hold()
-    # The runner's thread has `first`, and the batcher has passed it the first two windows.
+    # The runner runs `first`. The batcher hands the first two of these windows to the runner's thread as the next
+    # batch. They still count as waiting.
     windows = [rig.ask(token) for token in range(2, 6)]
     await turn()
     with pytest.raises(Overloaded):
@@ -438,7 +440,8 @@ async def test_fast_steps_run_on_the_event_loop() -> None:
             row = await rig.step(2)
             assert row.logits is not None
             assert row.logits.tolist() == rig.runner.logits([2]).tolist()
-        # The first batch of two steps runs on the runner's thread, because its time is not known yet.
+        # The first batch of two steps runs on the runner's thread, because the run time of such a batch is not known
+        # yet.
         for _ in range(2):
             await asyncio.gather(rig.step(2), rig.step(3))
         await rig.ask(2)  # a window never runs on the event loop, because it may be long

@@ -1,7 +1,7 @@
 """Tests of sessions under load on a shipped model. They check that every answer is correct and that every token is
 appended once.
 
-Every test has more sessions than states, so the engine constantly evicts and rebuilds states.
+Some tests have more sessions than the engine has room for states, so the engine constantly evicts and rebuilds states.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Load:
         return answer
 
     async def check(self) -> None:
-        """Asserts that every session has the position that its clients expect. Asserts that its prediction equals the
-        model's prediction after all tokens of the session."""
+        """Asserts for every session that its position is the number of its appended tokens, and that its prediction
+        equals the model's prediction after these tokens."""
         for session, tokens in self.appended.items():
             answer = await self.engine.submit(PredictRequest(session=session, top_k=20))
             assert answer.position == len(tokens)
@@ -184,7 +184,8 @@ async def test_the_error_bound_of_a_session_rebuilt_from_a_part_of_its_tokens_ho
         whole = await load.engine.submit(PredictRequest(tokens, mode=Mode.RECURRENT, top_k=100))
         assert answer.state is state
         first, second = ({one.token_id: one.probability for one in found.predictions} for found in (answer, whole))
-        # Half the sum of the differences over the tokens in both lists is a lower bound of the total variation.
+        # Half the sum of the probability differences of the tokens that are in both lists is a lower bound of the total
+        # variation.
         apart = sum(abs(first[token] - second[token]) for token in first.keys() & second.keys()) / 2
         assert answer.error_bound is not None
         assert 0 < apart <= answer.error_bound
@@ -303,6 +304,6 @@ async def test_requests_that_need_more_states_than_exist_are_answered_or_refused
     assert all(isinstance(result, Answer | Overloaded) for result in results)
     assert sum(isinstance(result, Answer) for result in results) == sum(map(len, load.appended.values()))
     refused = [result for result in results if isinstance(result, WaneError)]
-    assert refused, "there are fewer slots than steps, and every step needs a slot"
+    assert refused, "no step was refused, although there are fewer slots than steps"
     assert "states are in use" in str(refused[0])
     await load.check()

@@ -19,8 +19,8 @@ class Waiting:
 
 
 class TenthOfASlice(CostModel):
-    """A cost model in which a run of ten tokens needs a tenth of ALONE_S, the longest batch of sequences if no step has
-    arrived."""
+    """A cost model in which a run of ten tokens takes a tenth of ALONE_S, the longest run time of a batch of sequences
+    if no step has arrived."""
 
     def __init__(self) -> None:
         super().__init__(512)
@@ -45,7 +45,8 @@ def make(items: Sequence[Waiting] = (), cost_model: CostModel | None = None) -> 
 
 
 def taken(queue: FairScheduler[Waiting], step_s: float = SLICE_S, window_s: float = SLICE_S) -> tuple[Role, int]:
-    """Takes the next batch, and records a run time for the batch's role. Returns the role and the size of the batch."""
+    """Takes the next batch from the queue, and reports `step_s` or `window_s` to the queue as the batch's run time.
+    Returns the role and the size of the batch."""
     items = queue.take(stays)
     assert items and len({item.work.role for item in items}) == 1
     role = items[0].work.role
@@ -141,7 +142,7 @@ def test_the_two_queues_are_counted_separately_and_cleared_together() -> None:
 
 def test_a_queue_is_full_if_its_batch_cannot_grow_and_no_step_waits() -> None:
     queue = make([waiting("window", 20) for _ in range(9)], TenthOfASlice())
-    queue.take(stays)  # five sequences fill a slice
+    queue.take(stays)  # five of these sequences take ALONE_S, so the batch cannot be larger
     assert not queue.full
     queue.put(waiting("window", 20))
     assert queue.full

@@ -8,7 +8,7 @@ from wane.service.chunked.chunked import ChunkBatch
 from wane.service.chunked.layout import ChunkLayout
 
 LAYOUT = ChunkLayout(chunks=3, cells=2, steps=4, warm_up=3, warm_up_steps=3)
-TOKENS = np.arange(21)  # six cells, the parts of a chunk in one run; the last cell has one token
+TOKENS = np.arange(21)  # six cells; a cell is the part of a chunk that one run reads; the last cell has one token
 
 
 def states(*values: float) -> dict[str, np.ndarray]:
@@ -23,8 +23,8 @@ def rows(count: int) -> list[Row]:
 
 @pytest.fixture
 def segment() -> ChunkBatch:
-    """A segment, which is a part of a long sequence, of six cells in three chunks. At the start of the second chunk,
-    the chunk's state differs a little from the end state of the previous chunk. At the start of the third chunk the
+    """A segment (a part of a long sequence) of three chunks with two cells each. At the start of the second chunk, the
+    chunk's state differs a little from the end state of the previous chunk. At the start of the third chunk the
     difference is large."""
     made = ChunkBatch("advance", LAYOUT, TOKENS, None, states(0.0))
     made.started(range(6), states(0.0, 1.0, 2.5, 3.0, 9.0, 5.0))

@@ -32,12 +32,13 @@ from wane.service.types import (
 )
 
 WIDTH = 4
-STEPS = 16  # the number of tokens in a cell, the part of a chunk in one run
+STEPS = 16  # the number of tokens in a cell; a cell is the part of a chunk that one run reads
 
 
 class FixedProfile(InOrder):
-    """A profile in which four parallel chunks are fastest. `warm_ups` maps a limit of the residual to the number of
-    warm-up tokens. The residual is the state's difference at the start of a chunk."""
+    """A throughput profile in which four parallel chunks are fastest. The residual is the difference, at the start of a
+    chunk, between the chunk's state and the end state of the previous chunk. `warm_ups` maps a limit of the residual to
+    the number of warm-up tokens of each chunk."""
 
     def __init__(self, warm_ups: Mapping[float, int]) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ async def both(
 
 
 class Served:
-    """An engine on a shipped bundle, with a fixed profile."""
+    """An engine that serves a shipped bundle, with a `FixedProfile`."""
 
     def __init__(self, name: str, warm_ups: Mapping[float, int]) -> None:
         (path,) = (path for path in PATHS if path.name == name)
@@ -178,8 +179,8 @@ async def test_the_bound_of_the_chunk_boundaries_is_within_the_tolerance_and_hol
 ) -> None:
     served = Served(name, {RESIDUAL: 128, 0.0: 256})
     size = served.bundle.vocabulary.size
-    # The three documents repeat one token, draw from three tokens, and draw from all tokens. It is unknown after which
-    # of them the model forgets its earlier state most slowly.
+    # The first document repeats one token. The second is random over three tokens, and the third over all tokens. It is
+    # unknown in which of them the model forgets its earlier state most slowly.
     random = np.random.default_rng(2)
     documents = [random.integers(0, count, size=1400) + low for count, low in ((1, 7), (3, 11), (size, 0))]
     for document in documents:
@@ -208,7 +209,7 @@ async def test_a_warm_up_that_the_curve_covers_accepts_a_large_residual(
 
 
 class Strict(Propagation):
-    """A propagation of errors that accepts no difference of the states at a chunk boundary."""
+    """An error propagation for which any difference of the states at a chunk boundary exceeds every tolerance."""
 
     def __init__(self) -> None:
         pass
@@ -295,7 +296,8 @@ async def test_a_hundred_thousand_tokens_take_bounded_memory(
             tracemalloc.stop()
 
     shorter, longer = await peak(20_000), await peak(100_000)
-    # The limit is enough for the tokens and their log-probabilities, but not for their states.
+    # The limit is 32 bytes for each of the 80 000 further tokens. This is enough for the token's id and
+    # log-probability, but not for its state.
     assert longer - shorter < 80_000 * 32
 
 

@@ -131,7 +131,7 @@ def test_a_model_of_events_is_rejected_by_name(capsys: pytest.CaptureFixture[str
     with live_server("--bundles", str(folder)) as server:
         assert main(["compare", server.url, "--file", str(sessions), "--json", str(figures)]) == 2
         assert main(["compare", server.url, "--model", "clicks"]) == 2
-    message = "error: compare reads text, and the vocabulary of the model clicks is of events"
+    message = "error: compare needs a model of text, but the vocabulary of model clicks has events"
     printed = capsys.readouterr()
     assert printed.err.strip().splitlines() == [message, message]
     assert not printed.out and not figures.exists()

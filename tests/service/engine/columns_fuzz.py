@@ -5,12 +5,12 @@ a batch of one-token steps in arrays, with one array for each field.
     python -m tests.service.engine.columns_fuzz --steps 100000 --cache
     python -m tests.service.engine.columns_fuzz --steps 50000 --bundle models/bundles/lstm
 
-Compares every answer, error and session record bit for bit. Does not compare latencies. Allows rounding differences if
-a bundle is given.
+Compares every answer, error and session record bit for bit, except the latencies.
 
 An episode is one history on two new engines. In every second episode the engines have room for all states. In the other
-episodes the two engines evict states at different times. So in those episodes the fuzz does not compare the source of
-an answer's state.
+episodes the two engines evict states at different times. So in those episodes the fuzz does not compare the fields that
+depend on an eviction (`OF_STATES`). It allows rounding differences in those episodes, and in all episodes if a bundle
+is given.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
 from wane.service.types import Answer, History, Mode, Prediction, PredictRequest, SessionView, StepRequest
 
-# The number of tokens that ordinary steps use. A run with the token POISON fails. The token HOT makes the session's
-# state NaN.
+# Ordinary steps use only tokens with an id below TOKENS. A run with the token POISON fails. The token HOT makes the
+# session's state NaN.
 TOKENS = 24
 POISON, HOT, UNKNOWN = TOKENS, TOKENS + 1, 1_000_000
 SESSIONS = 40
@@ -94,7 +94,7 @@ class Difference:
 def fake_engine(
     store: Store, clock: Clock, settings: Settings, cache: CacheModel | None = None
 ) -> tuple[Engine, Metrics, Any]:
-    """Makes an engine on the fake runner. `cache` is the cache of the engine's model. Returns the engine, its metrics
+    """Makes an engine with the fake runner. `cache` is the cache of the engine's model. Returns the engine, its metrics
     and its runner."""
     vocabulary = name_vocabulary(names=[f"t{index}" for index in range(TOKENS)])
     given = settings.model_dump(exclude_unset=True)
@@ -263,8 +263,9 @@ class Episode:
                 continue
             step = self._step(session, 2 + index if held else random.randrange(2, TOKENS))
             turn.requests.append(step)
-            # The engine without columns recognises a repeated step before it queues the step. So even a cancelled
-            # repeat resets the session's idle time. The fuzz therefore does not cancel a step that may be a repeat.
+            # The engine without columns recognises a repeated step before it queues the step. So on this engine even a
+            # cancelled repeat resets the session's idle time. The fuzz therefore does not cancel a step that may be a
+            # repeat.
             may_leave = step.expected_position is None and step.idempotency_key is None
             if random.random() < 0.05 and not held and may_leave:
                 turn.leave.add(len(turn.requests) - 1)
@@ -406,8 +407,8 @@ class Episode:
 
 
 def alike(some: Sequence[Prediction], others: Sequence[Prediction]) -> bool:
-    """Returns whether two lists of predictions are equal up to rounding: the log-probabilities at each rank, and the
-    log-probabilities of each token in both lists."""
+    """Returns whether two lists of predictions are equal up to rounding. Compares the log-probabilities at each rank,
+    and the two log-probabilities of each token that is in both lists."""
     known = {one.token_id: one.logprob for one in some}
     pairs = [(one.logprob, other.logprob) for one, other in zip(some, others, strict=True)]
     pairs += [(known[one.token_id], one.logprob) for one in others if one.token_id in known]
@@ -425,8 +426,8 @@ async def outcome(waited: Awaitable[Any]) -> object:
 async def run(
     steps: int, seed: int, make: MakeEngine = fake_engine, progress: Callable[[int], object] = lambda _: None
 ) -> tuple[Counter[str], list[Difference]]:
-    """Runs episodes with `steps` steps in total. Stops after the first episode with a difference. Returns the counts
-    and that episode's differences."""
+    """Runs episodes with `steps` steps in total. Stops after the first episode with a difference. Returns the number of
+    steps, episodes, conflicts and other events by name, and the last episode's differences."""
     counted: Counter[str] = Counter()
     number = 0
     while counted["steps"] < steps:

@@ -66,7 +66,7 @@ def test_a_request_that_would_make_another_late_is_refused(
     requests: Requests,
 ) -> None:
     requests.enter(10, 15)
-    with pytest.raises(Overloaded, match="a request that was admitted before it would miss its deadline") as refused:
+    with pytest.raises(Overloaded, match="would make a request that was admitted earlier miss its deadline") as refused:
         requests.enter(6, None)
     assert refused.value.retry_after_s == 10
     requests.enter(1, None)

@@ -47,7 +47,7 @@ async def turns() -> None:
 
 
 def step(harness: EngineHarness, session: str, token: int = 6, *, hours: float | None = None) -> Pending[Answer]:
-    """Submits a step. Its deadline is `hours` hours from now, or never if `hours` is None."""
+    """Submits a step. Its deadline is `hours` hours from now. If `hours` is None, it has no deadline."""
     deadline = None if hours is None else asyncio.get_running_loop().time() + hours * HOUR_S
     return harness.engine.submit(StepRequest(session, (token,), deadline=deadline))
 
@@ -194,7 +194,7 @@ async def test_a_step_after_a_cancelled_step_of_its_session_runs(started: Engine
     assert (await next_).position == 2
 
 
-# Several steps of one session, and steps that the columns pass to the procedure for all other steps.
+# Several steps of one session, and queued steps that leave the columns for the general procedure.
 
 
 async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> None:
@@ -204,7 +204,8 @@ async def test_two_steps_of_a_session_run_in_order(started: EngineHarness) -> No
 
 async def test_a_step_that_is_handed_back_keeps_its_place_in_the_queue(started: EngineHarness) -> None:
     first, second = step(started, "a", 6), step(started, "a", 7)
-    # Writes the session to the store, so the columns pass the second step to the general procedure.
+    # `get_session` writes the session to the store. So the engine processes the second step by the general procedure,
+    # without columns.
     await started.engine.get_session("a")
     assert [(await first).position, (await second).position] == [2, 3]
     assert [rows for _, rows in started.runner.calls] == [[[6]], [[7]]]
@@ -252,7 +253,7 @@ async def test_a_queued_step_whose_state_was_evicted_is_rebuilt(started: EngineH
 async def test_a_step_with_options_is_not_taken_in_columns(started: EngineHarness, asks: dict[str, object]) -> None:
     answer = await started.engine.submit(StepRequest("a", (6,), **asks))  # type: ignore[arg-type]
     assert (type(answer), answer.position) == (Answer, 2)
-    assert type(await step(started, "a")) is StepAnswer, "the next step is processed in columns"
+    assert type(await step(started, "a")) is StepAnswer, "the next step must be processed in columns"
 
 
 # Failures.
@@ -277,7 +278,7 @@ async def test_a_full_queue_refuses_a_step(make_harness: MakeHarness) -> None:
     harness.runner.busy.clear()
     await keep_runner_busy(harness)
     waiting = [step(harness, name) for name in "ab"]
-    with pytest.raises(Overloaded, match="2 requests are already waiting"):
+    with pytest.raises(Overloaded, match="the queue is full: 2 requests are waiting"):
         await step(harness, "d")
     harness.runner.gate.set()
     assert [(await one).position for one in waiting] == [2, 2]

@@ -1,5 +1,6 @@
-"""Tests that an engine with steps in columns (arrays for a batch of one-token steps) gives the same answers as an
-engine without, over short random histories. `python -m tests.service.engine.columns_fuzz` runs longer histories."""
+"""Tests that two engines give the same answers to short random histories of steps. One engine processes steps in
+columns (arrays for a batch of one-token steps), and the other does not. `python -m tests.service.engine.columns_fuzz`
+runs longer histories."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tests.service.engine.columns_fuzz import EPISODE_STEPS, MakeEngine, cached_
 from wane.service.sessions.resident import ResidentSessions
 
 SEED = 1
-# One episode of each kind: with and without evictions, with runs on the event loop and on a thread.
+# One episode of each of the four kinds: with or without evictions, and with runs on the event loop or on a thread.
 STEPS = 4 * EPISODE_STEPS
 
 

@@ -29,7 +29,7 @@ class Encoding:
     def __call__(self, text: str, most: int | None = None) -> list[int]:
         self.texts.append(text)
         self.busy.set()
-        assert self.gate.wait(TIMEOUT_S), "the gate was not opened"
+        assert self.gate.wait(TIMEOUT_S), "the test has not set `gate`"
         return self._encode(text, most)
 
 
@@ -46,7 +46,8 @@ async def test_long_text_is_encoded_by_the_models_vocabulary(harness: EngineHarn
 async def test_a_text_that_is_certainly_over_the_limit_is_refused_without_encoding(
     harness: EngineHarness, encoding: Encoding, text: str
 ) -> None:
-    # In this vocabulary no token has more than five bytes, and a line break is a token.
+    # In this vocabulary no token has more than five bytes, and a line break is a token. So the engine knows a lower
+    # bound of the number of tokens before it encodes the text.
     with pytest.raises(TooLarge, match=r"the input has at least 65\d\d\d tokens, but at most 65536 are taken"):
         await harness.engine.encode(text)
     assert encoding.texts == []
@@ -103,7 +104,7 @@ async def test_a_deadline_applies_while_a_text_is_encoded(
             await task
     encoding.gate.set()
     assert await harness.engine.encode(LONG) == tuple(harness.vocabulary.encode(LONG))
-    assert LONG * 2 not in encoding.texts, "an abandoned text is not encoded"
+    assert LONG * 2 not in encoding.texts, "an abandoned text must not be encoded"
 
 
 async def test_long_texts_do_not_use_the_event_loops_threads(harness: EngineHarness, encoding: Encoding) -> None:

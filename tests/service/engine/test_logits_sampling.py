@@ -23,7 +23,8 @@ def test_temperature_0_is_the_most_probable_token_with_its_true_log_probability(
 def test_sampled_tokens_follow_the_distribution() -> None:
     sampler = Sampler(1.0, None, None, seed=1)
     counts = np.bincount([sampler.draw(LOGITS)[0] for _ in range(DRAWS)], minlength=4) / DRAWS
-    # 0.04 is at least five standard deviations of a token's share: 5 * sqrt(p (1 - p) / n) <= 0.04.
+    # 0.04 is more than five standard deviations of a token's share of the draws. One standard deviation is at most
+    # sqrt(0.25 / DRAWS), which is 0.0079.
     assert counts == pytest.approx(np.exp(LOGITS), abs=0.04)
 
 

@@ -260,7 +260,7 @@ async def test_the_engine_searches_for_a_proof_only_on_request(
     proof = FakeProof(bounded.engine)
     plain = await bounded.engine.submit(replace(request_, prove=False))
     assert proof.asked == 0
-    asked = await bounded.engine.submit(request_)  # the engine replays this step
+    asked = await bounded.engine.submit(request_)  # if the request is a step, the engine replays the step
     assert proof.asked == 1
     found = [answer if answer.agreement is None else answer.agreement for answer in (plain, asked)]
     assert [one.top1_proved for one in found] == [False, True]
@@ -281,7 +281,7 @@ async def test_searches_run_one_at_a_time_without_delaying_steps(bounded: Engine
     await proof.until_busy()
     others = asyncio.ensure_future(bounded.engine.predict_many([PROVED] * 3))
     step = bounded.engine.submit(StepRequest("a", (8,)))
-    assert (await step).position == 7, "a request without a proof does not wait"
+    assert (await step).position == 7, "a request without a proof must not wait"
     assert (proof.asked, first.done, others.done()) == (1, False, False)
     proof.gate.set()
     answers = [await first, *await others]
@@ -326,7 +326,7 @@ async def test_a_search_that_is_cancelled_or_late_ends_and_its_step_stays_commit
     if not begun:
         await ahead
     await engine.drain()
-    assert proof.asked == 1, "an abandoned search does not start"
+    assert proof.asked == 1, "an abandoned search must not start"
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -14,8 +14,8 @@ CERTIFIED = Certificate(
 
 
 def linear(tokens: int) -> Cost:
-    """Returns a function from the window length to the cost of a run, which equals the window length. For None, a run
-    of all tokens, the cost is `tokens`."""
+    """Returns a function that returns the cost of a run. A run over a window of length k costs k. A run over all tokens
+    (k is None) costs `tokens`."""
     return lambda k: float(tokens if k is None else k)
 
 

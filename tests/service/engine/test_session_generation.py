@@ -1,4 +1,4 @@
-"""Generation from a session, which it does not change."""
+"""Tests of generation from a session. The generation does not change the session."""
 
 from __future__ import annotations
 

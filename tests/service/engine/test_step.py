@@ -276,7 +276,8 @@ async def test_a_state_of_another_revision_at_the_same_position_is_rebuilt(harne
     session = await start(harness, 5, 6)
     record = await harness.store.get(session)
     assert record is not None
-    # Another replica rewinds the session and steps it to the same position with another token.
+    # Another replica rewinds the session, and then appends another token, so the session has the same position as
+    # before.
     rewound = await harness.store.rewind(session, record.revision, 1)
     assert rewound is not None
     await append(harness.store, session, (7,))

@@ -39,7 +39,7 @@ def model(seed: int, layers: int, front: bool, block: str = "residual", beside: 
 
 def proofs(small: Small, windows: list[NDArray[np.int64]], *, prove: bool = True) -> list[int | None]:
     """Returns one item for each window: the most probable next token if the engine proves it for all sequences that end
-    in the window, and None otherwise."""
+    with the window, and None otherwise."""
 
     async def ask() -> list[int | None]:
         found = []
@@ -80,8 +80,8 @@ def variations(small: Small, pasts: NDArray[np.int64], window: NDArray[np.int64]
 
 
 def hold(small: Small, window: NDArray[np.int64], first: int, random: np.random.Generator) -> None:
-    """Asserts that with none of the tried pasts another token becomes the most probable token. Tries random pasts and
-    pasts of one repeated token. Then a random search changes pasts to reduce the lead of the logit of `first`."""
+    """Asserts that `first` stays the most probable token after every tried past. Tries random pasts and pasts of one
+    repeated token. Then a random search changes the pasts to reduce the lead of the logit of `first`."""
     pasts = random.integers(VOCABULARY, size=(PASTS, LONGEST_PAST))
     pasts[:VOCABULARY] = np.arange(VOCABULARY)[:, None]
 

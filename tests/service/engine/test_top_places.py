@@ -1,4 +1,4 @@
-"""The most probable tokens in the place of each scored token."""
+"""Tests of scores that list, for each scored token, the most probable tokens at its position."""
 
 from __future__ import annotations
 

@@ -82,10 +82,10 @@ Leaves = Literal["waits", "half-closes", "resets"]
 class Case:
     """The actions of a client on one connection.
 
-    `stages` has the stages in order, and each stage is a tuple of parts. After each part the client lets the event loop
-    run `turns` iterations. After each stage the client waits for the answers. `wait_turns` is the number of event loop
-    iterations until the engine answers. `handshake` is the offset of a WebSocket's handshake in the first stage.
-    `leaves` is the client's last action.
+    `stages` has the stages in order. A stage is a tuple of parts, which are byte strings that the client sends one by
+    one. After each part the client lets the event loop run `turns` iterations. After each stage the client waits for
+    the answers. `wait_turns` is the number of event loop iterations until the engine answers. `handshake` is the offset
+    of a WebSocket's handshake in the first stage. `leaves` is the client's last action.
     """
 
     stages: tuple[tuple[bytes, ...], ...]

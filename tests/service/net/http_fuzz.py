@@ -33,7 +33,7 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.server import protocols
 from wane.service.settings import Settings
 
-# Larger than the body of every case, so Wane reads every body to its end.
+# `max_body_bytes` is larger than the body of every case, so Wane reads every body to its end.
 LIMITS = {"max_body_bytes": 2048, "max_header_bytes": 4096}
 QUIET_TURNS = 40  # a client stops waiting after this many event loop iterations without a received byte
 CLOSED_S = 10.0  # the longest time, in seconds, that the server may need to clean up a closed connection
@@ -161,8 +161,8 @@ class Client:
 Header = tuple[bytes, bytes]
 CLOSE: Header = (b"connection", b"close")
 SWITCHING = 101
-SHORT_BYTES = 125  # the longest payload whose length is in the second byte
-CONTROL = 0x08  # the bit of control frames in the first byte
+SHORT_BYTES = 125  # the longest payload, in bytes, whose length fits in the second byte of a frame
+CONTROL = 0x08  # the bit of a frame's first byte that is set in control frames
 UNSTEADY = frozenset({b"date", b"server"})
 
 
@@ -182,7 +182,7 @@ class Response:
 
 def responses(received: bytes) -> list[Response]:
     """Returns the responses in these bytes, in order. Fails if the bytes are not a sequence of complete responses."""
-    received = re.sub(rb"[0-9a-f]{32}", b"I" * 32, received)  # ids
+    received = re.sub(rb"[0-9a-f]{32}", b"I" * 32, received)  # random ids, such as the request id
     found = []
     while received:
         head, end, rest = received.partition(b"\r\n\r\n")
@@ -218,7 +218,7 @@ def dechunked(data: bytes) -> tuple[bytes, bytes]:
 
 def data_first(frames: bytes) -> bytes:
     """Returns a WebSocket's frames with all data frames before all control frames. A server may send a control frame
-    between any two data frames."""
+    between any two data frames, so the comparison ignores the positions of control frames."""
     data, control = b"", b""
     while len(frames) > 1:
         length, begin = frames[1], 2
@@ -313,16 +313,16 @@ def not_utf8(both: Compared) -> bool:
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     if not ours or len(ours) != len(theirs) or ours[:-1] != theirs[:-1] or ours[-1].status != SWITCHING:
         return False
-    reason = b"a text that is not UTF-8"
-    long, short = b"\x88\x1a\x03\xef" + reason, b"\x88\x02\x03\xef"
+    reason = b"a text message is not valid UTF-8"
+    long, short = b"\x88\x23\x03\xef" + reason, b"\x88\x02\x03\xef"
     replied = re.fullmatch(re.escape(theirs[-1].body) + rb"\x88\x02..", ours[-1].body, re.DOTALL)
     return ours[-1].body.replace(long, short) == theirs[-1].body or (replied is not None and both.theirs.closed)
 
 
 def read_ahead(both: Compared) -> bool:
     """Whether Wane's reading ahead explains the difference. Wane reads the next messages of a WebSocket while it
-    computes an answer. uvicorn does not. So Wane sees a frame that ends the WebSocket earlier, and ends the WebSocket
-    before it has answered all earlier messages."""
+    computes an answer. uvicorn does not. So Wane may read a frame that ends the WebSocket while messages before the
+    frame are unanswered. It then ends the WebSocket without answering them."""
     ours, theirs = responses(both.ours.received), responses(both.theirs.received)
     if not ours or len(ours) != len(theirs) or ours[:-1] != theirs[:-1] or ours[-1].status != SWITCHING:
         return False

@@ -1,4 +1,4 @@
-"""The server refuses each hostile request of the soak benchmark with the expected status and reason."""
+"""Tests that the server refuses each hostile request of the soak benchmark with the expected status and reason."""
 
 from __future__ import annotations
 

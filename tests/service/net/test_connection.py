@@ -234,7 +234,8 @@ async def test_a_client_that_reads_slowly_stays_connected() -> None:
 
 @pytest.mark.parametrize("kind", ["events", "websocket"])
 def test_a_hundred_clients_that_read_nothing_are_disconnected_by_a_real_server(kind: str) -> None:
-    """The answer to each client has some tens of KB. That is little enough for the kernel's buffers."""
+    """The answer to each client has some tens of KB, so the kernel's buffers can hold the whole answer. The server must
+    still notice that the client reads nothing."""
     with live_server(WANE_BUNDLES=BUNDLE, WANE_SEND_TIMEOUT_S="1") as server, ExitStack() as stack:
         url = httpx.URL(server.url)
         body = json.dumps({"input": "The", "max_tokens": 100, "stream": True}).encode()

@@ -241,8 +241,8 @@ def in_chunks(request: bytes) -> bytes:
 
 
 async def in_two(server: SlowClient, request: bytes, at: int) -> bytes:
-    """Sends a request in two packets. Sends the second packet after the server has read the first packet. Returns the
-    response."""
+    """Sends a request in two packets. The first packet has the first `at` bytes. Sends the second packet after the
+    server has read the first packet. Returns the response."""
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(request[:at])
     await until(

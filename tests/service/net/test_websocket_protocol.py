@@ -37,8 +37,8 @@ def fragmented(text: bytes) -> bytes:
 
 
 async def positions(pieces: list[bytes], count: int) -> list[int]:
-    """Sends the bytes of some steps in these pieces, one piece in each event loop iteration. Returns the positions in
-    the first `count` or more answers."""
+    """Sends the bytes of some steps in these pieces, one piece in each event loop iteration. Reads at least `count`
+    answers. Returns the positions in the answers."""
     async with serving() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(HANDSHAKE)

@@ -32,7 +32,7 @@ STREAMED = 1000
 
 @pytest.fixture(params=PATHS, ids=[path.name for path in PATHS])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
-    """A warmed-up engine on one shipped model."""
+    """An engine that serves one shipped model, after the engine's warm-up."""
     bundle, runner = opened(request.param)
     settings = Settings(max_batch_size=8)
     store = MemoryStore(settings.session_history_tokens, settings.session_ttl_s, settings.session_budget_bytes)
@@ -163,13 +163,13 @@ async def test_sessions_in_one_batch_do_not_affect_each_other(engine: Engine) ->
 @pytest.mark.parametrize("token", [1336, 5, 2047])
 async def test_a_token_repeated_for_long_gets_no_false_proof(engine: Engine, token: int) -> None:
     """The token 1336 is a known difficult case. After 367 repetitions of it, the most probable next token of the model
-    `lstm` in float32 differs from that in exact arithmetic."""
+    `lstm` is another token in float32 than in exact arithmetic."""
     manifest, held = engine.manifest, (token,) * 367
     answer = await engine.submit(PredictRequest(held, mode=Mode.RECURRENT))
     reference = Reference(manifest.architecture, opened(FOLDER / manifest.name)[0].weights())
     state = reference.zero_state(1)
     for each in (engine.vocabulary.eos_id, *held):
         logits, _, state = reference.step(np.array([each]), state)
-    assert answer.error_bound == 0.0, "the float32 run dropped no token"
+    assert answer.error_bound == 0.0, "the recurrent run must read all tokens"
     assert answer.top1_proved <= manifest.certificate.contractive
     assert not answer.top1_proved or answer.predictions[0].token_id == logits[0].argmax()

@@ -100,7 +100,7 @@ class Gate:
     def _held(self, bundle: Bundle, settings: Settings) -> loader.LoadedBundle:
         self.names.append(bundle.manifest.name)
         self._begun.release()
-        assert self.opened.wait(TIMEOUT_S), "the gate was not opened"
+        assert self.opened.wait(TIMEOUT_S), "the test has not let the load continue"
         return self._open_graphs(bundle, settings)
 
     async def reached(self) -> None:
@@ -287,7 +287,7 @@ async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_se
     registry, after = make(FOLDER, session_file=file), make(PATHS[0], session_file=file)
     loading = asyncio.create_task(registry.load())
     await gate.reached()
-    assert not file.exists(), "the store opens before the first model is loaded"
+    assert not file.exists(), "the store must be opened before the first model is loaded"
     asking = asyncio.create_task(registry.wait_for())
     closing = asyncio.create_task(registry.close())
     with pytest.raises(Unavailable, match="stopping"):  # fails before the load has ended
@@ -297,7 +297,7 @@ async def test_a_registry_closed_while_loading_cancels_the_load_and_keeps_the_se
     await closing
     await loading
     assert (registry.ready, registry.status, registry.served, registry.loading) == (False, "draining", [], [])
-    assert gate.names == ["gated-stable"], "the loads after the first have not started"
+    assert gate.names == ["gated-stable"], "no other load may start after the first one"
     await after.load()
     assert await after.engine_for(session) is after.get()
     await after.close()
@@ -480,7 +480,8 @@ async def test_a_graph_with_wrong_results_is_not_served(monkeypatch: pytest.Monk
 
 
 def edited(source: Path, folder: Path, *keys: str | int, value: object) -> Path:
-    """A copy of a bundle. Each test changes one field of the copy's certificate."""
+    """Copies the bundle `source` into the folder, and sets the field `keys` of the copy's certificate to `value`.
+    Returns the copy's path."""
     path = shutil.copytree(source, folder / source.name)
     edit_manifest(path, "certificate", *keys, value=value)
     return path
@@ -538,7 +539,7 @@ async def test_a_model_whose_graphs_round_more_than_measured_loses_its_certifica
     claimed = certify(bundle.manifest.architecture, bundle.weights(), bundle.manifest.max_window, boast)
     path = shutil.copytree(STABLE, tmp_path / STABLE.name)
     edit_manifest(path, "certificate", value=claimed.model_dump(mode="json"))
-    assert Bundle.read(path).manifest.certificate == claimed, "the weights' certificate is right"
+    assert Bundle.read(path).manifest.certificate == claimed, "the bundle's certificate must be the claimed one"
     registry = make(path)
     await registry.load()
     certificate = registry.get().manifest.certificate

@@ -83,7 +83,9 @@ async def test_each_version_rebuilds_a_moved_session_once(replicas: Replicas) ->
         assert (answer.position, answer.error_bound) == (position + 1, 0.0)
         assert logprobs(answer) == pytest.approx(await whole(engine, tokens), abs=FLOAT32)
     assert Counter(states) == {StateSource.RESIDENT: 23, StateSource.REBUILT: 1}
-    assert states[:2] == [StateSource.RESIDENT, StateSource.REBUILT], "a session without tokens needs no rebuild"
+    assert states[:2] == [StateSource.RESIDENT, StateSource.REBUILT], (
+        "the first step on a session without tokens must need no rebuild"
+    )
     assert [replicas.sample(replica, "wane_state_replays_total") for replica in (0, 1)] == [11, 11]
 
 

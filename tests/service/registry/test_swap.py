@@ -353,7 +353,9 @@ async def test_metrics_have_the_version_that_is_served(
     assert 'wane_model_info{device="cpu",model="small",version="2"} 1.0' in text
     assert 'version="1"' not in text
     assert 'wane_sessions_resident{model="small"} 0.0' in text
-    assert 'wane_model_loads_total{outcome="loaded"} 2.0' in text, "one at start, and one later"
+    assert 'wane_model_loads_total{outcome="loaded"} 2.0' in text, (
+        "one load at the start and one later load must be counted"
+    )
     assert "loaded small version 2 on cpu" in caplog.text
 
 

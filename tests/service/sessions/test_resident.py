@@ -86,7 +86,7 @@ async def test_a_session_is_written_to_the_store_once_in_32_steps(bench: Bench) 
     assert (await bench.record("a")).position == 2 * RECENT + 2
     assert bench.written[2:] == [("a", 1)]
     assert bench.resident.slot("a") is None, (
-        "only the session's next step through the general procedure buffers the session again"
+        "the session must not be buffered before its next step through the general procedure"
     )
 
 

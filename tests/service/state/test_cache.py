@@ -16,7 +16,7 @@ def make_residents(slots: int = 8) -> StateCache:
 
 
 def keep(state_cache: StateCache, session: str, touched_s: float = 0.0, value: float = 0.0) -> int:
-    """Stores a resident state with `value` in every unit for the session. Returns the state's slot."""
+    """Stores a resident state for the session. Every unit has the value `value`. Returns the state's slot."""
     with state_cache.lease() as slot:
         outputs = {"next.a": np.full((1, 2), value), "next.b": np.full((1, 3, 1), value), "hidden": np.zeros((1, 4))}
         state_cache.scatter([slot], outputs)
@@ -93,8 +93,10 @@ def test_using_a_state_resets_its_idle_time() -> None:
 
 
 SPOILT: dict[str, Callable[[StateCache], object]] = {
-    "4 slots belong to 3 sessions": lambda state_cache: state_cache.order.pop("b"),
-    "a slot's session has its state in another slot": lambda state_cache: state_cache.order.__setitem__("b", 2),
+    "4 slots have a session, but 3 sessions have a slot": lambda state_cache: state_cache.order.pop("b"),
+    "a slot belongs to a session whose state is in another slot": lambda state_cache: state_cache.order.__setitem__(
+        "b", 2
+    ),
     "a slot with a state is free": lambda state_cache: state_cache.users.__setitem__(3, 0),
     "not the least recently used": lambda state_cache: state_cache.order.move_to_end("a"),
     "a slot is neither in use nor free": lambda state_cache: state_cache.free.pop(),
@@ -138,7 +140,7 @@ def test_only_the_resident_state_that_was_written_to_is_dropped() -> None:
     slot = keep(state_cache, "b", 1.0)
     state_cache.scatter([slot], {"next.a": np.ones((1, 2)), "next.b": np.ones((1, 3, 1)), "hidden": np.ones((1, 4))})
     faults = state_cache.faults()
-    assert faults == [Fault("a resident state was written to", "b")]
+    assert faults == [Fault("a resident state was written without an update by the cache", "b")]
     state_cache.mend(faults)
     assert state_cache.peek("b") is None
     assert state_cache.peek("a") is not None

@@ -16,8 +16,8 @@ class Command:
     """A running program. It runs in the folder of the checkout and in its own process session."""
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        """Starts the program with its arguments. `environment` are its environment variables, by default those of this
-        process."""
+        """Starts the program with its arguments. `environment` has the program's environment variables, by default
+        those of this process."""
         self.process = subprocess.Popen(
             arguments,
             cwd=ROOT,

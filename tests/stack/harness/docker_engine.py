@@ -2,9 +2,9 @@
 the base images.
 
 A stand-in is built from Debian 12. Its Python, Redis, HAProxy and Prometheus have the versions of the tags in
-service/Dockerfile and docker-compose.yml. It has the paths, the user and the stop signal of the official image, as far
-as these two files rely on them. The stand-in for Python also has the wheels of the project's dependencies, so that a
-build needs no network. Docker keeps the stand-ins. They are rebuilt when their contents change.
+service/Dockerfile and docker-compose.yml. A stand-in has the paths, the user and the stop signal of the official image,
+as far as these two files rely on them. The stand-in for Python also has the wheels of the project's dependencies, so
+that a build needs no network. Docker keeps the stand-ins. They are rebuilt when their contents change.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ COPY wheels /wheels
 RUN ln -s python3 /usr/bin/python && printf '[global]\\nno-index = true\\nfind-links = /wheels\\n' > /etc/pip.conf
 """
 FOR_OLDER_PYTHON = "async-timeout"
-"""Additional requirements for Debian's Python 3.11.2, because the package redis has an additional requirement for
-Python before 3.11.3."""
+"""Additional requirements for Debian's Python 3.11.2. The package redis needs them with a Python before 3.11.3."""
 
 MOST_FILES = 16384
 WAIT_S = 60.0
@@ -152,7 +151,7 @@ def _debian() -> str:
 
 
 def _image(name: str, recipe: str, prepare: Callable[[Path], None] = lambda folder: None, contents: str = "") -> str:
-    """Builds the image of a Dockerfile. `prepare` fills the build context with `contents`."""
+    """Builds the image of a Dockerfile. `prepare` writes the files of the build context."""
 
     def make(image: str) -> None:
         with TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Checks the final tokens of sessions against the operations and answers of their clients, like Jepsen.
+"""Checks the final tokens of sessions against the operations of their clients and the answers to them, as Jepsen does.
 
 A session is an append-only list of tokens. A client invokes an append of one or several tokens. The answer is a
 position or a rejection. There is no answer if the connection broke or timed out. A client or a proxy may send the same
@@ -8,7 +8,8 @@ with the times at which they were invoked and answered. It finds these kinds of 
     lost          an acknowledged append that is not at its position, or not alone there
     duplicated    tokens at more places than appends put them
     strange       tokens that no client appended
-    reordered     an append before another that was answered before it was invoked
+    reordered     an append that is before another append, although the latter was answered before the former was
+    invoked
     refused       tokens of an append that was rejected, but applied
 
 An append without an answer may have been applied, even after its client stopped waiting. Such an append counts as
@@ -35,9 +36,9 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """One operation on one session. `start` is the position of its first token according to the answer; without an
-    answer, according to the request; None if the request has no position. All times are seconds of the same clock. An
-    operation without an answer never ends."""
+    """One append to one session. `start` is the position of its first token. If the append was answered, the position
+    is that of the answer. Otherwise it is that of the request, or None if the request has no position. All times are
+    seconds of the same clock. The end of an append without an answer is infinite."""
 
     tokens: tuple[int, ...]
     outcome: Outcome
@@ -87,9 +88,9 @@ def _lost(acknowledged: Sequence[Append], final: Sequence[int]) -> Iterator[Faul
 
 class _Explanation:
     """Searches an order of appends that explains the tokens of a session. Acknowledged appends are at their positions.
-    Appends that may have been applied are between them. Each of these appends is applied at most once. No append is
-    applied before another append that was answered before the first was invoked. If several appends are possible at a
-    position, the search tries each of them."""
+    Between them are appends that may have been applied, each at most once. An append that was answered before another
+    append was invoked is applied before that append. If several appends are possible at a position, the search tries
+    each of them."""
 
     def __init__(self, history: Sequence[Append], fixed: Mapping[int, Append], final: tuple[int, ...]) -> None:
         self.final = final
@@ -116,8 +117,8 @@ class _Explanation:
         return [Fault("reordered", place, f"{token} is at a position where no append can have put it")]
 
     def _fits(self, append: Append, place: int) -> bool:
-        """Returns whether an append explains the tokens at `place`: its tokens are at this position, the position
-        agrees with its `start`, and its tokens overlap no acknowledged append."""
+        """Returns whether an append can be at `place`: its tokens are there, its `start` is None or `place`, and its
+        tokens overlap no acknowledged append."""
         end = place + len(append.tokens)
         return (
             self.final[place:end] == append.tokens

@@ -30,7 +30,7 @@ async def open_clients(
     name: str = "session",
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[list[SessionClient]]:
-    """Starts a client and a session for each entry of `first`, which is the number of tokens in the session's first
+    """Starts a client and a session for each entry of `first`. The entry is the number of tokens in the session's first
     step."""
     clients = [
         SessionClient(port, f"{name}-{number}", Random(number), VOCABULARY, retries, yields, dict(headers or {}))
@@ -78,7 +78,7 @@ async def stepped(clients: Sequence[SessionClient], steps: int = 1) -> None:
 
 async def until_each(clients: Sequence[SessionClient], condition: Callable[[SessionClient], bool]) -> None:
     """Waits until the condition holds for every client. A client for which the condition does not hold sends its next
-    step immediately. Otherwise the longest random time between two steps would determine the duration of the wait."""
+    step immediately. Without this, the duration of the wait would be the longest random time between two steps."""
 
     def holds() -> bool:
         late = [client for client in clients if not condition(client)]
@@ -104,8 +104,9 @@ def failures(clients: Iterable[SessionClient]) -> list[str]:
 async def histories(
     clients: Sequence[SessionClient], store: str, session_history_tokens: int, owner: str | None = None
 ) -> list[str]:
-    """Checks the history of every session against the store. Returns the faults. The store may have dropped only tokens
-    of a long first step. These tokens count as stored. `owner` is the name of the clients' key."""
+    """Checks the history of every session against the store. Returns the faults. If a history is too long for the
+    store, the store may have dropped only tokens of the session's first step. These tokens count as stored. `owner` is
+    the name of the clients' API key."""
     found: list[str] = []
     settings = Settings()
     reader = RedisStore(
@@ -127,7 +128,7 @@ async def histories(
             tail = [int(token) for token in record.tail.ids()][-record.position or None :]
             first = client.history[0].tokens
             cut = record.position - len(tail)
-            assert cut <= len(first), "the store has dropped more than the first step, which the test cannot check"
+            assert cut <= len(first), "the store has dropped tokens of later steps, which the test cannot check"
             found += [f"{client.session}: {fault}" for fault in faults(client.history, [*first[:cut], *tail])]
     finally:
         await reader.close()

@@ -56,7 +56,7 @@ def write(name: str) -> bytes:
 
 
 def read(wire: bytes) -> str:
-    """Returns the domain name in a query's question."""
+    """Returns the domain name that a query asks for."""
     labels: list[str] = []
     while wire[0]:
         labels.append(wire[1 : wire[0] + 1].decode().lower())
@@ -70,7 +70,7 @@ def record(name: str, kind: int, data: bytes) -> bytes:
 
 @asynccontextmanager
 async def names(service: str) -> AsyncIterator[Names]:
-    """Runs a DNS server on a free port of 127.0.0.1 during the block."""
+    """Runs a DNS server on a free port of 127.0.0.1 while the `with` block runs."""
     loop = asyncio.get_running_loop()
     transport, server = await loop.create_datagram_endpoint(lambda: Names(service), local_addr=("127.0.0.1", 0))
     try:

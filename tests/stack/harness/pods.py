@@ -1,5 +1,6 @@
-"""Runs the pods of the manifests as processes of this machine, as a node would. A pod has the image's command, its
-variables and its probes. Stopping a pod runs preStop, sends SIGTERM, and sends SIGKILL after the grace period."""
+"""Runs the pods of the Kubernetes manifests as processes of this machine, as a node runs them as containers. A pod has
+the image's command, its variables and its probes. Stopping a pod runs preStop, sends SIGTERM, and sends SIGKILL after
+the grace period."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ WAIT_S = 120.0
 class Pod:
     """One pod of the Deployment or StatefulSet `name`. `port` is the local port for the pod's first container port.
     `addresses` are the local addresses of the other pods. `variables` override the variables of the manifest. `files`
-    maps mount paths to local files. `folder` has a subfolder `secrets` with one folder for each Secret."""
+    maps the mount paths of the container to local files. `folder` has a subfolder `secrets`, with one folder for each
+    Secret."""
 
     def __init__(
         self,

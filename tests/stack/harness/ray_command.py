@@ -23,7 +23,7 @@ from tests.stack.harness.command import Command
 CONFIGURATION = ROOT / "deploy" / "ray" / "serve.yaml"
 OWNER = "alice"
 OWN, OTHERS = ({"authorization": f"Bearer the-key-of-{name}-in-tests"} for name in (OWNER, "bob"))
-"""The authorization headers of a client and of another client."""
+"""The authorization headers of the client that creates the sessions, and of another client."""
 
 KEYS = f"{OWNER}:the-key-of-{OWNER}-in-tests,bob:the-key-of-bob-in-tests"
 REPLICA = re.compile(r"\w+ \(pid (\d+), RUNNING\)")
@@ -35,7 +35,7 @@ class RayCommand(Command):
     """The running command scripts/ray, its configuration, and the replicas that its output names."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        """Starts the command. `folder` needs a short path, because it contains sockets."""
+        """Starts the command. The path of `folder` must be short, because the folder contains Unix sockets."""
         program("redis-server")
         if find_spec("ray") is None:
             (pytest.fail if os.environ.get(REQUIRED) == "1" else pytest.skip)(
@@ -96,7 +96,7 @@ class RayCommand(Command):
         return found
 
     def logged(self, request_id: str) -> dict[str, Any]:
-        """Returns the line of a request in the log of its replica, after the replica has exited."""
+        """Returns the log line of a request. The replica that answered the request must have exited."""
         for file in (self.folder / "ray").glob("session_2*/logs/worker-*.err"):
             for line in file.read_text(encoding="utf-8").splitlines():
                 if line.startswith("{") and request_id in line:

@@ -75,7 +75,7 @@ class Receiver:
         self._reader.start()
         while "Starting Rotel" not in self._lines.get(timeout=TIMEOUT_S):
             pass
-        while True:  # the receiver logs this before it listens
+        while True:  # the receiver logs `Starting Rotel` before it listens
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S).close()
                 return
@@ -89,7 +89,7 @@ class Receiver:
                 self._lines.put(ANSI.sub("", line).rstrip("\n"))
 
     def spans(self) -> list[Received]:
-        """Stops the receiver, which first logs all received spans. Then reads the spans from its log."""
+        """Stops the receiver, which logs all received spans before it exits. Then reads the spans from the log."""
         self.process.terminate()
         assert self.process.wait(TIMEOUT_S) == 0
         self._reader.join(TIMEOUT_S)
@@ -121,7 +121,7 @@ class Receiver:
 
 @contextmanager
 def receiver() -> Iterator[Receiver]:
-    """Runs a receiver during the block."""
+    """Runs a receiver while the `with` block runs."""
     started = Receiver()
     try:
         yield started

@@ -1,5 +1,5 @@
-"""Checks the claims of answers against reference sessions. A reference session runs all tokens of a session without
-interruption through the numpy oracle, in float64.
+"""Checks the error bounds and proofs that answers state (their claims) against reference sessions. A reference session
+runs all tokens of a session without interruption through the numpy oracle, in float64.
 
 An answer lists only its most probable tokens. The total variation is half of the sum of the absolute differences of all
 probabilities. By the triangle inequality, merging several tokens into one does not increase this sum. So the check
@@ -22,14 +22,14 @@ from wane.models.certificate.total_variation import total_variation
 from wane.models.reference import Reference
 
 Answers = Mapping[int, Mapping[str, Any]]
-"""The documents of a session's answers. The key is the position after the answer."""
+"""The JSON documents of the answers to a session's steps. The key is the session's position after the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The result of comparing answers with the reference. `broken` has a line for every claim that does not hold.
-    `largest` is the largest distance from the reference among the answers whose state was not resident or whose bound
-    is above 0. `of_bounds` is the largest ratio of an answer's distance to its bound."""
+    """The result of comparing answers with the reference. `broken` has a line for every claim of an answer that does
+    not hold. `largest` is the largest distance from the reference among the answers whose state was not resident or
+    whose bound is above 0. `of_bounds` is the largest ratio of an answer's distance to its bound."""
 
     answers: int
     rebuilt: int
@@ -75,7 +75,7 @@ class ReferenceRun:
             if distance > bound + self._rounding:
                 broken.append(f"{where}: {distance:g} from the reference, but claims at most {bound:g}")
             if answer["top1_proved"] and answer["predictions"][0]["token_id"] != int(probabilities.argmax()):
-                broken.append(f"{where}: its first token is claimed to be proved, but differs from the reference's")
+                broken.append(f"{where}: its first token is claimed as proved, but is not the reference's")
         return Compared(**count, largest=largest, of_bounds=of_bounds, broken=tuple(broken))
 
     def _distributions(
@@ -98,7 +98,8 @@ class ReferenceRun:
 
 
 def _distance(predictions: Sequence[Mapping[str, Any]], probabilities: NDArray[np.float64]) -> float:
-    """Returns a lower bound of the total variation, for which all tokens that are not listed are merged into one."""
+    """Returns the total variation after all tokens that the answer does not list are merged into one. It is a lower
+    bound of the total variation."""
     ours = np.array([prediction["probability"] for prediction in predictions])
     theirs = probabilities[[prediction["token_id"] for prediction in predictions]]
     return float(np.abs(ours - theirs).sum() + abs(ours.sum() - theirs.sum())) / 2

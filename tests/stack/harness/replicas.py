@@ -1,4 +1,4 @@
-"""Fake replicas. Each records the requests that it receives, and answers with its configured status."""
+"""Fake replicas. Each fake replica records the requests that it receives, and answers with its configured status."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Replica:
-    """A fake replica. `answers` is the status of all answers, or `nothing` to close the connection without an answer.
-    `asked` lists the paths of all requests except readiness probes."""
+    """A fake replica. `answers` is the status of all answers. If it is `nothing`, the replica closes the connection
+    without an answer. `asked` lists the paths of all requests except readiness probes."""
 
     number: int
     ready: bool = True

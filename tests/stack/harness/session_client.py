@@ -13,10 +13,10 @@ from tests.stack.harness.connection import Broken, Connection, Reply
 from tests.stack.harness.history import Append, Outcome
 
 TIMEOUT_S = 120.0
-"""The timeout of one answer, and of one step with its retries. Only a test that hangs reaches this timeout."""
+"""The timeout of one answer, and also of one step with its retries, in seconds. Only a test that hangs reaches it."""
 
 AGAIN_S = 0.02
-"""The time between two attempts."""
+"""The seconds between two attempts to send a step."""
 
 RETRYABLE = frozenset({429, 502, 503, 504})
 
@@ -43,10 +43,10 @@ class Failed(Exception):
 class SessionClient:
     """A session and its only client.
 
-    With `retries`, each step has an expected position, and the client retries it until it is answered. Without
-    `retries`, the client sends each step once, and the steps are not idempotent. With `yields`, after a conflict (409),
-    the client continues from the position in the answer. `answers` maps the position after each step to the answer's
-    document.
+    If `retries` is true, each step names its expected position, and the client retries the step until it is answered.
+    If `retries` is false, the client sends each step once, without a position. If `yields` is true, the client
+    continues after a conflict (409) from the position in the answer. `answers` maps the position after each step to the
+    JSON document of its answer.
     """
 
     port: int
@@ -92,7 +92,7 @@ class SessionClient:
                     await over.wait()
                 return
             self._gap = None
-            due = min(due, clock())  # due is in the future only after `hurry`
+            due = min(due, clock())  # `due` is still in the future if `hurry` has ended the wait
             await self.step((self.random.randrange(1, self.vocabulary),), due)
 
     def hurry(self) -> None:
@@ -140,7 +140,7 @@ class SessionClient:
             return await self.connection.ask("POST", path, {"tokens": tokens}, {**self.headers, **(headers or {})})
 
     async def _until_answered(self, tokens: tuple[int, ...], clock: Callable[[], float]) -> Reply:
-        """Sends a step. Retries it while its outcome is unknown or the answer is retryable."""
+        """Sends a step. Retries it while there is no answer, or while the answer has one of the statuses RETRYABLE."""
         give_up = clock() + TIMEOUT_S
         while True:
             try:

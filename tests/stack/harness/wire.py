@@ -11,10 +11,10 @@ READ_AT_ONCE = 65536
 
 
 class Wire:
-    """Forwards bytes between clients of `port` and the port `behind`.
+    """A proxy that forwards bytes between its clients, which connect to `port`, and the program at the port `behind`.
 
-    While it is cut, connections stay open, it accepts new connections, and no bytes arrive. After `mend`, the bytes
-    that were sent in the meantime arrive.
+    After `cut`, connections stay open and new ones are accepted, but no bytes arrive. After `mend`, the bytes that were
+    sent in the meantime arrive.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Wire:
 
 @contextlib.asynccontextmanager
 async def wire() -> AsyncIterator[Wire]:
-    """Runs a proxy during the block. The test sets the proxy's target port, `behind`, later."""
+    """Runs a proxy while the `with` block runs. The test sets the proxy's target port, `behind`, later."""
     carrying = Wire()
     server = await carrying.start()
     try:

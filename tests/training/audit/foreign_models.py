@@ -14,8 +14,8 @@ from wane.training.audit.checkpoint import read_checkpoint
 from wane.training.audit.model import ForeignModel, import_model
 
 TORCH_CELLS = {cell: getattr(nn, info.module.upper()) for cell, info in CELLS.items() if "audit" not in info.missing}
-"""The class of torch.nn for each cell that an audit supports. A checkpoint does not record whether an RNN uses tanh or
-ReLU."""
+"""For each cell that an audit supports, the class of torch.nn that implements it. A checkpoint does not record whether
+an RNN uses tanh or ReLU."""
 
 VOCABULARY = 13
 

@@ -105,7 +105,7 @@ def test_the_report_has_the_certificate_with_its_margins(folder: Path) -> None:
     assert k is not None
     error = report.certificate.error_bound_at(k)
     assert error is not None and error <= 1e-2
-    for at in report.windows:  # the proved bound is at least the measured distance
+    for at in report.windows:  # the proved bound must be at least the measured distance
         bound = report.certificate.state_error_at(at.k)
         assert bound is not None
         assert at.distance.max <= bound + 1e-5
@@ -172,7 +172,7 @@ def test_a_model_of_zeros_is_reported_plotted_and_exported(
     report = audited(folder, "--export", "bundles")
     assert all(at.gradient.max == 0 for at in report.gradients)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "in an input i tokens before it: median 0 at i = 0 recommended k" in printed
+    assert "with respect to the input i tokens before it: median 0 at i = 0 recommended k" in printed
     assert (folder / "audits" / "model" / "audit.png").read_bytes().startswith(b"\x89PNG")
     assert Bundle.read(folder / "bundles" / "model").manifest.max_window == 16
 
@@ -275,7 +275,7 @@ def test_invalid_input_is_reported_with_its_fault(
     (folder / "bad.jsonl").write_text('["a", "b"]\n[')
     try:
         status: object = main(["audit", "model.pt", "--max-window", "16", *options])
-    except SystemExit as ended:  # argparse raises it
+    except SystemExit as ended:  # argparse raises SystemExit for this argument
         status = ended.code
     printed = capsys.readouterr()
     assert status == 2

@@ -215,8 +215,8 @@ def test_tensors_outside_the_model_must_be_ignored_explicitly(tmp_path: Path) ->
 
 
 def changed(**changes: Tensor | None) -> Tensors:
-    """Returns the tensors of a checkpoint. Replaces the named tensors, or removes a tensor if its value is None. In the
-    names, `__` stands for a dot."""
+    """Returns the tensors of a checkpoint with some tensors replaced. Each keyword argument is the name of a tensor, in
+    which `__` stands for a dot, and its new value; None removes the tensor."""
     tensors = dict(Plain(num_layers=2).state_dict())
     for name, tensor in changes.items():
         if tensor is None:

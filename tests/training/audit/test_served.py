@@ -76,7 +76,7 @@ def python_runs(*arguments: str) -> str:
 
 @pytest.mark.slow
 def test_a_foreign_torch_lstm_is_audited_exported_and_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # one thread is faster for small matrices
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torch is faster with one thread if the matrices are small
     outside, bundles = tmp_path / "outside", tmp_path / "bundles"
     train, audit, serve = readme_commands(outside, bundles)
     python_runs(*train, "--width", "32", "--steps", "40", "--vocabulary", "300")

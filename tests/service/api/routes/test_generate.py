@@ -1,4 +1,5 @@
-"""`/v1/generate` from a session, with penalties, bias and lists; `/v1/score` with lists."""
+"""Tests of `/v1/generate` from a session, of the errors for its invalid fields, and of the lists of most probable
+tokens in the answers of `/v1/generate` and `/v1/score`."""
 
 from __future__ import annotations
 

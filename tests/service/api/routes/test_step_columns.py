@@ -20,7 +20,7 @@ VARIABLE = ("latency", "request_id")
 
 @pytest.fixture
 async def server(harness: EngineHarness) -> AsyncIterator[ServerHarness]:
-    """An application with the sessions a, b and c. Each session has received one token."""
+    """A server with the sessions a, b and c. Each session has received one token."""
     async with served(harness) as server:
         yield server
 
@@ -32,7 +32,7 @@ def body(*steps: tuple[str, object], form: str = "columns", **fields: Any) -> Do
 
 
 def documents(columns: Document) -> list[Document]:
-    """Returns one document for each step. Its values are the step's values in the columns."""
+    """Converts an answer in the columns format to a list with one document for each step."""
     names = [name for name in columns if name not in ("token_id", "logprob", "error", "latency")]
     found: list[Document] = []
     for row, error in enumerate(columns["error"]):
@@ -45,7 +45,8 @@ def documents(columns: Document) -> list[Document]:
 
 
 def comparable(result: Document, columns: Document) -> Document:
-    """Returns a step's document in the form that `documents` returns, for the comparison."""
+    """Converts `result`, a step's document, to the form in which `documents` returns it. `columns` is an answer in the
+    columns format with the same fields."""
     if "error" in result:
         return {"error": without_time(result["error"])}
     names = [name for name in columns if name not in ("token_id", "logprob", "error", "latency")]

@@ -60,7 +60,7 @@ async def ask(socket: ClientConnection, message: object) -> Any:
 
 
 async def closed(socket: ClientConnection) -> tuple[int | None, str | None]:
-    """Returns the server's close code and reason."""
+    """Waits until the server closes the WebSocket. Returns the close code and the reason."""
     with pytest.raises(ConnectionClosed):
         await socket.recv()
     return socket.close_code, socket.close_reason
@@ -123,7 +123,8 @@ async def test_messages_received_during_an_answer_keep_their_order(
     engine.wait = asyncio.Event()
     async with opened(server) as socket:
         await socket.send(json.dumps({"tokens": [1]}))
-        # Otherwise the server might count the first message as unprocessed, and would not read the ping.
+        # Waits until the engine has the first message. Otherwise the number of unprocessed messages might reach the
+        # limit, and the server would not read the ping.
         await engine.waiting.wait()
         for length in range(2, MOST_EARLY + 1):
             await socket.send(json.dumps({"tokens": [1] * length}))

@@ -1,5 +1,5 @@
-"""Tests of sessions in a Redis Cluster. The store writes each session of a batch to the session's node. It sends to all
-nodes at the same time, so a batch takes one round trip."""
+"""Tests of sessions in a Redis Cluster. The store writes each session of a batch to the session's node. The store sends
+to all nodes at the same time, so a batch takes one round trip."""
 
 from __future__ import annotations
 

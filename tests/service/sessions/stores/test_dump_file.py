@@ -47,7 +47,7 @@ def test_saved_sessions_are_loaded_unchanged_in_order_of_last_use(tmp_path: Path
     assert [one.idle_s for one in dump_file.load(path, 9, lambda: 1007.0)] == [16.0, 8.5]
     # Here the wall clock was set back between the write and the load of the file.
     assert [one.idle_s for one in dump_file.load(path, 9, lambda: 7.0)] == [9.0, 1.5]
-    # A history loses <eos> only together with its first token.
+    # The limit of 2 tokens does not count <eos>. A history drops <eos> only together with the first token after <eos>.
     assert [len(one.tail) for one in dump_file.load(path, 2)] == [3, 1]
     assert names(tmp_path) == ["sessions"]
 

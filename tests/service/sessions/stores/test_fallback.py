@@ -60,7 +60,8 @@ async def fallback_store(port: int) -> AsyncIterator[FallbackStoreHarness]:
 
 
 async def step(store: FallbackStore | RedisStore, token: int, session: str = "s") -> SessionRecord:
-    """Appends one token to the cached session."""
+    """Appends one token to the session. Reads the session from the store's cache or, if it is not cached, from the
+    store."""
     here = store.get_cached(session, to_step=True) or await store.get(session)
     assert here is not None
     after = await store.append(here, (token,), STEP._replace(start=here.position))
@@ -158,7 +159,7 @@ async def test_a_step_of_another_replica_is_not_mistaken_for_the_unacknowledged_
         await step(store, 5)
         between.sever()
         await step(store, 6)
-        await step(other, 6)  # this replica's step with the same token is a different step
+        await step(other, 6)  # a step of another replica is a different step, even if the token is the same
         between.mend()
         await store.until_settled()
         with pytest.raises(PositionConflict):
