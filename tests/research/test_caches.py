@@ -15,13 +15,13 @@ from benchmarks.summary import bundle_hashes
 from research import caches
 from wane.models.bundle import Bundle
 from wane.models.cache_mixture import CacheMixture
-from wane.models.manifest import CacheModel
 from wane.models.reference import Reference
 from wane.training.bundle import corpus_of
+from wane.training.cache import unfitted_cache
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "models" / "bundles" / "rnn-stable"
-CACHE = CacheModel(length=16, weights=((0.7, 0.1, 0.1, 0.1),) * 36)
+CACHE = unfitted_cache(16)
 WORDS = ["the", "cat", "and", "a", "dog", "saw", "old", "young", "near", "river"]
 
 

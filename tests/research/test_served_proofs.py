@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from research import served_proofs
 from research.served_proofs import Distributions, Figures, read, table
 from wane.models.bundle import Bundle
 from wane.models.cache_mixture import CacheMixture
-from wane.models.manifest import CacheModel
 from wane.models.reference import Reference
+from wane.training.cache import unfitted_cache
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "models" / "bundles" / "rnn-stable"
@@ -44,21 +45,21 @@ def test_a_distribution_outside_the_bounds_is_counted_as_a_violation(monkeypatch
 
 def test_the_never_interrupted_distribution_is_mixed_with_the_cache() -> None:
     bundle = Bundle.read(BUNDLE)
-    cache = CacheModel(length=8, weights=((0.7, 0.1, 0.1, 0.1),) * 36)
+    cache = unfitted_cache(8)
     reference = Reference(bundle.manifest.architecture, bundle.weights())
     hidden = np.random.default_rng(1).normal(size=bundle.manifest.architecture.hidden)
     alone = Distributions(bundle, reference).after(hidden, STREAM)
-    mixed = Distributions(Bundle(bundle.path, bundle.manifest.model_copy(update={"cache": cache})), reference).after(
-        hidden, STREAM
-    )
+    cached = replace(bundle, manifest=bundle.manifest.model_copy(update={"cache": cache}))
+    mixed = Distributions(cached, reference).after(hidden, STREAM)
     shares = CacheMixture(cache, 2048).of(STREAM)
     counts = np.bincount(STREAM[-8:], minlength=2048) / 8
     assert alone.sum() == pytest.approx(1)
     assert mixed.sum() == pytest.approx(1)
-    assert shares.network[0] == pytest.approx(
-        0.9
-    )  # no token of the cache follows an earlier occurrence of the last two
-    assert mixed == pytest.approx(0.9 * alone + 0.1 * counts)
+    # The last token has no earlier occurrence in the cache, so only the counts of single tokens are mixed in.
+    weight = cache.weights[0][1]
+    assert weight > 0
+    assert shares.network[0] == pytest.approx(1 - weight)
+    assert mixed == pytest.approx((1 - weight) * alone + weight * counts)
 
 
 def test_the_page_has_the_table_of_the_stored_figures() -> None:
