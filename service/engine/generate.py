@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,7 +22,7 @@ from wane.service.batching.ticket import Ticket
 from wane.service.engine.backlog import Share
 from wane.service.engine.bounds import bound, largest
 from wane.service.engine.forward import Forward, RunResult, tail
-from wane.service.engine.logits import Preferences, Sampler, log_softmax, most_probable
+from wane.service.engine.logits import FORBID, Preferences, Sampler, log_softmax, most_probable
 from wane.service.types import (
     Finish,
     FinishReason,
@@ -31,6 +32,10 @@ from wane.service.types import (
     Mode,
     StateSource,
     id_of,
+)
+
+NOTHING_TO_CONTINUE = (
+    "there is nothing to continue: the model starts from the zero state, and predicts nothing before the first event"
 )
 
 
@@ -116,9 +121,9 @@ class Prompt:
     """The sequence that a generation continues.
 
     `position` is the number of the sequence's tokens. `known` is the number of latest tokens that the state after the
-    prompt has read. A window may have fewer tokens. `history` holds the sequence's last tokens without the start token:
-    all of them, or at least as many as the model's cache can hold. If a request without a session truncates the
-    sequence, `position` is one more than the number of the request's tokens.
+    prompt has read. In mode window, a window may have fewer tokens. `history` holds the sequence's last tokens without
+    the start token: all of them, or at least as many as the model's cache can hold. If a request without a session
+    truncates the sequence, `position` is one more than the number of the request's tokens.
     """
 
     history: Sequence[int]
@@ -240,27 +245,30 @@ async def generate(
     """Yields each token when it is drawn, then a `Finish`. Reports progress to `share`. `cache`: see
     `RunResult.mix`."""
     preferences: Preferences | None = None
-    if request.presence_penalty or request.frequency_penalty or request.logit_bias:
-        preferences = Preferences(
-            vocabulary.size, request.logit_bias or {}, request.presence_penalty, request.frequency_penalty
-        )
+    bias = dict(request.logit_bias or {})
+    if vocabulary.never_drawn is not None:
+        bias[vocabulary.never_drawn] = FORBID
+    if request.presence_penalty or request.frequency_penalty or bias:
+        preferences = Preferences(vocabulary.size, bias, request.presence_penalty, request.frequency_penalty)
     sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed, request.sample, preferences)
     stream = TextStream(vocabulary, request.stop)
     bounds: list[float | None] = []
     with until(request.deadline):
         result = await source.prompt()
     start = source.start
+    recent = deque(start.history, maxlen=0 if cache is None else cache.length)
     while True:
         position, known = start.position + len(stream.tokens), start.known + len(stream.tokens)
         if source.window is not None:
             known = min(source.window, known)
         if cache is not None:
-            result = result.mix(cache, [*start.history, *stream.tokens], position)
+            result = result.mix(cache, list(recent), position)
         found = bound(manifest.certificate, known, position, result.radius)
         found = result.bound(found)
         bounds.append(None if found is None else found.variation)
         logprobs = log_softmax(result.logits)
         token = sampler.choose(logprobs)
+        recent.append(token)
         is_last = len(stream.tokens) + 1 == request.max_tokens
         partial = vocabulary.partial_bytes(token)
         yield GeneratedToken(
@@ -291,4 +299,5 @@ async def generate(
         cache_tokens=None if result.mixed is None else result.mixed.tokens,
         session=None if start.session is None else id_of(start.session),
         position=None if start.session is None else start.position,
+        unknown=request.unknown or None,
     )

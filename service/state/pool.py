@@ -23,7 +23,7 @@ from wane.service.errors import Overloaded
 from wane.service.runners.runner import NEXT, Array
 
 ZERO: Final = 0  # the slot that holds the zero state
-START: Final = 1  # the slot that holds the state after <eos>, the start of every sequence
+START: Final = 1  # the slot that holds the state at the start of every sequence: after <eos>, or the zero state
 RESERVED: Final = 2
 HIDDEN: Final = "hidden"
 FLOAT32_BYTES: Final = 4
@@ -178,7 +178,7 @@ class StatePool:
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array]) -> None:
         """Like `scatter`, without skipped rows."""
-        assert slots.min() != ZERO, "a write to the zero state: this is a bug"
+        assert slots.min() != ZERO, "the slot of the zero state is written to: this is a bug"
         for name in self._names:
             self.arrays[name][slots] = outputs[NEXT + name]
         self.arrays[HIDDEN][slots] = outputs[HIDDEN]
@@ -193,7 +193,7 @@ class StatePool:
         states."""
         if len(packed) != self.slot_bytes:
             raise ValueError(f"the state has {len(packed)} bytes, but this model's states have {self.slot_bytes}")
-        assert slot not in (ZERO, START), "a write to a reserved state: this is a bug"
+        assert slot not in (ZERO, START), "a reserved slot is written to: this is a bug"
         offset = 0
         for values in self.arrays.values():
             row = values[slot]

@@ -110,6 +110,15 @@ def test_a_cache_is_fitted_to_half_of_data_that_the_bundle_was_not_trained_on(
     assert "too few to fit a cache" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_cache_is_not_fitted_to_an_int8_bundle(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run_folder), "--bundles", str(tmp_path), "--precision", "int8"]) == 0
+    capsys.readouterr()
+    assert main(["cache", str(tmp_path / "tiny-int8"), "--bundles", str(tmp_path)]) == 2
+    assert "has the precision int8: fit the cache to the float32 bundle" in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_export_is_refused_before_the_run_is_evaluated(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
