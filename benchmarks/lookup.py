@@ -3,9 +3,9 @@ the first layer's input weights.
 
     python -m benchmarks.lookup [BUNDLE ...] [--rounds N] [--json FILE]
 
-Without BUNDLE, the bundles are the model of `benchmarks/lstm256.py` and the shipped lstm. Each bundle is compared with
-a temporary export of the same weights without tables, whose first layer multiplies at each step. Times are CPU times of
-one thread. Every round measures the two bundles one after the other. Needs the extra train.
+Without BUNDLE, the bundles are the model of `benchmarks/bench/lstm256.py` and the shipped lstm. Each bundle is compared
+with a temporary export of the same weights without tables, whose first layer multiplies at each step. Times are CPU
+times of one thread. Every round measures the two bundles one after the other. Needs the extra train.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 from rich.console import Console
 
-from benchmarks import lstm256
+from benchmarks.bench import lstm256
 from benchmarks.precision import Subject, in_turns, table, twin
 from benchmarks.summary import provenance, write_json
 from wane.models.bundle import Bundle

@@ -2,7 +2,7 @@
 
     python -m benchmarks.parallel_scan [BUNDLE ...] [--tokens N] [--rounds N] [--json FILE] [--figure FILE]
 
-Without BUNDLE, the bundles are the model of `benchmarks/lstm256.py` and the shipped gated-stable. Two results are
+Without BUNDLE, the bundles are the model of `benchmarks/bench/lstm256.py` and the shipped gated-stable. Two results are
 measured: `state`, the last state alone, and `score`, the log-probability of every token. Every round measures each of
 these methods once:
 
@@ -55,7 +55,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import lstm256
+from benchmarks.bench import lstm256
 from benchmarks.summary import Spread, provenance, ratios, rounded, write_json
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role

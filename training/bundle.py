@@ -112,8 +112,8 @@ def fit_bundle_cache(
     manifest = source.manifest
     if manifest.precision != "float32":
         raise RunError(
-            f"{path} has the precision {manifest.precision}: fit the cache to the float32 bundle, then export that bundle "
-            f"with --precision {manifest.precision}"
+            f"{path} has the precision {manifest.precision}: fit the cache to the float32 bundle, then export that "
+            f"bundle with --precision {manifest.precision}"
         )
     version = version or next_version(manifest)
     target = None if bundles is None else bundles / manifest.name

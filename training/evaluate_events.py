@@ -174,9 +174,11 @@ def evaluate_events(
     judge = _Judge(network, corpus, sessions, positions)
     missed_share = judge.missed_share(corpus.missed.get(split, 0))
     alone, hidden = session_losses(network, sessions, positions, advance)
+    alone = alone[inputs]
     whole = alone
     if cache is not None:
-        whole = -cache_statistics(sessions.stream, cache.length, sessions.eos_id).log_probabilities(cache, -alone)
+        statistics = cache_statistics(sessions.stream, cache.length, sessions.eos_id).at(inputs)
+        whole = -statistics.log_probabilities(cache, -alone)
     methods: dict[str, RankingMetrics] = {}
     of_window: dict[int, float] = {}
     at_positions, methods[RECURRENT] = judge.of_model(hidden, cache, missed_share)
@@ -201,8 +203,8 @@ def evaluate_events(
     losses = SplitLosses(
         tokens=len(inputs),
         words=None,
-        recurrent=float(np.nanmean(whole)),
-        without_cache=None if cache is None else float(np.nanmean(alone)),
+        recurrent=float(whole.mean()),
+        without_cache=None if cache is None else float(alone.mean()),
         positions=len(positions),
         recurrent_at_positions=float(at_positions.mean()),
         window=of_window,

@@ -118,7 +118,7 @@ class SessionLanes:
 
     @property
     def count(self) -> int:
-        return len(range(self.mine.start, self.mine.stop))
+        return len(range(self._width)[self.mine])
 
     def batch(self, step: int, device: torch.device) -> Batch:
         self._seek(step)

@@ -26,7 +26,9 @@ def export_lstm() -> None:
     stamp = MODELS[LSTM].parent / f"{LSTM}.sources"
     if not MODELS[LSTM].exists() or not stamp.exists() or stamp.read_text() != sources:
         shutil.rmtree(MODELS[LSTM], ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "benchmarks.lstm256", str(MODELS[LSTM].parent)], cwd=ROOT, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.bench.lstm256", str(MODELS[LSTM].parent)], cwd=ROOT, check=True
+        )
         stamp.write_text(sources)
 
 

@@ -77,7 +77,7 @@ def first_is_proved(
     left_of_first = cached[first] * (1 - SLACK)
     rivals = np.flatnonzero(~(highest_shares + cached * (1 + SLACK) < lowest_share + left_of_first))
     if among is not None:
-        rivals = np.intersect1d(rivals, among, assume_unique=True)
+        rivals = rivals[np.isin(rivals, among)]
     rivals = rivals[rivals != first]
     rivals = rivals[np.argsort(-(highest_shares + cached)[rivals], kind="stable")]
     start, size = 0, FIRST

@@ -147,7 +147,10 @@ class RunResult:
         if self.mixed is not None:
             return 0.0  # the logits of a mixture are log-probabilities
         found = self.row.output(LOG_SUM_EXP)
-        return None if found is None else found.item()
+        if found is None:
+            return None
+        value: float = found.item()
+        return value
 
     @property
     def hidden(self) -> NDArray[np.float32]:

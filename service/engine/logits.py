@@ -91,7 +91,7 @@ class Ranking:
             return np.array(sorted(self._candidates - self._excluded), np.int64)
         allowed = np.ones(self._size, np.bool_)
         allowed[list(self._excluded)] = False
-        return np.flatnonzero(allowed)
+        return np.flatnonzero(allowed).astype(np.int64)
 
     def largest(self, result: RunResult, count: int) -> Largest:
         """Returns at least the `count` most probable tokens that may be listed. Returns fewer if there are fewer."""

@@ -11,7 +11,7 @@ from wane.training.config import ModelConfig
 from wane.training.sampled_softmax import POWER, SampledSoftmax, full_losses, token_losses
 
 SIZE = 40
-COUNTS = torch.arange(SIZE).flip(0) ** 2
+COUNTS = torch.arange(SIZE).flip(0)
 
 
 def network() -> Network:
@@ -57,7 +57,7 @@ def test_losses_and_gradients_approach_those_of_the_full_softmax(part: str) -> N
         errors.append((abs(loss.item() - full.item()), torch.linalg.norm(found - exact).item()))
     scale = torch.linalg.norm(exact).item()
     assert errors[1][0] < 0.01
-    assert errors[1][1] < 0.02 * scale
+    assert errors[1][1] < 0.05 * scale
     assert errors[1][1] < errors[0][1] / 5
 
 

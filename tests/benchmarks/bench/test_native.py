@@ -12,7 +12,7 @@ pytestmark = pytest.mark.train
 
 
 def test_the_operator_s_states_and_log_probabilities_match_the_oracle(tmp_path: Path) -> None:
-    from benchmarks import lstm256
+    from benchmarks.bench import lstm256
     from benchmarks.bench.native import NativeLstm
     from wane.models.bundle import Bundle
     from wane.models.reference import Reference

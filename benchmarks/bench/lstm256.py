@@ -1,7 +1,7 @@
 """The model of several benchmarks: one LSTM layer of 256 units, a vocabulary of 256 words, and random weights. The
 weights are scaled so that the network is contractive.
 
-    python -m benchmarks.lstm256 FOLDER
+    python -m benchmarks.bench.lstm256 FOLDER
 
 Its predictions are noise. A step costs as much as a step of a trained model with the same architecture. The certificate
 is valid. The seed is fixed, so that all servers of a comparison use the same weights and graphs. Needs the extra train.
@@ -54,7 +54,7 @@ def export(folder: Path) -> Manifest:
         quality=None,
         provenance=Provenance(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            command="python -m benchmarks.lstm256",
+            command="python -m benchmarks.bench.lstm256",
             config={"contraction": CONTRACTION},
             seed=SEED,
             steps=0,
