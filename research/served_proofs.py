@@ -9,9 +9,9 @@ many as the window or the model's cache needs. The answer's whole distribution i
 never-interrupted run in float64, mixed with the same cache. A bound is violated if the observed total variation exceeds
 `error_bound`. A proof is wrong if `top1_proved` is true and the two most probable tokens differ.
 
-The added time is measured at `--timed` of these positions. There, one request with `prove` and one without it run one
-after the other, in alternating order, without other requests. The figures are the medians of the two times and of their
-difference.
+The bundles are in `research/bundles`. The added time is measured at `--timed` of the positions. There, one request with
+`prove` and one without it run one after the other, in alternating order, without other requests. The figures are the
+medians of the two times and of their difference.
 
 The results of each bundle are written to the JSON file as soon as they are measured. With `--render` the program only
 makes the page's table from the JSON.
@@ -48,6 +48,7 @@ from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.types import Answer, Mode, PredictRequest
 
+BUNDLES = Path("research/bundles")
 SERVED = (("gated-stable-64", 64), ("gated-stable-128", 128))
 """The measured bundles, with the length k of their windows."""
 
@@ -58,16 +59,31 @@ FLOAT32 = 1e-6
 Values = NDArray[np.float64]
 
 
-class Figures(Frozen):
-    """The results of one bundle with windows of `k` tokens and a cache of `cache` tokens.
+class Times(Frozen):
+    """Times of requests at `positions` positions, in milliseconds. plain_ms, prove_ms: the median time of a request
+    without and with `prove`. added_ms: the median of the differences of the two times at one position."""
 
-    proved: the share of answers with `top1_proved`. equal: the share of answers whose most probable token is that of
-    the never-interrupted run. bound_*: median, 90th percentile and largest value of `error_bound`. observed_*: median
-    and largest total variation between an answer and the never-interrupted run. violations: the number of violated
-    bounds and wrong proofs. timed: the number of positions at which requests were timed. plain_ms, prove_ms, added_ms:
-    the median time of a request without `prove`, with `prove`, and the median of their differences, in milliseconds.
+    positions: int
+    plain_ms: float
+    prove_ms: float
+    added_ms: float
+
+
+class Figures(Frozen):
+    """The results of one bundle.
+
+    - weights: the SHA-256 of the weights file.
+    - k: the length of the windows, in tokens. cache: the length of the cache, None without a cache.
+    - proved: the share of answers with `top1_proved`.
+    - equal: the share of answers whose most probable token is that of the never-interrupted run.
+    - bound_median, bound_p90, bound_largest: the median, the 90th percentile and the largest value of `error_bound`.
+    - observed_median, observed_largest: the median and the largest total variation between an answer and the
+      never-interrupted run.
+    - violations: the number of violated bounds and wrong proofs.
+    - times: None if no request was timed.
     """
 
+    weights: str
     k: int
     cache: int | None
     positions: int
@@ -79,10 +95,7 @@ class Figures(Frozen):
     observed_median: float
     observed_largest: float
     violations: int
-    timed: int
-    plain_ms: float
-    prove_ms: float
-    added_ms: float
+    times: Times | None
 
 
 class Distributions:
@@ -115,15 +128,22 @@ async def answered(engine: Engine, tokens: Tokens, k: int, *, prove: bool) -> An
     return await engine.submit(request)
 
 
-async def timed_pairs(engine: Engine, contexts: Sequence[Tokens], k: int) -> Values:
-    """Returns the milliseconds of a request without and with `prove` for each context, (contexts, 2)."""
+async def times_of(engine: Engine, contexts: Sequence[Tokens], k: int) -> Times | None:
+    """Times a request without and with `prove` for each context. Returns None if there is no context."""
+    if not contexts:
+        return None
     taken = np.zeros((len(contexts), 2))
     for index, context in enumerate(contexts):
         for prove in (False, True) if index % 2 else (True, False):
             begun = time.perf_counter()
             await answered(engine, context, k, prove=prove)
             taken[index, int(prove)] = 1000 * (time.perf_counter() - begun)
-    return taken
+    return Times(
+        positions=len(contexts),
+        plain_ms=digits(float(np.median(taken[:, 0]))),
+        prove_ms=digits(float(np.median(taken[:, 1]))),
+        added_ms=digits(float(np.median(taken[:, 1] - taken[:, 0]))),
+    )
 
 
 async def measure(path: Path, k: int, stream: Tokens, positions: int, timed: int, progress: Progress) -> Figures:
@@ -142,17 +162,15 @@ async def measure(path: Path, k: int, stream: Tokens, positions: int, timed: int
     try:
         found = await _compared(engine, Distributions(bundle, reference), stream, never, needed, k, progress)
         chosen = never.ends[np.linspace(0, len(never.ends) - 1, min(timed, len(never.ends))).astype(np.int64)]
-        taken = await timed_pairs(engine, [stream[end + 1 - needed : end + 1] for end in chosen], k)
+        times = await times_of(engine, [stream[end + 1 - needed : end + 1] for end in chosen], k)
     finally:
         await engine.close()
     return Figures(
+        weights=bundle.manifest.files[bundle.manifest.weights],
         k=k,
         cache=length or None,
         positions=len(never.ends),
-        timed=len(taken),
-        plain_ms=digits(float(np.median(taken[:, 0]))),
-        prove_ms=digits(float(np.median(taken[:, 1]))),
-        added_ms=digits(float(np.median(taken[:, 1] - taken[:, 0]))),
+        times=times,
         **found,
     )
 
@@ -212,7 +230,9 @@ def table(results: Mapping[str, Figures]) -> list[str]:
             f"{found.bound_median:.2g}, {found.bound_p90:.2g} ({found.bound_largest:.2g})",
             f"{found.observed_median:.2g} ({found.observed_largest:.2g})",
             str(found.violations),
-            f"{found.plain_ms:.1f}, {found.prove_ms:.1f}; {found.added_ms:.1f}",
+            "not measured"
+            if found.times is None
+            else f"{found.times.plain_ms:.1f}, {found.times.prove_ms:.1f}; {found.times.added_ms:.1f}",
         ]
         for name, found in sorted(results.items())
     ]
@@ -227,19 +247,21 @@ def read(path: Path) -> dict[str, Figures]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bundles", type=Path, default=Path("models/bundles"))
+    parser.add_argument("--bundles", type=Path, default=BUNDLES)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[name for name, _ in SERVED])
     parser.add_argument("--data", type=Path, metavar="FOLDER")
     parser.add_argument("--positions", type=int, default=5000)
-    parser.add_argument("--timed", type=int, default=300, help="number of positions at which requests are timed")
+    parser.add_argument(
+        "--timed", type=int, default=300, help="number of positions with timed requests; 0: none"
+    )
     parser.add_argument("--json", type=Path, default=FIGURES)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--render", action="store_true", help="only make the table from the JSON")
     options = parser.parse_args(arguments)
     if options.data is None and not options.render:
         parser.error("--data FOLDER with WikiText-2 is required without --render")
-    if min(options.positions, options.timed) < 1:
-        parser.error("--positions and --timed must be at least 1")
+    if options.positions < 1 or options.timed < 0:
+        parser.error("--positions must be at least 1, and --timed at least 0")
     console = Console(stderr=True)
     if not options.render:
         with Progress(console=console, transient=True) as progress:
@@ -250,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
                     positions = min(options.positions, len(stream) - 1024)
                     found = asyncio.run(measure(path, k, stream, positions, options.timed, progress))
                     models = {**read(options.json), name: found}
-                    made = provenance("research.served_proofs", "onnxruntime", bundles=models)
+                    made = provenance("research.served_proofs", "onnxruntime", bundles=())
                     write_json(options.json, {**made, "models": models})
                     console.print(f"{name}: {found}")
     put(options.page, TABLE, table(read(options.json)))
