@@ -40,7 +40,7 @@ PIECE = 8
 convolution blocks, and the second has this number of tokens."""
 
 Tensors = dict[str, NDArray[Any]]
-Run = Callable[[Role, Tensors], Tensors]
+Run = Callable[[Role, Tensors], Mapping[str, NDArray[Any]]]
 """A function that runs the graph of a role. Its arguments are the role and the inputs by name. It returns all outputs
 by name."""
 

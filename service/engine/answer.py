@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from wane.models.cache_mixture import CacheMixture
 from wane.models.manifest import Certificate, Manifest
 from wane.models.vocabulary import Vocabulary
-from wane.service.batching.batch import FEW
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import agreement, bounds
 from wane.service.engine.agreement import Source
@@ -23,6 +22,7 @@ from wane.service.engine.logits import listed, predictions
 from wane.service.engine.mixed import Mixed
 from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
+from wane.service.runners.outputs import FEW
 from wane.service.types import Agreement, Answer, Latency, Mode, ModeAnswer, Prediction, StateSource
 
 SMALL_ENOUGH = 1e-3
@@ -172,16 +172,19 @@ class AnswerBuilder:
         Waits for the thread that runs the proofs. The wait ends if the caller is cancelled or its deadline passes.
         """
         result, bound, direction = part.result, part.bound, self.direction
-        if bound is None or bound.runs is None or not bound.state or direction is None or result.trace is None:
+        if bound is None or bound.runs is None or not bound.state or direction is None:
             return part
         leads, mixed = self._leads(result, bound), result.mixed
         if leads and bound.variation <= SMALL_ENOUGH:
+            return part
+        trace = result.trace
+        if trace is None:
             return part
         first = None if leads or (mixed is not None and mixed.unknown) else int(result.logits.argmax())
         weight, added = (1.0, None) if mixed is None else (mixed.weight, mixed.added)
         ticket.proving = True
         proved, variation = await asyncio.get_running_loop().run_in_executor(
-            self._prover, direction.search, result.trace, first, weight, added
+            self._prover, direction.search, trace, first, weight, added
         )
         found = result.bound(bound._replace(variation=variation))
         assert found is not None, "the mixture has no bound although its network has one: this is a bug"
@@ -276,9 +279,7 @@ class AnswerBuilder:
             return False
         if result.mixed is not None:
             return self._leads_in_mixture(result, result.mixed, bound.runs)
-        if result.has_length:
-            return self._margin.proves_of_row(result.row, bound.runs)
-        return self._margin.proves(result.logits, result.hidden, bound.runs, result.row.top)
+        return self._margin.proves_of_row(result.row, bound.runs)
 
     def _leads_in_mixture(self, result: RunResult, mixed: Mixed, error: float) -> bool:
         if mixed.unknown:

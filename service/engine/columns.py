@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from copy import copy
 from functools import lru_cache, partial
 from itertools import compress
@@ -31,7 +31,7 @@ from wane.models.vocabulary import Vocabulary
 from wane.service.aio.deadline import TOO_LATE
 from wane.service.aio.eager import Waiter
 from wane.service.aio.timers import Timer, timers
-from wane.service.batching.batch import FEW, ColumnBatch, Largest
+from wane.service.batching.batch import ColumnBatch
 from wane.service.batching.ticket import Ticket
 from wane.service.engine import bounds
 from wane.service.engine.bounds import Bound
@@ -41,11 +41,11 @@ from wane.service.engine.stats import Stats
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.errors import DeadlineExceeded
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
+from wane.service.runners.outputs import FEW, Largest, Outputs
+from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS
 from wane.service.sessions.lock import SessionLocks
 from wane.service.sessions.resident import ResidentSessions
 from wane.service.state.cache import StateCache
-from wane.service.state.pool import HIDDEN
 from wane.service.types import MAX_POSITION, Answer, Latency, Mode, StateSource, StepRequest
 
 NO_POSITION = -1  # value for a step without an expected position
@@ -227,7 +227,8 @@ class StepBatch(ColumnBatch):
         )
         part.slots, part.tokens, part.queued_s = self.slots[rows], self.tokens[rows], self.queued_s[rows]
         part.expected = self.expected[rows]
-        part.outputs = {name: values[rows] for name, values in self.outputs.items()}
+        if len(self.outputs):
+            part.outputs = self.outputs.part(rows)
         return part
 
 
@@ -382,10 +383,7 @@ class StepColumns:
         if batch.failure is not None:
             self._hand_back(batch, entered=True)
             return
-        for name in ("logits", HIDDEN):
-            finite = np.isfinite(batch.outputs[name])
-            if not finite.all():
-                good &= finite.all(axis=1)
+        good &= batch.outputs.finite
         if not good.all():
             asyncio.get_running_loop().call_soon(partial(self._hand_back, batch.part(~good), entered=True))
             batch = batch.part(good)
@@ -509,20 +507,17 @@ class StepColumns:
         results.vocabulary = self._vocabulary
         return results
 
-    def _largest(self, results: StepResults, outputs: Mapping[str, Array], width: int) -> None:
+    def _largest(self, results: StepResults, outputs: Outputs, width: int) -> None:
         """Sets the fields of `results` for the most probable tokens and for the proof of the first of these tokens."""
-        ids = outputs[TOP_IDS][:, :width]
-        logits = outputs[TOP_LOGITS][:, :width].astype(np.float64)
-        # Because the log-sum-exp is rounded, the log-probability of a token with a probability near 1 may come out
-        # above 0.
-        logprobs = np.minimum(logits - outputs[LOG_SUM_EXP].astype(np.float64).reshape(-1, 1), 0.0)
-        results.ids, results.logprobs = ids.tolist(), logprobs.tolist()
+        top = outputs.top(width)
+        logprobs = top.logprobs
+        results.ids, results.logprobs = top.ids.tolist(), logprobs.tolist()
         results.probabilities = np.exp(logprobs).tolist()
         results.cache_tokens = None
-        results.proved = self._proved(results.bounds, ids, logits, outputs)
+        results.proved = self._proved(results.bounds, top.ids, top.logits, outputs)
 
     def _largest_of_mixtures(
-        self, results: StepResults, cache: CacheMixture, found: CacheShares, outputs: Mapping[str, Array], width: int
+        self, results: StepResults, cache: CacheMixture, found: CacheShares, outputs: Outputs, width: int
     ) -> None:
         """Like `_largest`, for mixtures with a cache. Also replaces the networks' bounds in `results` by those of the
         mixtures. `found` holds the cache's part of each row's mixture."""
@@ -551,14 +546,13 @@ class StepColumns:
         found: Sequence[Bound | None],
         ids: NDArray[np.int64],
         logits: NDArray[np.float64],
-        outputs: Mapping[str, Array],
+        outputs: Outputs,
     ) -> list[bool]:
         """Returns, for each row, whether the margin proves the most probable token."""
         errors_known = [None if one is None else one.runs for one in found]
         if errors_known.count(None) == len(found):
             return [False] * len(found)
-        hidden = outputs[HIDDEN].astype(np.float64)
-        lengths = np.sqrt(np.einsum("bh,bh->b", hidden, hidden))
+        lengths = outputs.lengths
         if len(found) <= FEW_ROWS:
             return self._proved_one_by_one(errors_known, ids, logits, lengths, outputs)
         known = np.array([error is not None for error in errors_known])
@@ -566,7 +560,7 @@ class StepColumns:
         settled = self._margin.settled(ids, logits, lengths, errors)
         proved = (settled == 1) & known
         for row in np.flatnonzero((settled < 0) & known).tolist():
-            proved[row] = self._margin.proves(outputs["logits"][row], outputs[HIDDEN][row], errors.item(row))
+            proved[row] = self._margin.proves(outputs.row("logits", row), outputs.row(HIDDEN, row), errors.item(row))
         flags: list[bool] = proved.tolist()
         return flags
 
@@ -576,7 +570,7 @@ class StepColumns:
         ids: NDArray[np.int64],
         logits: NDArray[np.float64],
         lengths: NDArray[np.float64],
-        outputs: Mapping[str, Array],
+        outputs: Outputs,
     ) -> list[bool]:
         """Like `_proved`, for few rows, for which Python is faster than some twenty numpy calls."""
         flags: list[bool] = []
@@ -587,7 +581,7 @@ class StepColumns:
                 continue
             settled = self._margin.settles(first, second, highest - next_one, length, error)
             if settled is None:
-                settled = self._margin.proves(outputs["logits"][row], outputs[HIDDEN][row], error)
+                settled = self._margin.proves(outputs.row("logits", row), outputs.row(HIDDEN, row), error)
             flags.append(settled)
         return flags
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.vocabulary import Vocabulary
-from wane.service.batching.batch import Largest, Top
+from wane.service.batching.batch import Top
+from wane.service.runners.outputs import Largest
 from wane.service.types import Prediction
 
 _made = partial(tuple.__new__, Prediction)

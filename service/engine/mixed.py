@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wane.models.cache_mixture import CacheMixture, TopTokens
-from wane.service.batching.batch import FEW, Largest, Row
+from wane.service.batching.batch import Row
+from wane.service.runners.outputs import FEW, Largest
 from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS
 
 

@@ -23,7 +23,8 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.forward import PIECE_TOKENS
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
-from wane.service.runners.runner import HIDDENS, LOG_SUM_EXP, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner
+from wane.service.runners.memory import HostMemory
+from wane.service.runners.runner import HIDDENS, LOG_SUM_EXP, RADIUS, STREAM, TOP_IDS, TOP_LOGITS, Array, Runner, Shapes
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.sessions.stores.store import SessionRecord, Store
 from wane.service.settings import Settings
@@ -138,6 +139,9 @@ class FakeRunner:
             return ["logprobs", "hidden", *([HIDDENS] if self.puts_out_hiddens else [])]
         assert role == "window"
         return ["logits", "hidden"] if self.radius is None else ["logits", "hidden", RADIUS, STREAM]
+
+    def memory(self, shapes: Shapes, capacity: int) -> HostMemory:
+        return HostMemory(shapes, capacity)
 
     def close(self) -> None:
         """Does nothing."""

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from tests.service.engine_harness import HIDDEN, FakeRunner, byte_vocabulary, make_manifest
 from wane.models.bundle_checks import TOP
 from wane.service.batching import batch
-from wane.service.batching.batch import Outputs, Top, Work
+from wane.service.batching.batch import Top, Work
 from wane.service.engine.logits import log_softmax, predictions
+from wane.service.runners.outputs import Outputs
 from wane.service.runners.runner import LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 from wane.service.state.pool import StatePool
 
