@@ -22,6 +22,7 @@ from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import DirectionProof, MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import OnnxRunner
+from wane.service.runners.onnx_device import DeviceRunner, open_runner
 from wane.service.runners.subprocess import SubprocessRunner
 from wane.service.sessions.stores.store import Store
 from wane.service.settings import Settings
@@ -38,7 +39,7 @@ class LoadedBundle:
     bundle: Bundle
     margin: MarginProof
     direction: DirectionProof | None
-    runner: OnnxRunner
+    runner: OnnxRunner | DeviceRunner
     shadow: SubprocessRunner | None
     bits: bytes
 
@@ -67,7 +68,7 @@ def read(path: Path) -> Bundle:
 def open_graphs(bundle: Bundle, settings: Settings) -> LoadedBundle:
     """Opens a bundle's graphs and verifies their results against the oracle. Blocks. Raises BundleError,
     DeviceError."""
-    runner = OnnxRunner(bundle, settings.device, settings.threads)
+    runner = open_runner(bundle, settings.device, settings.threads)
     try:
         try:
             verify_graphs(bundle, runner.run)

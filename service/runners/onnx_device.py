@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from wane.models.bundle import Bundle
 from wane.models.manifest import Role
 from wane.service.runners.memory import output_name
-from wane.service.runners.onnx import CUDA_DEVICE, OnnxSessions, open_session
+from wane.service.runners.onnx import CUDA, CUDA_DEVICE, OnnxRunner, OnnxSessions, open_session
 from wane.service.runners.outputs import FEW, Outputs, TopColumns
 from wane.service.runners.runner import (
     HIDDEN,
@@ -319,3 +319,17 @@ class DeviceRunner(OnnxSessions):
         found = dict(zip(names, binding.get_outputs(), strict=True))
         copied = {name: link.fetch(found.pop(name)) for name in names if name in COPIED}
         return DeviceOutputs(found, copied, np.arange(count), self._on, self._take)
+
+
+def open_runner(bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> OnnxRunner | DeviceRunner:
+    """Returns the fastest runner of a bundle: on CUDA a `DeviceRunner`, and on the CPU an `OnnxRunner`.
+
+    See `OnnxSessions` for the arguments. Raises DeviceError.
+    """
+    if device != "cpu" and CUDA in onnxruntime.get_available_providers():
+        runner = DeviceRunner(bundle, device, threads)
+        if runner.device == "cuda":
+            return runner
+        runner.close()
+        device = "cpu"
+    return OnnxRunner(bundle, device, threads)
