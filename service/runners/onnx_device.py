@@ -47,35 +47,21 @@ COPIED = (*ADDED, LOG_SUM_EXP, RADIUS, "logprobs")
 BUCKETED: tuple[Role, ...] = ("step", "head")
 """Graphs whose batch is padded to a bucket. The other graphs contain a loop, which a CUDA graph cannot contain."""
 
-ONE_ROW = 1
-"""The number of rows that one read of a row copies."""
-
 
 def bucket(rows: int) -> int:
     """Returns the size to which a batch of `rows` items is padded: the next power of two."""
     return 1 << (rows - 1).bit_length()
 
 
-class Link:
-    """Copies values between the host and the device. Every copied byte passes through one of these methods."""
-
-    def bind(self, binding: onnxruntime.IOBinding, name: str, values: Array) -> None:
-        """Makes an array of the host an input of a run. onnxruntime copies it to the device if the graph reads it
-        there."""
-        binding.bind_cpu_input(name, np.ascontiguousarray(values))
-
-    def fetch(self, value: onnxruntime.OrtValue) -> Array:
-        """Returns a copy of a value on the host."""
-        found: Array = value.numpy()
-        return found
-
-
 class Device(NamedTuple):
     """A device of onnxruntime. name: `cpu` or `cuda`. threads: the number of CPU threads that one run uses."""
 
     name: str
-    link: Link
     threads: int
+
+    def open(self, graph: bytes) -> onnxruntime.InferenceSession:
+        """Opens a session for a graph without weights."""
+        return open_session(graph, self.name == "cuda", self.threads)
 
     def bind_output(self, binding: onnxruntime.IOBinding, name: str) -> None:
         """Makes an output of a run a value on the device."""
@@ -85,6 +71,11 @@ class Device(NamedTuple):
         """Returns float32 zeros on the device. On the CPU, the operating system commits their memory when it is first
         written."""
         return onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32), self.name, CUDA_DEVICE)
+
+
+def bind_array(binding: onnxruntime.IOBinding, name: str, values: Array) -> None:
+    """Makes an array of the host an input of a run. onnxruntime copies it to the device if the graph reads it there."""
+    binding.bind_cpu_input(name, np.ascontiguousarray(values))
 
 
 class DeviceOutputs(Outputs):
@@ -99,7 +90,6 @@ class DeviceOutputs(Outputs):
         on_device: Mapping[str, onnxruntime.OrtValue],
         copied: Mapping[str, Array],
         rows: NDArray[np.int64],
-        device: Device,
         take: onnxruntime.InferenceSession,
     ) -> None:
         """on_device and copied: the outputs on the device and on the host, with padding. rows: int64 (B), the rows of
@@ -108,13 +98,12 @@ class DeviceOutputs(Outputs):
         self.on_device = on_device
         self.rows = rows
         self._copied = copied
-        self._device = device
         self._take = take
         self._names = [*on_device, *(name for name in copied if name not in ADDED)]
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._arrays:
-            values = self._device.link.fetch(self.on_device[name]) if name in self.on_device else self._copied[name]
+            values = self.on_device[name].numpy() if name in self.on_device else self._copied[name]
             self._arrays = {**self._arrays, name: values[self.rows]}
         return self._arrays[name]
 
@@ -134,21 +123,21 @@ class DeviceOutputs(Outputs):
             return found
         binding = self._take.io_binding()
         binding.bind_ortvalue_input("values", self.on_device[name])
-        self._device.link.bind(binding, "rows", self.rows[row : row + ONE_ROW])
+        bind_array(binding, "rows", self.rows[row : row + 1])
         binding.bind_output("found", "cpu")
         self._take.run_with_iobinding(binding)
-        taken: Array = self._device.link.fetch(binding.get_outputs()[0])[0]
+        taken: Array = binding.get_outputs()[0].numpy()[0]
         return taken
 
     def part(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Outputs:
         """See `Outputs`. Copies nothing."""
-        return DeviceOutputs(self.on_device, self._copied, self.rows[rows], self._device, self._take)
+        return DeviceOutputs(self.on_device, self._copied, self.rows[rows], self._take)
 
     def only(self, names: Collection[str]) -> Outputs:
         """See `Outputs`. Copies nothing."""
         values = {name: value for name, value in self.on_device.items() if name in names}
         copied = {name: value for name, value in self._copied.items() if name in names or name in ADDED}
-        return DeviceOutputs(values, copied, self.rows, self._device, self._take)
+        return DeviceOutputs(values, copied, self.rows, self._take)
 
     @cached_property
     def finite(self) -> NDArray[np.bool_]:
@@ -183,10 +172,9 @@ class DeviceMemory:
         # The package onnx is needed only here and in `DeviceRunner`.
         from wane.models.slot_graphs import read_graph, write_graph
 
-        self._device = device
         self._values = {name: device.zeros((capacity, *shape)) for name, shape in shapes.items()}
-        self._write = open_session(write_graph(shapes), device.name == "cuda", device.threads)
-        self._read = open_session(read_graph(shapes), device.name == "cuda", device.threads)
+        self._write = device.open(write_graph(shapes))
+        self._read = device.open(read_graph(shapes))
 
     def room(self, rows: int) -> Mapping[str, Array]:  # noqa: ARG002
         """See `StateMemory`. The graphs gather the states themselves and need no buffers."""
@@ -205,23 +193,21 @@ class DeviceMemory:
 
     def read(self, slots: Slots) -> dict[str, Array]:
         """See `StateMemory`. Copies only the values of these slots."""
-        binding, link = self._read.io_binding(), self._device.link
-        link.bind(binding, SLOTS, np.asarray(slots, np.int64))
+        binding = self._read.io_binding()
+        bind_array(binding, SLOTS, np.asarray(slots, np.int64))
         for name, value in self._values.items():
             binding.bind_ortvalue_input(IN_SLOTS + name, value)
             binding.bind_output(name, "cpu")
         self._read.run_with_iobinding(binding)
-        return dict(zip(self._values, map(link.fetch, binding.get_outputs()), strict=True))
+        return {name: value.numpy() for name, value in zip(self._values, binding.get_outputs(), strict=True)}
 
     def write(self, slots: NDArray[np.intp], outputs: Mapping[str, Array], rows: Sequence[int] | None = None) -> None:
         """See `StateMemory`. Outputs of a run on this device are not copied to the host."""
         found = np.arange(len(slots)) if rows is None else np.array(rows)
+        results: Mapping[str, Any] = outputs
         if isinstance(outputs, DeviceOutputs):
-            self._write_rows(
-                slots, {name: outputs.values[output_name(name)] for name in self._values}, outputs.rows[found]
-            )
-        else:
-            self._write_rows(slots, {name: outputs[output_name(name)] for name in self._values}, found)
+            results, found = outputs.on_device, outputs.rows[found]
+        self._write_rows(slots, {name: results[output_name(name)] for name in self._values}, found)
 
     def copy(self, slot: int, to: int) -> None:
         """See `StateMemory`."""
@@ -229,16 +215,16 @@ class DeviceMemory:
 
     def _write_rows(self, slots: NDArray[np.intp], values: Mapping[str, Any], rows: NDArray[np.intp]) -> None:
         """Writes rows of `values` to slots. The values are arrays of the host or values on the device."""
-        binding, link = self._write.io_binding(), self._device.link
-        link.bind(binding, "rows", rows.astype(np.int64))
-        link.bind(binding, "to", slots.astype(np.int64).reshape(-1, 1))
+        binding = self._write.io_binding()
+        bind_array(binding, "rows", rows.astype(np.int64))
+        bind_array(binding, "to", slots.astype(np.int64).reshape(-1, 1))
         for name, value in self._values.items():
             binding.bind_ortvalue_input(IN_SLOTS + name, value)
             binding.bind_ortvalue_output(f"written.{name}", value)
             if isinstance(values[name], onnxruntime.OrtValue):
                 binding.bind_ortvalue_input(f"next.{name}", values[name])
             else:
-                link.bind(binding, f"next.{name}", np.asarray(values[name], np.float32))
+                bind_array(binding, f"next.{name}", np.asarray(values[name], np.float32))
         self._write.run_with_iobinding(binding)
 
     def close(self) -> None:
@@ -256,7 +242,6 @@ class DeviceRunner(OnnxSessions):
         threads: int,
         *,
         padded: bool | None = None,
-        link: Link | None = None,
     ) -> None:
         """See `OnnxSessions`. padded: whether the batches of the graphs of BUCKETED are padded to a bucket, so that a
         CUDA graph can be captured for each bucket. By default they are padded on CUDA only, because the padding takes
@@ -265,9 +250,9 @@ class DeviceRunner(OnnxSessions):
 
         self._states = [tensor.name for tensor in bundle.manifest.state]
         super().__init__(bundle, device, threads)
-        self._on = Device(self.device, link or Link(), threads)
+        self._on = Device(self.device, threads)
         self._padded = self.device == "cuda" if padded is None else padded
-        self._take = open_session(rows_graph(), self.device == "cuda", threads)
+        self._take = self._on.open(rows_graph())
 
     def _open(self, bundle: Bundle, role: Role, cuda: bool, threads: int) -> onnxruntime.InferenceSession:
         from wane.models.slot_graphs import from_slots
@@ -293,7 +278,7 @@ class DeviceRunner(OnnxSessions):
         """Runs one graph and returns its outputs by name. See `Runner` for the shapes. The state is either arrays of
         the host, or the result of `DeviceMemory.gather`."""
         session = self._sessions[role]
-        binding, link = session.io_binding(), self._on.link
+        binding = session.io_binding()
         inputs = dict(feeds)
         for name in self._inputs(role):
             if name in inputs:  # the rows of an array of the host are its slots
@@ -308,7 +293,7 @@ class DeviceRunner(OnnxSessions):
             if isinstance(value, onnxruntime.OrtValue):
                 binding.bind_ortvalue_input(name, value)
             else:
-                link.bind(binding, name, value)
+                bind_array(binding, name, value)
         names = self._outputs[role]
         for name in names:
             if name in COPIED:
@@ -317,8 +302,8 @@ class DeviceRunner(OnnxSessions):
                 self._on.bind_output(binding, name)
         session.run_with_iobinding(binding)
         found = dict(zip(names, binding.get_outputs(), strict=True))
-        copied = {name: link.fetch(found.pop(name)) for name in names if name in COPIED}
-        return DeviceOutputs(found, copied, np.arange(count), self._on, self._take)
+        copied = {name: found.pop(name).numpy() for name in names if name in COPIED}
+        return DeviceOutputs(found, copied, np.arange(count), self._take)
 
 
 def open_runner(bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads: int) -> OnnxRunner | DeviceRunner:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from wane.service.runners.runner import HIDDEN, LOG_SUM_EXP, TOP_IDS, TOP_LOGITS, Array
 
 FEW = 5
-"""The number of largest logits per row that are read by default. A graph outputs a hundred per row."""
+"""The number of largest logits per row that are read by default. A graph outputs `TOP` per row."""
 
 FINITE = ("logits", HIDDEN, "logprobs")
 """Outputs that must be finite in every answer."""
