@@ -184,14 +184,20 @@ class ChunkPlan:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Progress of a run. `done`: the number of tokens run so far. `logprobs`: float64 (n), the log-probabilities of the
-    next n tokens, which follow those of earlier pieces; None until the whole segment of these tokens has run.
-    `hiddens`: float32 (n, H), the output layer's input after each token, if the tokens ran in order and the graph
-    outputs it."""
+    next n tokens, which follow those of earlier pieces; None until the whole segment of these tokens has run. `row`: the
+    output of the last run, if the tokens ran in order."""
 
     done: int
     plan: ChunkPlan
     logprobs: NDArray[np.float64] | None = None
-    hiddens: NDArray[np.float32] | None = None
+    row: Row | None = None
+
+    @property
+    def hiddens(self) -> NDArray[np.float32] | None:
+        """The output layer's input after each token of `logprobs`, float32 (n, H). None if the tokens did not run in
+        order, or if the graph does not output it."""
+        found = None if self.row is None or self.logprobs is None else self.row.output(HIDDENS)
+        return None if found is None or self.logprobs is None else found[: len(self.logprobs)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +289,7 @@ class ChunkedRunner:
                 work = Work(role, tokens[start:stop], part, read=here, write=write, binding=binding)
                 row = await self._batcher.submit(work, ticket)
                 logprobs = None if row.logprobs is None else row.logprobs[: stop - start].astype(np.float64)
-                hiddens = row.output(HIDDENS)
-                yield Piece(stop, plan, logprobs, None if hiddens is None else hiddens[: stop - start])
+                yield Piece(stop, plan, logprobs, row)
             else:
                 segment = ChunkBatch(role, layout, tokens[start:stop], part, self._states([ZERO]))
                 with ExitStack() as held:

@@ -279,8 +279,8 @@ async def test_answers_agree_with_the_oracle(path: Path, device: Device, make_en
     check(answer, every[7][0])
     assert answer.state is StateSource.REBUILT
     check(await step(sessions[1], *tokens[1, 6:].tolist()), every[10][1])
-    for mode in (Mode.WINDOW, Mode.RECURRENT):
-        answer = await engine.submit(PredictRequest(tuple(tokens[2].tolist()), mode=mode, window=64, top_k=20))
+    for mode, window in ((Mode.WINDOW, 64), (Mode.RECURRENT, None)):
+        answer = await engine.submit(PredictRequest(tuple(tokens[2].tolist()), mode=mode, window=window, top_k=20))
         check(answer, every[10][2])
     score = await engine.score(ScoreRequest(tuple(tokens[2].tolist())))
     wanted = [every[index][2, token] for index, token in enumerate(tokens[2].tolist())]
