@@ -184,8 +184,8 @@ class ChunkPlan:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Progress of a run. `done`: the number of tokens run so far. `logprobs`: float64 (n), the log-probabilities of the
-    next n tokens, which follow those of earlier pieces; None until the whole segment of these tokens has run. `row`: the
-    output of the last run, if the tokens ran in order."""
+    next n tokens, which follow those of earlier pieces; None until the whole segment of these tokens has run. `row`:
+    the output of the last run, if the tokens ran in order."""
 
     done: int
     plan: ChunkPlan
