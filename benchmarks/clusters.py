@@ -1,12 +1,12 @@
-"""Compares Ray Serve's proxy with HAProxy, in front of the same replicas.
+"""Compares Ray Serve's proxy with HAProxy, each in front of two replicas of Wane.
 
     python -m benchmarks.clusters [--rounds N] [--seconds S] [--json FILE] [--page FILE]
 
-Each cluster has two replicas of one model, and a Redis that writes every step to the disk before it answers. Ray Serve
-runs as `scripts/ray` with `deploy/ray/serve.yaml`. HAProxy runs in the stack of docker-compose.yml, without its third
-replica. Both proxies route all steps of a session to the same replica. Each connection steps its own sessions in turn,
-by one token per request, in a closed loop. Every round starts and measures one cluster after the other. Servers,
-clients and Redis share the machine.
+There are two clusters, one for each proxy. A cluster has two replicas of one model, and a Redis that writes every step
+to the disk before it answers. Ray Serve runs as `scripts/ray` with `deploy/ray/serve.yaml`. HAProxy runs in the stack
+of docker-compose.yml, without its third replica. Both proxies route all steps of a session to the same replica. Each
+connection steps its own sessions in turn, by one token per request, in a closed loop. Every round starts and measures
+first one cluster, then the other. Servers, clients and Redis share the machine.
 """
 
 from __future__ import annotations

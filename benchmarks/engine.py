@@ -1,5 +1,5 @@
-"""Compares the engine without HTTP with a bare loop over the same graphs, to measure the cost of batching, sessions and
-answers.
+"""Compares the engine without HTTP with a loop that only runs the same graphs (the bare loop), to measure the cost of
+batching, sessions and answers.
 
     python -m benchmarks.engine [BUNDLE ...] [--rounds N] [--seconds S] [--json FILE]
 
@@ -13,9 +13,9 @@ bundle's length. In every round, each of these methods is measured once:
 - turns: 64 requests are submitted to the engine in one iteration of the event loop. The next 64 follow when all
   64 are answered.
 
-`batcher` and `engine` have twice as many clients as the largest batch: while the batch of one half of the clients is
-computed, the requests of the other half are answered. A further run with one client measures the median latency of a
-request.
+`batcher` and `engine` have twice as many clients as the largest batch has requests. While the runner computes a batch
+with the requests of one half of the clients, the other half of the clients receive answers and send their next
+requests. A further run with one client measures the median latency of a request.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from wane.service.types import Mode, PredictRequest, StepRequest
 SHIPPED = Path("models/bundles/gated-stable")
 ROLES = ("step", "window")
 WAYS = {"rate": ("bare", "batcher", "engine", "turns"), "latency_us": ("bare", "batcher", "engine")}
-"""For each figure, the methods with which the figure is measured."""
+"""For each kind of figure, the methods that are measured."""
 BATCH = 64
 CLIENTS = 2 * BATCH
 TIMEOUT_S = 60.0
 
 Ask = Callable[[int], Awaitable[object]]
-"""A function that takes the number of a client and sends one request of this client."""
+"""A function that sends one request of the client with a given number."""
 
 
 class Subject:
-    """One bundle, prepared for all methods."""
+    """One bundle, and what the methods need: its runner, its engine, its batcher, and the clients' tokens."""
 
     def __init__(self, path: Path) -> None:
         self.bundle = bundle = Bundle.read(path)
@@ -116,7 +116,8 @@ class Subject:
         return taken
 
     def ask(self, way: str, role: str) -> Ask:
-        """Returns a function that sends one request of a client. The function takes the client's number."""
+        """Returns a function that sends one request of a client. The request runs a graph of the kind `role` (`step` or
+        `window`) with the method `way` (`batcher` or `engine`). The function's argument is the client's number."""
         token, window = [row[:1] for row in self.tokens], list(self.tokens)
         tuples = [tuple(row.tolist()) for row in self.tokens]
         slots, submit, engine = self.slots, self.batcher.submit, self.engine
@@ -127,7 +128,8 @@ class Subject:
             return submit(Work("step", token[client], read=slots[client], write=slots[client]), Ticket())
 
         def by_engine(client: int) -> Awaitable[object]:
-            deadline = asyncio.get_running_loop().time() + TIMEOUT_S  # requests over HTTP have a deadline too
+            # The deadline is set because requests over HTTP also have one.
+            deadline = asyncio.get_running_loop().time() + TIMEOUT_S
             if role == "window":
                 return engine.submit(PredictRequest(tuples[client], mode=Mode.WINDOW, deadline=deadline))
             return engine.submit(StepRequest(f"client-{client}", tuples[client][:1], deadline=deadline))
@@ -154,8 +156,8 @@ class Subject:
         return answered / (time.perf_counter() - begun)
 
     async def turns(self, role: str, seconds: float) -> float:
-        """Returns the number of answered requests per second if BATCH requests at a time are submitted in one iteration
-        of the event loop."""
+        """Submits BATCH requests in one iteration of the event loop, waits for their answers, and repeats this. Returns
+        the number of answered requests per second."""
         ask, answered, begun = self.ask("engine", role), 0, time.perf_counter()
         while (now := time.perf_counter()) - begun < seconds:
             pending = [ask(client) for client in range(BATCH)]
@@ -176,7 +178,7 @@ class Subject:
 
 
 async def measure(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measures every method in every round: rates in requests per second, latencies in microseconds."""
+    """Measures every method in every round: rates in requests per second, median latencies in microseconds."""
     subject = Subject(path)
     await subject.start()
     kinds = {"rate": subject.rate, "latency_us": subject.latency_us}

@@ -1,4 +1,5 @@
-"""Updates the tables of docs/engine.md with the figures of `start`, `parked`, `shadow`, `precision` and `lookup`.
+"""Updates the tables of docs/engine.md with the figures of the benchmarks `start`, `parked`, `shadow`, `precision` and
+`lookup`.
 
 python -m benchmarks.engine_page
 """
@@ -40,7 +41,8 @@ def tables(figures: Path) -> dict[str, list[str]]:
 
 
 def starts(servers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """Returns a table of start times and memory. Each column is for one server and one set of models that it serves."""
+    """Returns a table of start times and memory. There is one column for each pair of a server and a set of models that
+    the server serves."""
     names = [f"{served}: {name}" for served, measured in servers.items() for name in measured]
     columns = [found for measured in servers.values() for found in measured.values()]
     return markdown(
@@ -67,9 +69,10 @@ def parked(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns a table of the costs of shadows (see `benchmarks.shadow`) for each k and rate. Its columns are the
-    latency of live answers, the difference of this latency from that of the same round without shadows, the CPU time of
-    shadows, and the shares of live answers whose shadow was compared or dropped."""
+    """Returns a table of the costs of shadows, with one row for each k and shadow rate (see `benchmarks.shadow`). Its
+    columns are the latency of live answers, the difference between this latency and the latency in the same round
+    without shadows, the CPU time of shadows, the share of live answers that were compared with a shadow, and the share
+    of live answers whose shadow was dropped."""
     rows = []
     for window in windows:
         for rate, found in window["rates"].items():
@@ -86,7 +89,17 @@ def shadows(windows: Iterable[Mapping[str, Any]]) -> list[str]:
                 ]
             )
     return markdown(
-        ["k", "rate", "p50, ms", "p99, ms", "p50 over none", "p99 over none", "CPU s a 1,000", "compared", "dropped"],
+        [
+            "k",
+            "rate",
+            "p50, ms",
+            "p99, ms",
+            "p50 minus p50 without shadows",
+            "p99 minus p99 without shadows",
+            "CPU s per 1,000 answers",
+            "compared",
+            "dropped",
+        ],
         rows,
     )
 

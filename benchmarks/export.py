@@ -1,10 +1,12 @@
-"""Compares Wane's ONNX graphs with torch's export of the same network: size, nodes, latency on one CPU thread.
+"""Compares Wane's ONNX graphs with torch's export of the same network: size, number of nodes, and latency on one CPU
+thread.
 
     python -m benchmarks.export [--repeat N]
 
-Both exports contain the graphs `step` and `window` with the same random weights. Their outputs are compared first.
-Timed runs then alternate between the two exports. The window graph of torch's export returns the state after the last
-position. Wane's returns, for each row, the state after the row's last token. Needs the extras train and bench.
+Both exports contain the graphs `step` and `window` with the same random weights. First, the outputs of the two exports
+are compared. Then timed runs alternate between the two exports. torch's window graph returns the state after the last
+position, also for rows with fewer tokens. Wane's window graph returns, for each row, the state after the row's last
+token. Needs the extras train and bench.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class TorchWindow(nn.Module):
 
 @dataclass(frozen=True)
 class Exported:
-    """A graph in its own folder."""
+    """An exported graph. Its folder contains no other graph."""
 
     path: Path
     dynamic_time: bool
@@ -146,7 +148,8 @@ def export_torch(folder: Path, architecture: Architecture, network: Network, rol
                     verbose=False,
                 )
             return Exported(path, dynamic_time=role == "step" or index == 0)
-        except Exception as error:  # torch raises many types of exceptions; the last one is reported
+        except Exception as error:
+            # torch raises many types of exceptions. If all attempts fail, the last exception is reported.
             failure = error
     raise SystemExit(f"torch cannot export {role}: {failure}")
 
@@ -177,10 +180,10 @@ def alternate(sessions: list[onnxruntime.InferenceSession], values: list[np.ndar
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=100, help="runs of each graph at each batch")
+    parser.add_argument("--repeat", type=int, default=100, help="number of runs of each graph at each batch size")
     repeat = parser.parse_args().repeat
     logging.disable(logging.WARNING)
-    table = Table(title=f"ours and torch.onnx, torch {torch.__version__}, onnxruntime {onnxruntime.__version__}")
+    table = Table(title=f"Wane's graphs and torch's, torch {torch.__version__}, onnxruntime {onnxruntime.__version__}")
     for heading in ("network", "graph", "made by", "time axis"):
         table.add_column(heading)
     for heading in ("graph, bytes", "weights, bytes", "nodes"):

@@ -31,7 +31,8 @@ SAME = 1e-4  # largest accepted difference between log-probabilities with and wi
 
 
 def measure(path: Path, rounds: int) -> Subject:
-    """Measures the CPU times of one bundle with and without tables. Exits if the two predict differently."""
+    """Measures the CPU times of one bundle with and without tables. Exits if the log-probabilities with and without
+    tables differ by more than SAME."""
     bundle = Bundle.read(path)
     with tempfile.TemporaryDirectory() as folder:
         with patch.object(network, "TABLE_ELEMENTS", 0):

@@ -1,10 +1,10 @@
-"""The benchmarks' model: one LSTM layer of 256 units, a vocabulary of 256 words, and random weights that are scaled to
-be contractive.
+"""The model of several benchmarks: one LSTM layer of 256 units, a vocabulary of 256 words, and random weights. The
+weights are scaled so that the network is contractive.
 
     python -m benchmarks.lstm256 FOLDER
 
-Its predictions are noise. Its steps cost the same as a trained model's, and its certificate is valid. The seed is
-fixed, so that all servers of a comparison use the same weights and graphs. Needs the extra train.
+Its predictions are noise. A step costs as much as a step of a trained model with the same architecture. The certificate
+is valid. The seed is fixed, so that all servers of a comparison use the same weights and graphs. Needs the extra train.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ The stack runs as local processes: three replicas behind HAProxy, with sessions 
 1.25 steps a second. After 15 seconds, a replica is killed with SIGKILL every ten seconds and restarted immediately. An
 outage lasts from a kill until the killed replica is ready again. A step's latency is measured from its due time to its
 answer and includes all retries. Prints the longest latency and three p99s: before the kills, outside the outages, and
-during the outages. The p99 before the kills is the median over slices of five seconds, each of which has its own p99.
-The p99 outside the outages is the same median over slices of ten seconds. The p99 outside the outages includes steps of
-sessions that move back to a restarted replica. On a machine with few cores, loading a model takes CPU time from the
-other replicas. tests/stack/test_killed_replicas.py tests that killed replicas lose no step.
+during the outages. The time before the kills is divided into slices of five seconds. The p99 before the kills is the
+median of the slices' p99s. The time after the first kill is divided into slices of ten seconds. The p99 outside the
+outages is the median of the p99s of these slices, without the steps that were in flight during an outage. It includes
+steps of sessions that move back to a restarted replica. On a machine with few cores, loading a model takes CPU time
+from the other replicas. tests/stack/test_killed_replicas.py tests that killed replicas lose no step.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def slices(start_s: float, count: int, each_s: float) -> list[Span]:
 
 
 def p99_ms(clients: Iterable[SessionClient], spans: Sequence[Span], outside: Sequence[Span] = ()) -> float:
-    """Returns the p99 latency of the steps that were due in one of `spans`. Steps that were in flight during one of the
-    spans `outside` are left out.
+    """Returns the p99 latency of the steps that were due in one of `spans`. Leaves out steps that were in flight during
+    one of the spans in `outside`.
 
     Returns NaN if no step is left.
     """
@@ -66,7 +67,7 @@ def p99_ms(clients: Iterable[SessionClient], spans: Sequence[Span], outside: Seq
 
 
 async def measure(stack: Stack, kills: int) -> dict[str, float]:
-    """Kills replicas while the clients step, and returns the figures by name. Exits if a step failed or was lost."""
+    """Kills replicas while clients send steps. Returns the figures by name. Exits if a step failed or was lost."""
     clock = asyncio.get_running_loop().time
     outages: list[Span] = []
     async with open_clients(stack.port, [FIRST_TOKENS] * SESSIONS) as clients:

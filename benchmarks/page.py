@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class PageError(Exception):
-    """The page cannot be read or lacks a marker. The message names the page or the marker."""
+    """The page cannot be read or lacks a marker. The message names the page, and the marker that is missing."""
 
 
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -17,12 +17,13 @@ def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def put(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Replaces one table of the page. Raises PageError."""
+    """Replaces one table of the page. Raises PageError if the page cannot be read or lacks a marker."""
     put_all(page, {name: lines})
 
 
 def put_all(page: Path, tables: Mapping[str, Sequence[str]]) -> None:
-    """Replaces the text between the markers of each table with the table. Raises PageError."""
+    """Replaces the text between the markers of each table with the table. Raises PageError if the page cannot be read
+    or lacks a marker."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
@@ -31,7 +32,7 @@ def put_all(page: Path, tables: Mapping[str, Sequence[str]]) -> None:
 
 
 def with_tables(text: str, tables: Mapping[str, Sequence[str]], page: str) -> str:
-    """Returns `text` with the tables between their markers. Raises PageError if a marker is missing."""
+    """Returns `text` with each table of `tables` between its markers. Raises PageError if a marker is missing."""
     for name, lines in tables.items():
         first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
         before, opened, rest = text.partition(first)

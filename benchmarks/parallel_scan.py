@@ -12,12 +12,13 @@ these methods once:
   next run. This is the fastest sequential method.
 - step: the graph `step` runs token by token over the first STEPPED tokens. Its time is extrapolated to the whole
   sequence.
-- chunks: the graph runs over WIDTH parallel chunks without warm-up tokens, which measures the work alone. In
-  `chunks, 2 threads`, one run computes all chunks on two threads. In `chunks, 2 runs`, each of two concurrent runs
-  computes half of the chunks on one thread.
-- parallel: the method that the server uses. The number of chunks depends on the throughput that the engine
-  measures when it loads the model. Each chunk starts with warm-up tokens, and the batcher runs the chunks. The error of
-  each chunk's initial state is measured and bounded. Chunks whose error is over 1e-5 are run again.
+- chunks: the graph runs over WIDTH parallel chunks that have no warm-up tokens. This measures the cost of the parallel
+  runs alone. In `chunks, 2 threads`, one run computes all chunks on two threads. In `chunks, 2 runs`, each of two
+  concurrent runs computes half of the chunks on one thread.
+- parallel: the method that the server uses. The engine measures the throughput of runs when it loads the model, and
+  derives the number of chunks from the throughput. Each chunk starts with warm-up tokens, and the batcher runs the
+  chunks. The error of each chunk's initial state is measured and bounded. Chunks whose error is over 1e-5 are run
+  again.
 - parallel, exact: like parallel, but a chunk is run again unless its initial state is bitwise equal to the previous
   chunk's last state.
 
@@ -112,7 +113,7 @@ class Session:
 
 
 class Subject:
-    """One bundle and a random sequence for it."""
+    """One bundle and a random sequence of its tokens."""
 
     def __init__(self, path: Path, tokens: int) -> None:
         self.bundle = bundle = Bundle.read(path)
@@ -158,7 +159,8 @@ class Subject:
         self.workers.shutdown()
 
     def ways(self, kind: str) -> dict[str, Way]:
-        """Returns the measured methods by name."""
+        """Returns a function for each measured method, by the method's name. The function computes the result `kind`,
+        which is `state` or `score`."""
         role, length = ROLES[kind], len(self.tokens) - 1
         found: dict[str, Way] = {
             "one call": lambda: self._keep(kind, "one call", self._ordered(self.two[role], role, length)),
@@ -172,7 +174,8 @@ class Subject:
         return found
 
     def differences(self, kind: str, name: str) -> dict[str, float]:
-        """Returns the largest differences of a method's states and log-probabilities from those of `one call`."""
+        """Returns the largest difference between the states of the method `name` and those of `one call`, and the
+        largest difference between their log-probabilities."""
         one, other = self.ends[kind, "one call"], self.ends[kind, name]
         return {
             what: max(
@@ -264,8 +267,8 @@ class Subject:
 
 
 def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Measures every method. Returns, for each method, the durations and ratios of `against`, and the differences of
-    its results from those of `one call`."""
+    """Measures every method. Returns, for each method, the durations and ratios that `against` returns, and the
+    differences between the method's results and those of `one call`."""
     subject = Subject(path, tokens)
     ways = {(kind, name): way for kind in ROLES for name, way in subject.ways(kind).items()}
     seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in WAYS} for kind in ROLES}
@@ -300,8 +303,8 @@ def measure(path: Path, tokens: int, rounds: int, progress: Progress) -> dict[st
 
 
 def against(seconds: dict[str, list[float]], name: str) -> dict[str, Spread]:
-    """Returns the duration of the method `name` in seconds. Also returns, for each of the methods `one call` and `in
-    pieces`, its duration divided by that of the method `name`, in each round."""
+    """Returns the durations of the method `name` in seconds. Also divides, in each round, the duration of `one call`
+    and that of `in pieces` by the duration of the method `name`, and returns these ratios."""
     ordered = {f"{other} / it": ratios(seconds[other], seconds[name]) for other in ("one call", "in pieces")}
     return {"seconds": Spread.of(seconds[name]), **ordered}
 
@@ -310,8 +313,8 @@ def table(found: dict[str, Any], tokens: int) -> Table:
     """Returns a table of medians with the smallest and the largest value of all rounds. A ratio is computed within each
     round."""
     made = Table(title=f"{found['model']} version {found['version']}, {tokens:,} tokens")
-    for heading in ("", "seconds", "us a token", "one call / it", "in pieces / it", "how"):
-        made.add_column(heading, justify="left" if heading in ("", "how") else "right")
+    for heading in ("method", "seconds", "us per token", "one call / method", "in pieces / method", "details"):
+        made.add_column(heading, justify="left" if heading in ("method", "details") else "right")
     for kind in ROLES:
         for name in WAYS:
             way: dict[str, Spread] = found["ways"][kind][name]
@@ -355,7 +358,9 @@ def draw(subjects: list[dict[str, Any]], tokens: int, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path, metavar="BUNDLE")
-    parser.add_argument("--tokens", type=int, default=65_536, help=f"a multiple of {WIDTH * STEPS}")
+    parser.add_argument(
+        "--tokens", type=int, default=65_536, help=f"tokens of the sequence, a multiple of {WIDTH * STEPS}"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="output file for the figures")
     parser.add_argument("--figure", type=Path, help="output file for the plot")

@@ -1,18 +1,20 @@
-"""Measures parked sessions: the resident memory of a million of them, and the store's time per call.
+"""Measures parked sessions, which have a history but no state: the resident memory of a process with a million of them,
+and the store's time per call.
 
     python -m benchmarks.parked [--sessions N] [--history TOKENS] [--json FILE]
 
-Each way to store the sessions is measured in its own process. Its resident memory is compared with 1 GiB:
+Each way to store the sessions is measured in its own process. The resident memory of the process is compared with 1
+GiB:
 
 - objects: a dict of Python objects. Each object has its history in a list of ints. All lists refer to the same int
 objects.
 - store: `MemoryStore`, which the server uses.
 - server: the same store, in a process that has the default model loaded, verified and warmed up.
 
-Histories are filled in four passes over all sessions, each of which appends a quarter of every history, as in a server
-with concurrent sessions. Then a tenth of the sessions is deleted and created again, twice (the churn). Growth during
-the churn is memory that was freed but could not be reused. At the end all sessions expire at the same time, and
-repeated calls delete them.
+Histories are filled in four passes over all sessions, because the histories of concurrent sessions grow together. Each
+pass appends a quarter of every history. Then a tenth of the sessions is deleted and created again, twice (the churn).
+If the resident memory grows during the churn, this is memory that was freed but could not be reused. At the end all
+sessions expire at the same time, and repeated calls delete them.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ SHIPPED = Path("models/bundles/gated-stable")
 VOCABULARY = 2048
 PIECES = 4
 CHURNS = 2
-CHURNED = 10  # in a churn, one of CHURNED sessions is deleted and created again
+CHURNED = 10  # A churn deletes one in CHURNED sessions and creates a new session for each deleted session.
 TIMED = 20_000
 TTL_S = 24 * 3600
 WAYS = ("objects", "store", "server")
@@ -57,7 +59,7 @@ Result = dict[str, Any]
 
 
 class Kept(Protocol):
-    """A store of sessions that is measured."""
+    """The interface of the measured stores of sessions."""
 
     async def start(self, session: str) -> None: ...
     async def append(self, session: str, tokens: tuple[int, ...]) -> None: ...
@@ -66,7 +68,7 @@ class Kept(Protocol):
 
 @dataclass
 class Plain:
-    """A session as a dataclass, with its history in a list."""
+    """A session in `Objects`. Its history is a list."""
 
     model: str = "m"
     model_version: str = "1"
@@ -151,7 +153,8 @@ async def measure(way: str, count: int, history: int) -> Result:
         await models.load()
         kept = Stored(history, models)
     names = [secrets.token_urlsafe(16) for _ in range(count)]
-    # The strings in `names` count as memory of the sessions, because the stores refer to the same strings.
+    # The memory of the strings in `names` is subtracted here, so that it counts as memory of the sessions. The stores
+    # refer to the same strings.
     before = resident_bytes() - sum(map(sys.getsizeof, names))
     await fill(kept, names, history)
     result: Result = {"way": way, "sessions": count, "session_history_tokens": history, "before_bytes": before}
@@ -195,9 +198,14 @@ def apart(way: str, count: int, history: int) -> Result:
 def show(results: list[Result]) -> None:
     """Prints the table.
 
-    Its columns are: the resident memory of the process after the histories were filled and after the churn, and the
-    latter as a share of 1 GiB; the memory per session, as measured and as counted by the store; the median times of
-    calls; the time of a full garbage collection; the longest call while all sessions expire.
+    Its columns are, from left to right:
+
+    - the resident memory of the process after the histories were filled, and after the churn;
+    - the resident memory after the churn as a share of 1 GiB;
+    - the memory per session as measured, and as counted by the store;
+    - the median times of the calls `append` and `get`;
+    - the time of a full garbage collection;
+    - the longest call while all sessions expire.
     """
     first = results[0]
     made = f"{first['sessions']:,} parked sessions with histories of {first['session_history_tokens']} tokens"
@@ -227,7 +235,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sessions", type=int, default=1_000_000)
     parser.add_argument(
-        "--history", type=int, default=64, metavar="TOKENS", help="history of each session (default 64)"
+        "--history",
+        type=int,
+        default=64,
+        metavar="TOKENS",
+        help="tokens in the history of each session (default 64)",
     )
     parser.add_argument("--way", choices=WAYS, help="measure one way to store sessions and print its figures as JSON")
     parser.add_argument("--json", type=Path)

@@ -4,10 +4,9 @@ predictions.
     python -m benchmarks.precision [BUNDLE ...] [--rounds N] [--json FILE]
 
 The temporary twin is exported from the bundle's weights and tokenizer. The float32 model generates texts token by token
-at temperature 1. The float32 model and the int8 model read these texts, each with its own state. At each token, the two
-predictions are compared as in an answer in the mode `both`, and the comparisons are summarised as in the server's
-report. Times are CPU times of one thread. Every round measures the two models one after the other. Needs the extra
-train.
+at temperature 1. The float32 model and the int8 model read these texts, each with its own state. At each token, the
+predictions of the two models are compared with the functions that the server uses to compare two predictions. Times are
+CPU times of one thread. Every round measures the two models one after the other. Needs the extra train.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def twin(bundle: Bundle, folder: Path, precision: Precision) -> Bundle:
 
 
 def zeros(bundle: Bundle, batch: int) -> dict[str, Array]:
-    """Returns the state before the first token."""
+    """Returns the states of `batch` sessions before the first token."""
     return {tensor.name: np.zeros((batch, *tensor.shape), np.float32) for tensor in bundle.manifest.state}
 
 
@@ -121,8 +120,9 @@ def times(
 def in_turns(
     bundle: Bundle, runners: Mapping[str, OnnxRunner], rounds: int, *, slower: str, quicker: str
 ) -> list[dict[str, Any]]:
-    """Measures two runners alternately with all RUNS. Returns the CPU time per item of each runner, in microseconds.
-    Also returns, for each round, the time of the runner `slower` divided by that of the runner `quicker`.
+    """Measures two runners alternately with each of RUNS. Returns the CPU time of each runner per item (a row of a
+    batch), in microseconds. Also returns the time of the runner `slower` divided by that of the runner `quicker`, in
+    each round.
     """
     found = []
     for role, batch, repeat in RUNS:

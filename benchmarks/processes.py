@@ -42,14 +42,14 @@ FOREVER = 1_000_000
 
 @dataclass(frozen=True)
 class Way:
-    """One setting: the number of processes, and the number of threads of each."""
+    """One setting: the number of processes, and the number of threads of each process."""
 
     name: str
     processes: int
     threads: int
 
     def command(self) -> list[str]:
-        """Returns the beginning of the command that starts the processes; the module's name follows it."""
+        """Returns the first words of the command that starts the processes. The caller appends the module's name."""
         if self.processes == 1:
             return [sys.executable, "-m"]
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}"]
@@ -65,8 +65,8 @@ BESIDE, MEASURED = WAYS[1].name, WAYS[2].name
 
 
 def speeds(text: Path, threads: int, seconds: float, group: Group) -> dict[str, float]:
-    """Trains each experiment in this process. If torchrun has started this process as one of several, trains in the
-    group of these processes. Returns tokens per second by experiment."""
+    """Trains each experiment for a given number of seconds in this process. If torchrun has started several processes,
+    they train together as one group. Returns tokens per second by experiment."""
     found = {}
     data = DataConfig(kind="text", path=text)
     corpus = group.from_first(lambda: load_corpus(data, VOCABULARY.read_text(encoding="utf-8")))
@@ -94,7 +94,7 @@ def before(end: float) -> bool:
 
 
 def measure(way: Way, text: Path, seconds: float) -> dict[str, float]:
-    """Runs `speeds` in new processes, with the setting `way`."""
+    """Runs `speeds` in new processes, with the setting `way`. Returns tokens per second by experiment."""
     with tempfile.NamedTemporaryFile() as answer:
         arguments = [str(text), "--seconds", str(seconds), "--threads", str(way.threads), "--answer", answer.name]
         environment = os.environ | {"OMP_NUM_THREADS": str(way.threads)}
@@ -107,7 +107,7 @@ def summary(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Returns each experiment's tokens per second in every setting. Also returns the ratio of the tokens per second of
     two processes to those of two threads.
 
-    `rounds` has, for each setting, a list with one dict for each round: tokens per second by experiment.
+    `rounds` has one list for each setting. The list has one dict for each round: the tokens per second by experiment.
     """
     found = {}
     for name in EXPERIMENTS:
@@ -142,7 +142,7 @@ def main() -> None:
         put(PAGE, "processes", lines(json.loads(FIGURES.read_text(encoding="utf-8"))))
         return
     if options.text is None:
-        parser.error("name a text to train on")
+        parser.error("the argument TEXT is missing: give a file or a folder of text to train on")
     if options.answer:
         group = Group.join()
         found = speeds(options.text, options.threads, options.seconds, group)

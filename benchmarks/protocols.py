@@ -1,4 +1,4 @@
-"""Compares routes of other protocols with the native route for the same work.
+"""Compares routes of other protocols with Wane's own (native) routes for the same work.
 
     python -m benchmarks.protocols [--rounds N] [--seconds S] [--only NAME ...] [--json FILE] [--page FILE]
 
@@ -36,7 +36,7 @@ CONNECTIONS = (1, 32)
 TOKENS = 64
 LISTED = 16
 PROMPTS, PROMPT_TOKENS, GENERATED = 32, 32, 64
-# The number of different sequences. Consecutive requests have different sequences, so that their answers differ.
+# The number of different token sequences. Consecutive requests have different sequences, so that their answers differ.
 SEQUENCES = 64
 TIMEOUT_S = 30.0
 COLUMNS = ("what", "connections", "native, a second", "protocol, a second", "protocol / native", "target")
@@ -44,9 +44,10 @@ COLUMNS = ("what", "connections", "native, a second", "protocol, a second", "pro
 
 @dataclass(frozen=True)
 class Route:
-    """A route of a server. `requests` are the bytes of the requests, which are sent in order and repeatedly. The body
-    of every valid answer contains `wanted`. `units` is the amount of work of one request. `connections` is the number
-    of connections that the route uses; None: that of the measurement."""
+    """A route of a server. `requests` are the requests as bytes. They are sent in order; after the last one, the first
+    follows. The body of every valid answer contains `wanted`. `units` is the amount of work of one request, in the unit
+    of the pair. `connections` is the number of connections that the route uses; None for the number that the
+    measurement sets."""
 
     path: str
     requests: Sequence[bytes]
@@ -76,7 +77,7 @@ def post(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> by
 
 
 def sequences() -> list[list[int]]:
-    """Returns the token sequences of the requests to all routes."""
+    """Returns the token sequences from which the requests to all routes are made."""
     found: list[list[int]] = np.random.default_rng(0).integers(2, 2000, size=(SEQUENCES, TOKENS)).tolist()
     return found
 
@@ -105,7 +106,7 @@ def infer() -> Route:
 
 
 def prompts() -> list[list[int]]:
-    """Returns the prompts that the routes `generate` and `complete` continue."""
+    """Returns the prompts of the routes that `generate` and `complete` return."""
     return [sequence[:PROMPT_TOKENS] for sequence in sequences()[:PROMPTS]]
 
 
@@ -136,8 +137,8 @@ PAIRS: Mapping[str, Pair] = {
 
 
 def rate(port: int, route: Route, connections: int, seconds: float) -> float:
-    """Returns the rate of a route, in units per second. Raises BadAnswer if an answer lacks `route.wanted` or takes
-    longer than TIMEOUT_S."""
+    """Sends the route's requests for `seconds`. Returns the route's rate in units per second. Raises BadAnswer if an
+    answer lacks `route.wanted` or takes longer than TIMEOUT_S."""
     connections = route.connections or connections
     opened = [connect(port) for _ in range(connections)]
     total, number = 0, 0

@@ -30,7 +30,7 @@ END = 2**62
 
 
 def loop(graph: GraphWriter, f: str, u: str, initial: str) -> str:
-    """Adds nodes that compute the states (T, B, H) position by position."""
+    """Adds nodes that compute the states (T, B, H), one position after another."""
 
     def step(body: GraphWriter, state: list[str], slices: list[str]) -> list[str]:
         return [body.node("Add", body.node("Mul", slices[0], state[0]), slices[1])]
@@ -84,7 +84,7 @@ def session(chunk: int | None) -> onnxruntime.InferenceSession:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=100, help="runs of each graph at each size")
+    parser.add_argument("--repeat", type=int, default=100, help="number of runs of each graph at each size")
     repeat = parser.parse_args().repeat
     sessions = {"loop": session(None)} | {f"chunks of {chunk}": session(chunk) for chunk in CHUNKS}
     table = Table(title=f"microseconds, median (p10 to p90); H = {HIDDEN}, onnxruntime {onnxruntime.__version__}")

@@ -1,4 +1,5 @@
-"""Measures the time that a request's error bound adds. (`research/proofs.py` measures the bound's tightness.)
+"""Measures the time that the error bound of a window's answer adds to the window's run. (`research/proofs.py` measures
+the bound's tightness.)
 
     python -m benchmarks.request_bounds [--repeat N]
 
@@ -29,7 +30,7 @@ BATCHES = (1, 16)
 LENGTHS = (16, 32, 64, 128, 256)
 SIZES: dict[str, dict[str, object]] = {
     "three layers of 256": {"layers": 3, "feed_forward": 192},
-    "one layer of 512 over a front": {
+    "one layer of 512 over two convolution blocks": {
         "layers": 1,
         "units": 512,
         "feed_forward": 192,
@@ -98,7 +99,7 @@ def cost(repeat: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=200, help="runs of each graph at each size")
+    parser.add_argument("--repeat", type=int, default=200, help="number of runs of each graph at each size")
     cost(parser.parse_args().repeat)
 
 

@@ -5,7 +5,7 @@
 The topology of docker-compose.yml runs as processes of this machine, with one model: three replicas, HAProxy, and
 Redis, which writes every step to the disk before it answers. Each connection steps its own sessions in turn, by one
 token per request, in a closed loop. Every round measures consistent hashing and round robin with the same replicas and
-new sessions. Between the two measurements only HAProxy is restarted, with another BALANCE.
+new sessions. Between the two measurements, only HAProxy is restarted, with another value of its variable BALANCE.
 
 Server, clients, HAProxy and Redis share the machine. The last three columns show the replicas' additional work: states
 that were rebuilt, states to which tokens of other replicas were applied, and steps that were run again.
@@ -47,13 +47,13 @@ COUNTERS = {
     "conflicts": "wane_step_conflicts_total",
 }
 COLUMNS = (
-    "sessions have",
+    "routing",
     "steps/s: median (smallest to largest)",
     "p50, ms",
     "p99, ms",
-    "answers rebuilt",
-    "states brought up",
-    "comparisons lost",
+    "steps from rebuilt states",
+    "steps after other replicas' tokens",
+    "steps run again",
 )
 NAME = "routing"
 
@@ -78,7 +78,7 @@ class Round:
 
 
 def counters(stack: Stack) -> dict[str, float]:
-    """Returns, for each of COUNTERS, the sum over all replicas."""
+    """Returns, for each metric in COUNTERS, the sum of its values at all replicas."""
     found = dict.fromkeys(COUNTERS, 0.0)
     for replica in stack.replicas:
         with urllib.request.urlopen(f"{replica.url}/metrics") as answer:
@@ -104,14 +104,14 @@ def begin(port: int, sessions: Sequence[str], random: Random) -> None:
 
 
 def steps(sessions: Sequence[str], random: Random) -> Iterator[bytes]:
-    """Yields requests without end. Each is a step of one random token. The sessions take turns."""
+    """Yields requests without end. Each request is a step with one random token, for the next of `sessions`."""
     for session in cycle(sessions):
         yield http_request(f"/v1/sessions/{session}/tokens", f'{{"tokens":[{random.randrange(1, VOCABULARY)}]}}')
 
 
 def drive(port: int, sessions: Sequence[Sequence[str]], seconds: float, random: Random) -> list[float]:
-    """Sends steps in a closed loop for `seconds`. There is one connection for each list in `sessions`, and it steps the
-    sessions of its list in turn. Returns the latencies of the steps in seconds."""
+    """Sends steps in a closed loop for `seconds`. There is one connection for each list in `sessions`. Each connection
+    steps the sessions of its list in turn. Returns the latencies of the steps in seconds."""
     latencies: list[float] = []
     with selectors.DefaultSelector() as selector:
         begun = time.perf_counter()
@@ -162,7 +162,7 @@ def measure(stack: Stack, way: str, number: int, seconds: float) -> Round:
 
 
 def ways_of(rounds: Sequence[Any], *figures: str) -> dict[str, dict[str, Any]]:
-    """Returns, for each routing, the number of steps, and the spread of each of its figures over the rounds."""
+    """Returns, for each routing, the numbers of rounds and steps, and the spread of each of `figures`."""
     found: dict[str, dict[str, Any]] = {}
     for way in dict.fromkeys(one.way for one in rounds):
         own = [one for one in rounds if one.way == way]

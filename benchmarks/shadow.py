@@ -2,7 +2,7 @@
 time of shadows. A shadow is a window prediction from the last k tokens of a session, which the server compares with the
 live answer for a sampled share of the answers (the rate).
 
-    python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    adds these k to the file
+    python -m benchmarks.shadow measure docs/figures/shadow.json [--k K ...]    keeps the other k in the file
     python -m benchmarks.shadow table docs/figures/shadow.json
     python -m benchmarks.shadow plot docs/figures/shadow.json docs/figures/shadow.png
 
@@ -48,9 +48,10 @@ RATES = (0.0, 0.01, 0.1, 1.0)
 WINDOWS = (16, 64, 256)
 SESSIONS = 512
 BEYOND = 32
-"""Before the first measurement, every session has k + BEYOND tokens."""
+"""Every session has k + BEYOND tokens before the first measurement."""
 SATURATING = 20_000.0
-"""Events per second. The rate is beyond any server's capacity, so that the rate of answers equals the capacity."""
+"""Events per second when the capacity is measured. No server can answer so many events, so the rate of answers equals
+the server's capacity."""
 SATURATED = 3000
 
 
@@ -58,8 +59,9 @@ SATURATED = 3000
 class Round:
     """The figures of one server under load.
 
-    compared: the number of sampled answers whose shadow was computed in time. dropped: the number of the other sampled
-    answers. cpu_s: the server's CPU time. shadow_cpu_s: the CPU time of the thread that computes shadows.
+    compared: the number of sampled answers whose shadow was computed in time. dropped: the number of sampled answers
+    whose shadow was not computed in time. cpu_s: the server's CPU time. shadow_cpu_s: the CPU time of the thread that
+    computes shadows.
     """
 
     requests: int
@@ -93,7 +95,8 @@ class OfRate(Frozen):
 
     @classmethod
     def of(cls, rounds: Sequence[Round], none: Sequence[Round] | None) -> OfRate:
-        """Summarises rounds. none: the same rounds without shadows; None if `rounds` are without shadows."""
+        """Summarises rounds. none: the figures at the rate 0 in the same rounds; None if `rounds` are themselves those
+        of the rate 0."""
         pairs = [] if none is None else list(zip(rounds, none, strict=True))
         return cls(
             rounds=len(rounds),
@@ -218,17 +221,18 @@ def measure(subjects: list[Subject], k: int, rounds: int, seconds: float, share:
 
 
 def table(results: Results) -> Table:
-    """Returns a table with a row for each k and rate. Its columns are the latency of live answers, the difference of
-    this latency from that of the same round without shadows, and the CPU time of shadows."""
+    """Returns a table with a row for each k and rate. Its columns are the latency of live answers, the difference
+    between this latency and the latency in the same round without shadows, the CPU time of shadows, the share of
+    answers that were compared with a shadow, and the share whose shadow was dropped."""
     made = Table(title=f"Shadows of {results.model} version {results.model_version}: median (least to most) of rounds")
     for name in ("k", "rate"):
         made.add_column(name, justify="right")
     for name in (
         "p50, ms",
         "p99, ms",
-        "p50 over none, ms",
-        "p99 over none, ms",
-        "CPU s per 1,000",
+        "p50 minus p50 without shadows, ms",
+        "p99 minus p99 without shadows, ms",
+        "CPU s per 1,000 answers",
         "compared",
         "dropped",
     ):

@@ -46,7 +46,7 @@ Body = Callable[[], bytes]
 
 
 def filled(before: bytes, item: bytes, after: bytes, size: int = LIMIT) -> bytes:
-    """Returns a body that repeats `item`, separated by commas, as often as fits into `size` bytes."""
+    """Returns a body of at most `size` bytes: `before`, copies of `item` separated by commas, and `after`."""
     count = (size - len(before) - len(after)) // (len(item) + 1)
     return before + b",".join([item] * count) + after
 
@@ -84,14 +84,14 @@ BODIES: dict[str, tuple[str, Body]] = {
     "nested 150 deep": (PREDICT, lambda: filled(b'{"tokens":[', b"[" * 150 + b"]" * 150, b"]}")),
     "nested without end": (PREDICT, lambda: b"[" * LIMIT),
     "unknown fields": (PREDICT, lambda: b"{" + b",".join(b'"%d":1' % one for one in range(380_000)) + b"}"),
-    "one field again and again": (PREDICT, lambda: filled(b'{"tokens":[1],', b'"top_k":1', b"}")),
+    "one field, repeated": (PREDICT, lambda: filled(b'{"tokens":[1],', b'"top_k":1', b"}")),
     "blanks": (PREDICT, lambda: b" " * LIMIT),
     "windows": (COMPARE, lambda: filled(b'{"tokens":[1],"windows":[', b"1", b"]}")),
     "models": (COMPARE, lambda: filled(b'{"tokens":[1],"models":[', b'"a"', b"]}")),
     "stop": (GENERATE, lambda: filled(b'{"tokens":[1],"stop":[', b'"a"', b"]}")),
-    "unknown fields of a session": (SESSIONS, lambda: filled(b"{", b'"mode":null', b"}")),
-    "unknown fields of an index": (INDEX, lambda: filled(b"{", b'"ready":true', b"}")),
-    "unknown parameters of a load": (
+    "creation of a session, one field repeated": (SESSIONS, lambda: filled(b"{", b'"mode":null', b"}")),
+    "index of models, one field repeated": (INDEX, lambda: filled(b"{", b'"ready":true', b"}")),
+    "unloading a model, unknown parameters": (
         "/v2/repository/models/gated-stable/unload",
         lambda: b'{"parameters":{' + b",".join(b'"%d":1' % one for one in range(380_000)) + b"}}",
     ),
@@ -100,7 +100,7 @@ BODIES: dict[str, tuple[str, Body]] = {
     "text, emoji": (PREDICT, lambda: text("\U0001f9ea".encode())),
     "text, line breaks": (PREDICT, lambda: text(b"\\n")),
     "text, quotes": (PREDICT, lambda: text(b'\\"')),
-    "text, to be scored": (SCORE, lambda: text(b"[a],{:} ")),
+    "text of square brackets, to be scored": (SCORE, lambda: text(b"[a],{:} ")),
     "text of 2 MB, to be scored": (SCORE, lambda: b'{"input":"' + b"q" * 2_000_000 + b'"}'),
     "text of 500 KB": (PREDICT, lambda: b'{"input":"' + b"q" * 500_000 + b'"}'),
     "message: numbers": (STREAM, lambda: filled(b'{"tokens":[', b"5", b"]}")),
@@ -173,8 +173,9 @@ def handshake(path: str) -> bytes:
 
 
 def probe(port: int, results: Connection) -> None:
-    """Sends a step and a request to /healthz in turn, until `results` has a message. Then sends, for each step and the
-    /healthz request after it, the start time and the two latencies, in seconds."""
+    """Sends a step and a request to /healthz in turn, until `results` has a message. Then sends a list to `results`.
+    For each pair of a step and a request to /healthz, the list has the start time of the step and the latencies of the
+    two requests, in seconds."""
     connection = Connected(port)
     step = post("/v1/sessions/probed/tokens", b'{"tokens":[5]}')
     health = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
@@ -191,8 +192,10 @@ def probe(port: int, results: Connection) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """The figures of one kind of body: the answers to the body, and the latencies of the other requests while no body
-    was sent (quiet) and while this body was sent, in milliseconds."""
+    """The figures of one kind of body, in milliseconds. answered: the answers to the body. answer_ms: the time until
+    the answer. quiet_p50_ms, quiet_max_ms: the latencies of steps while no body was sent. step_p50_ms, step_max_ms: the
+    latencies of steps while this body was sent. loop_max_ms: the longest latency of /healthz while this body was sent.
+    """
 
     body: str
     answered: str
@@ -262,7 +265,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(BODIES), choices=list(BODIES), metavar="NAME")
     parser.add_argument("--json", type=Path, help="output file for the figures")
     given = parser.parse_args()
-    table = Table(title="Milliseconds. quiet: steps while no body is sent")
+    table = Table(title="All times in milliseconds. quiet: latency of steps while no body is sent")
     for heading in ("body", "answered", "after", "quiet p50", "max", "step p50", "max", "/healthz max"):
         table.add_column(heading, justify="left" if heading == "body" else "right")
     found: list[Found] = []

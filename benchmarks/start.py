@@ -2,12 +2,13 @@
 
     python -m benchmarks.start [--repeats N] [--seconds S] [--baseline FOLDER [--module MODULE]] [--json FILE]
 
-Each repeat starts new servers one after another: first with all shipped models, then with the default model alone; in
-both cases a server of the baseline, if there is one, and then a server of this checkout. Two times are measured from
-the start of the server's process: until its first prediction, and until /readyz answers 200. Memory is read from
-/proc/PID/smaps_rollup. The idle memory is read SETTLED_S after the server is ready. The memory under load is the
-maximum of many samples. The load is CONNECTIONS clients. Each client has a session of one model and sends steps,
-predictions from windows, scores and generations.
+Each repeat starts new servers one after another, first with all shipped models, then with the default model alone. With
+each set of models, it starts a server of the baseline, if there is one, and then a server of this checkout. Two times
+are measured from the start of the server's process: until its first prediction, and until /readyz answers 200.
+
+Memory is read from /proc/PID/smaps_rollup. The idle memory is read SETTLED_S after the server is ready. The memory
+under load is the maximum of many samples. The load is CONNECTIONS clients. Each client has a session of one model and
+sends steps, and requests for predictions from windows, for scores and for generations.
 
 `--baseline` is the folder of another checkout of Wane. The server of that checkout is started as `python -m MODULE
 serve`, as in `benchmarks.bench`.
@@ -39,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 BUNDLES = ROOT / "models" / "bundles"
 SERVED = {"all models": BUNDLES, "gated-stable": BUNDLES / "gated-stable"}
 CONNECTIONS = 32
-SETTLED_S = 5.0  # this is longer than the measurements that the server makes after it is ready
+SETTLED_S = 5.0  # The server makes measurements after it is ready. This time is longer than those measurements.
 SAMPLE_S = 0.1
 READY_WITHIN_S = 120.0
 MIB = 2**20
@@ -110,8 +111,8 @@ def started(subject: Subject, bundles: Path) -> Iterator[tuple[subprocess.Popen[
 def wait(
     client: Client, process: subprocess.Popen[bytes], method: str, path: str, body: object, since_s: float
 ) -> float:
-    """Repeats a request until it succeeds. Returns the seconds from `since_s`, a time by `time.perf_counter`, to the
-    success."""
+    """Repeats a request until it succeeds. Returns the number of seconds between `since_s`, a time by
+    `time.perf_counter`, and the success."""
     while client.ask(method, path, body)[0] != 200:
         if process.poll() is not None or time.perf_counter() - since_s > READY_WITHIN_S:
             raise SystemExit(f"the server does not answer {method} {path}")
@@ -150,7 +151,7 @@ def visit(port: int, models: list[str], seed: int, stop: Event, answers: list[in
 
 
 def measure(subject: Subject, bundles: Path, seconds: float) -> dict[str, float]:
-    """Starts a server and measures FIGURES."""
+    """Starts a server. Returns the measured values of FIGURES."""
     with started(subject, bundles) as (process, port, started_s), closing(Client(port)) as client:
         first_s = wait(client, process, "POST", "/v1/predict", {"tokens": [5, 6, 7]}, started_s)
         ready_s = wait(client, process, "GET", "/readyz", None, started_s)

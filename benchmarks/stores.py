@@ -1,17 +1,18 @@
-"""Measures the cost of sessions in Redis that are stored as tails, with and without states.
+"""Measures the cost of sessions in Redis, with and without stored states. Redis always stores a session's tail, which
+is the session's last tokens.
 
     python -m benchmarks.stores [--models NAME ...] [--seconds S] [--json FILE] [--plot FILE] [--render]
 
-Measures two parts, `served` and `sizes`. They use a redis-server that is started for them. Its append-only file is
-fsynced at every write or every second:
+Measures two parts, `served` and `sizes`. Both parts use a redis-server that this benchmark starts. Redis fsyncs its
+append-only file at every write in one half of the measurements, and every second in the other half:
 
-- served: engines of real models, without HTTP. 64 sessions with full tails repeatedly step one token each,
-  concurrently. Then a second engine, which has none of their states, takes the sessions over. Reports the steps per
-  second, Redis's memory per session, the bytes written to the file per step, and the latency of the first step at the
-  second engine, for single sessions and for many at the same time. Also reports how often the two engines predict the
-  same most probable token.
+- served: engines of real models, without HTTP. 64 clients concurrently step one session each, by one token per step.
+  Then a second engine, which has none of the sessions' states, takes the sessions over. Reports the steps per second,
+  Redis's memory per session, and the bytes written to the file per step. Also reports the latency of a session's first
+  step at the second engine, for sessions that are taken over one after another and for many at the same time, and the
+  share of sessions for which the two engines predict the same most probable token.
 - sizes: the store alone. One token at a time is appended to each of 64 sessions, with a state of a given size. This
-  shows the size from which a state costs more than the tail.
+  shows from which size on storing a state costs more than storing only the tail.
 
 Policies: `memory` is a store without Redis. `tail` stores no states. `state:N` stores a state every N tokens.
 """
@@ -52,7 +53,8 @@ BUNDLES = Path("models/bundles")
 TEXT = Path("service/cli/sample.txt")
 CLIENTS = 64
 PAST = 600  # number of tokens of a session before the measurement, which is more than a tail has
-ALONE = 24  # sessions that are taken over one after another; the others are taken over concurrently
+# number of sessions that the second engine takes over one after another; it takes over the others concurrently
+ALONE = 24
 POLICIES = ("memory", "tail", "state:64", "state:32", "state:8", "state:1")
 FSYNCS = ("always", "everysec")
 SIZES = tuple(2**power for power in range(10, 21, 2))  # sizes of a state in bytes
@@ -104,7 +106,7 @@ class Replica:
 
 
 async def serve(bundle: Bundle, policy: str, server: RedisServer, text: str, seconds: float) -> list[Result]:
-    """Measures one model and one policy with each fsync setting."""
+    """Measures the part `served` for one model and one policy, with each fsync setting."""
     redis = Redis.from_url(server.url)
     await redis.flushall()
     tokens = np.array(bundle.vocabulary.encode(text), np.int64)
@@ -160,14 +162,14 @@ async def rate(step: Callable[[int], Awaitable[object]], seconds: float) -> tupl
 
 
 async def take_over(one: Replica, other: Replica, pasts: list[tuple[int, ...]]) -> Result:
-    """Measures how the second engine continues the first engine's sessions."""
+    """Measures how the engine of `other` continues the sessions of the engine of `one`."""
     await other.open()
     alone = []
     for client in range(ALONE):
         begun = time.perf_counter()
         await other.step(client, pasts[client][1:2])
         alone.append(time.perf_counter() - begun)
-        # In this step, the first engine also applies the token that the second engine has appended.
+        # In this step, the engine of `one` also applies the token that the engine of `other` has appended.
         await one.step(client, pasts[client][2:3])
     begun = time.perf_counter()
     await asyncio.gather(*(other.step(client, pasts[client][1:2]) for client in range(ALONE, CLIENTS)))
@@ -198,7 +200,7 @@ async def take_over(one: Replica, other: Replica, pasts: list[tuple[int, ...]]) 
 
 
 async def sizes(server: RedisServer, seconds: float) -> list[Result]:
-    """Measures the store alone. Each step stores a state of one of the SIZES. Size 0 stores only tails."""
+    """Measures the part `sizes`. Each step stores a state of one of the SIZES, or no state (size 0)."""
     redis = Redis.from_url(server.url)
     results = []
     for fsync in FSYNCS:
@@ -241,7 +243,16 @@ async def append(store: RedisStore, size: int, seconds: float) -> Result:
 def show(document: Result) -> None:
     """Prints the tables."""
     table = Table(title=f"{CLIENTS} sessions, engine without HTTP; rates are medians of {SLICES} (least to most)")
-    columns = ("model", "policy", "fsync", "steps/s", "bytes each", "file/step", "first step ms", "resident ms")
+    columns = (
+        "model",
+        "policy",
+        "fsync",
+        "steps/s",
+        "bytes per session",
+        "file bytes per step",
+        "first step ms",
+        "resident ms",
+    )
     for column in (*columns, f"{CLIENTS - ALONE} at once ms", "top-1 same", "bound"):
         table.add_column(column, justify="right")
     for one in document["served"]:
@@ -255,7 +266,7 @@ def show(document: Result) -> None:
             cells += ["none" if bound is None else f"{bound:.2g}"]
         table.add_row(*cells)
     Console(width=170).print(table)
-    table = Table(title="The store alone, with a state at every step; 0 bytes: no state")
+    table = Table(title="The store alone. Every append stores a state (0 bytes: no state)")
     for column in ("fsync", "state bytes", "appends/s", "read ms"):
         table.add_column(column, justify="right")
     for one in document["sizes"]:
@@ -265,7 +276,7 @@ def show(document: Result) -> None:
 
 
 def plot(document: Result, path: Path) -> None:
-    """Plots the rate of steps, the latency of a takeover, and the rate of appends."""
+    """Plots the rate of steps, the latency of a session's first step at the second engine, and the rate of appends."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -288,21 +299,26 @@ def plot(document: Result, path: Path) -> None:
         axis.set_xticks(np.arange(len(policies)), policies)
         axis.legend()
     axes[0].set(title=f"steps a second, {CLIENTS} sessions (fsync {document['fsync_of_plot']})")
-    axes[1].set(title="first step at a replica that has no state, ms")
+    axes[1].set(title="first step at a replica without the session's state, ms")
     for fsync in FSYNCS:
         of_fsync = [one for one in document["sizes"] if one["fsync"] == fsync]
         rates = [one["steps_per_s"]["median"] for one in of_fsync]
         axes[2].plot([one["state_bytes"] for one in of_fsync[1:]], rates[1:], marker="o", label=f"state, fsync {fsync}")
         axes[2].axhline(rates[0], linestyle="--", color=axes[2].lines[-1].get_color(), label=f"tail, fsync {fsync}")
-    axes[2].set(xscale="log", yscale="log", xlabel="bytes of a state", title="appends a second, a state at every step")
+    axes[2].set(
+        xscale="log",
+        yscale="log",
+        xlabel="bytes of a state",
+        title="appends per second, with or without a state",
+    )
     axes[2].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
 async def measure(models: list[str], text: str, seconds: float) -> Result:
-    """Measures both parts. The sessions contain parts of `text`."""
-    # Redis does not rewrite the file, so that the file's growth equals the bytes written.
+    """Measures both parts. The sessions' tokens are those of `text`."""
+    # Redis is told not to rewrite the append-only file, so that the file's growth equals the number of bytes written.
     options = (*DURABLE, "--auto-aof-rewrite-percentage", "0")
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder), options) as server:
         served = []
@@ -325,7 +341,7 @@ async def measure(models: list[str], text: str, seconds: float) -> Result:
 
 
 def state_bytes(model: str) -> int:
-    """Returns the size in bytes of a stored state, which includes the output layer's input."""
+    """Returns the size in bytes of a stored state. The output layer's input is stored as a part of the state."""
     manifest = Bundle.read(BUNDLES / model).manifest
     return 4 * (sum(int(np.prod(tensor.shape)) for tensor in manifest.state) + manifest.architecture.hidden)
 
@@ -336,7 +352,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement of a rate")
     parser.add_argument("--json", type=Path, default=Path("docs/figures/stores.json"))
     parser.add_argument("--plot", type=Path, default=Path("docs/figures/stores.png"))
-    parser.add_argument("--render", action="store_true", help="show the JSON's figures without measuring")
+    parser.add_argument("--render", action="store_true", help="show the figures in the JSON file; measure nothing")
     arguments = parser.parse_args()
     if not arguments.render:
         document = rounded(asyncio.run(measure(arguments.models, TEXT.read_text(encoding="utf-8"), arguments.seconds)))

@@ -4,16 +4,16 @@ replica.
     python -m benchmarks.storm [--bundle BUNDLE] [--rounds N] [--within S] [--json FILE] [--plot FILE]
 
 One engine runs without HTTP. The clients of resident sessions step at a steady rate, in an open loop. A step's latency
-is measured from its due time. After half a second, the storm begins: every parked session takes one step, and these
-steps are spread evenly over 0.4 seconds. Parked sessions have no states, so the engine rebuilds their states from their
-tails. Every round measures each of three cases once:
+is measured from its due time. After half a second, the storm begins: every parked session takes one step. These steps
+are spread evenly over S seconds (`--within`). Parked sessions have no states, so the engine rebuilds their states from
+their tails. Every round measures each of three cases once:
 
 - undisturbed: no parked session returns.
 - fair: the engine's own queue (`service/batching/scheduler.py`).
 - first come: one queue. The next batch is the oldest item and all later items of the same kind.
 
-The figures are the latencies of the steps that are due between the storm's start and end. Without a storm, the interval
-has the same length.
+The figures are the latencies of the steps that are due between the storm's start and end. In the case undisturbed, they
+are the latencies of the steps that are due in an interval of UNDISTURBED_S seconds.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class FirstCome(Scheduler[WorkItem]):
 
     @property
     def full(self) -> bool:
-        return False  # True would let the batcher submit a batch before the running one ends
+        return False  # If this were True, the batcher could submit a batch before the running batch ends.
 
     def put_back(self, items: Sequence[WorkItem]) -> None:
         self._line.extendleft(reversed(items))
@@ -164,7 +164,7 @@ class Subject:
             name = f"session-{self.opened}"
             await self.engine.create_session(name)
             record = await self.store.get(name)
-            assert record is not None, "the session was just created"
+            assert record is not None, "the session that was just created is not in the store: this is a bug"
             tokens = self.random.integers(2, size, size=TAIL).tolist()
             await self.store.append(record, tokens, LastStep(0, b"", None))
             names.append(name)
@@ -219,7 +219,7 @@ class Subject:
 
 
 async def measure(path: Path, rounds: int, within_s: float) -> dict[str, Any]:
-    """Measures all cases in every round, after one warm-up round."""
+    """Measures all cases in every round. The first round is a warm-up, whose figures are dropped."""
     subject = Subject(path)
     found: dict[str, list[Round]] = {way: [] for way in WAYS}
     for index in range(rounds + 1):
@@ -245,7 +245,8 @@ async def measure(path: Path, rounds: int, within_s: float) -> dict[str, Any]:
 
 
 def summary(rounds: list[Round]) -> dict[str, Any]:
-    """Returns the latency percentiles of the steps that were due in the storm, and the timeline of the last round."""
+    """Returns the latency percentiles of the steps that were due between the storm's start and its end, and the
+    timeline of the last round."""
     found: dict[str, list[float]] = {"p50_ms": [], "p99_ms": [], "max_ms": []}
     steps = 0
     for one in rounds:
@@ -290,7 +291,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     return made
 
 
-HEADINGS = ("", "steps, p50 ms", "p99 ms", "max ms", f"{PARKED} rebuilt in s")
+HEADINGS = ("", "steps, p50 ms", "p99 ms", "max ms", f"s until {PARKED} are rebuilt")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -307,10 +308,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
         if last["storm_s"] is not None:
             axes.axvline(last["storm_s"], color=f"C{index}", linewidth=0.8, linestyle=":")
     axes.set(
-        xlabel="due time, seconds after the storm's start (dotted: all are rebuilt)",
+        xlabel="due time, seconds after the storm's start (dotted: all parked sessions are rebuilt)",
         ylabel=f"latency of a step, ms\n({1e3 * SLICE_S:.0f} ms slices: median, shaded to the longest)",
     )
-    axes.set_title(f"{result['parked']} sessions come back, next to {result['steps_per_s']:g} steps/s of resident ones")
+    axes.set_title(f"{result['parked']} parked sessions return; other sessions: {result['steps_per_s']:g} steps/s")
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
@@ -325,7 +326,7 @@ def main() -> None:
         "--within",
         type=float,
         default=RESIDENT / RATE,
-        help="number of seconds over which the steps of the parked sessions are spread",
+        help="number of seconds over which the parked sessions' steps are spread",
     )
     parser.add_argument("--json", type=Path, help="output file for the figures")
     parser.add_argument("--plot", type=Path, help="output file for the plot")

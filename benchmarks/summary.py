@@ -1,4 +1,5 @@
-"""How measurements are stored as JSON: spreads instead of samples, and the provenance of the figures."""
+"""How measurements are stored as JSON. A file has the median, the smallest and the largest of several measurements
+instead of all measurements, and the provenance of the figures."""
 
 from __future__ import annotations
 
@@ -41,13 +42,14 @@ class Spread(Frozen):
 
 
 def digits(value: float) -> float:
-    """Rounds to nine significant digits. Nine digits are more precise than any measurement, so tables show the same
-    figures as without this rounding."""
+    """Rounds to nine significant digits. No measurement is that precise, so tables show the same figures as without
+    this rounding."""
     return float(f"{value:.9g}")
 
 
 def ratios(above: Iterable[float], below: Iterable[float]) -> Spread:
-    """Returns the spread of the ratios of two series, element by element. Raises ValueError if their lengths differ."""
+    """Divides each element of one series by the element of the other series at the same index. Returns the spread of
+    these ratios. Raises ValueError if their lengths differ."""
     return Spread.of(a / b for a, b in zip(above, below, strict=True))
 
 

@@ -5,7 +5,8 @@ batches.
     python -m benchmarks.threads --render
 
 Every setting has its own ONNX Runtime sessions. Each round measures every setting once, with the same inputs. The
-server uses one thread without spinning, with the arena. `--render` writes the figures into the documentation.
+setting that the server uses is one thread without spinning, with the arena. `--render` writes the figures into the
+documentation.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def shown(run: dict[str, dict[str, float]]) -> str:
-    """Returns the time of one setting, and the time of the server's setting divided by this time."""
+    """Returns, as text, the time of one setting, and the time of the server's setting divided by the time of this
+    setting."""
     ratio = run["served_over_it"]
     return f"{run['us']['median']:,.0f} ({ratio['median']:.2f}x, {ratio['least']:.2f} to {ratio['most']:.2f})"
 
@@ -112,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path, default=list(SHIPPED))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.3, help="seconds for which each setting runs in each round")
+    parser.add_argument("--seconds", type=float, default=0.3, help="seconds for which each setting runs in a round")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--render", action="store_true")
     options = parser.parse_args()

@@ -32,7 +32,7 @@ PAGE = "docs/observability.md"
 FIGURES = "docs/figures/tracing.json"
 NAME = "tracing"
 EACH = 100
-WARM_UP = 5  # number of rounds that are not measured
+WARM_UP = 5  # number of first rounds whose times are dropped
 NOT_SAMPLED = {"traceparent": f"00-{1:032x}-{1:016x}-00"}
 SHARE_0 = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}
 COLUMNS = ("a step", "median, µs", "p90, µs")
@@ -43,8 +43,8 @@ WAYS: dict[str, tuple[Mapping[str, str] | None, Mapping[str, str]]] = {
     "traced, a share of 0 without a parent": (SHARE_0, {}),
     "traced and sampled, four spans": ({}, {}),
 }
-"""For each case, the server's environment variables (None for a server without a collector's address), and the headers
-of the case's requests."""
+"""For each case, the environment variables of its server, and the headers of its requests. The variables are None for
+the server that has no address of a collector."""
 
 
 class Client:

@@ -54,7 +54,8 @@ def read_manifest(path: Path) -> Manifest:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BundleError(f"{file}: the file is missing") from error
-    except (OSError, ValueError, RecursionError) as error:  # also raised for invalid UTF-8 and for very long integers
+    # ValueError is also raised for invalid UTF-8 and for very long integers.
+    except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"{file}: cannot be read as JSON: {error}") from error
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:

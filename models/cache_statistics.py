@@ -21,11 +21,13 @@ TINY = 1e-300
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """The cache's statistics for each token of a stream except the first, at n positions.
+    """The cache's statistics at n positions of a stream. The next token is the token after the position.
 
-    shares: float64 (n, 3). Column 0 is the next token's count in the cache divided by the cache's length. Column 1 is
-    the next token's share among the tokens after earlier occurrences of the last token. Column 2 is its share among the
-    tokens after earlier occurrences of the last two tokens. rows: int64 (n), the row indices of the table of weights.
+    length: the number of tokens that the cache holds.
+    shares: float64 (n, 3). Column 0 is the next token's count in the cache divided by `length`. Column 1 is the next
+        token's share among the tokens after earlier occurrences of the last token. Column 2 is the next token's share
+        among the tokens after earlier occurrences of the last two tokens.
+    rows: int64 (n), the row indices of the table of weights.
     filled: float64 (n), the share of the cache that holds tokens.
     """
 

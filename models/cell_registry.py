@@ -2,7 +2,7 @@
 
 To add a cell, add an entry to `CELLS`, add the cell's name to `Cell`, and add a file to each folder of `PARTS`. The
 file's name is `CellInfo.module`. The docstring of each of these folders describes what its files define. `load` imports
-a part on demand, so that reading a manifest does not need torch.
+a part on demand. Therefore a manifest can be read without torch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class CellInfo:
 
     module: the name of the cell's file in every folder of `PARTS`. Cells that differ in one function share a file.
     gates: the number of blocks of H rows in the cell's matrices. The blocks are in torch's order: gru r, z, n; lstm i,
-    f, g, o; gated f, z. states: the names of the cell's state tensors, (H) each. The first tensor is the cell's output.
+        f, g, o; gated f, z.
+    states: the names of the cell's state tensors, (H) each. The first tensor is the cell's output.
     input_gated: whether the cell's gates depend on the input alone, never on the state. Such gates may have caps
-    (greatest values). missing: the parts that this cell does not have, each with the reason. A key is a `Part` or
-    "audit". The key "audit" means that checkpoints of this cell cannot be imported. A cell without this key exists as a
-    class of `torch.nn`, whose name is `module` in capitals.
+        (greatest values).
+    missing: the parts that this cell does not have, each with the reason. A key is a `Part` or "audit". The key "audit"
+        means that checkpoints of this cell cannot be imported. A cell without this key exists as a class of `torch.nn`,
+        whose name is `module` in capitals.
     """
 
     module: str

@@ -81,15 +81,17 @@ class Front(Frozen):
 class Architecture(Frozen):
     """All properties of the network except its weights.
 
-    `block` is "plain" or "residual". In a plain network, each cell reads the output of the cell below. A residual block
-    computes `x = x + mix(cell(LayerNorm(x)))`, where mix is an (H, units) matrix. If the width `feed_forward` is not 0,
-    `x = x + feed_forward(LayerNorm(x))` follows. The last block is followed by a LayerNorm. Two fields are for residual
-    blocks only: `front` describes the convolution blocks below the first layer, and `units` is the number of units of
-    each cell (null means the value of `hidden`). `norm_epsilon` is added to the variance by every LayerNorm. The change
-    of a LayerNorm's output is therefore at most `max|gain| / sqrt(norm_epsilon)` times the change of its input.
-
-    `gate_caps` (gated cells only) has one number c for each layer, in float32. The layer's forget gates are `f = c *
-    sigmoid(...)`, so none exceeds c. An empty tuple means that every c is 1.
+    `block`: "plain" or "residual". In a plain network, each cell reads the output of the cell below. A residual block
+        computes `x = x + mix(cell(LayerNorm(x)))`, where mix is an (H, units) matrix. The last residual block is
+        followed by a LayerNorm.
+    `feed_forward`: the width of the feed-forward part of a residual block. If it is not 0, `x = x +
+        feed_forward(LayerNorm(x))` follows.
+    `front`: the convolution blocks below the first layer, for residual blocks only.
+    `units`: the number of units of each cell, for residual blocks only. If it is null, this number is `hidden`.
+    `norm_epsilon`: the number that every LayerNorm adds to the variance. The change of a LayerNorm's output is
+        therefore at most `max|gain| / sqrt(norm_epsilon)` times the change of its input.
+    `gate_caps`: one number c for each layer, in float32, for gated cells only. The layer's forget gates are `f = c *
+        sigmoid(...)`, so none exceeds c. An empty tuple means that every c is 1.
     """
 
     cell: Cell
@@ -185,13 +187,15 @@ class WindowPerplexity(Frozen):
 
 
 class Quality(Frozen):
-    """The claimed perplexities by split. All are of the mixture with the cache, if there is one. `recurrent`: the
-    perplexity of the uninterrupted run over the whole split. `window`: the perplexities of windows at sampled
-    positions.
+    """The claimed perplexities by split. If there is a cache, they are perplexities of the mixture with the cache,
+    except `without_cache`.
 
+    `tokens`, `words`: the numbers of tokens and of words of each split.
+    `recurrent`: the perplexity of the uninterrupted run over the whole split.
+    `window`: the perplexities of windows at sampled positions.
     `window_within_half_percent`: the smallest evaluated k such that, for all evaluated windows of at least k tokens,
-    the validation perplexity per token is within 0.5 % of the recurrent one. It is null if there is no such k.
-    `without_cache`: the recurrent perplexities of the network alone over the whole split.
+        the validation perplexity per token is within 0.5 % of the recurrent one. It is null if there is no such k.
+    `without_cache`: the perplexity of the uninterrupted run over the whole split, for the network alone.
     """
 
     tokens: dict[str, NotNegative]
@@ -212,15 +216,17 @@ class Condition(Frozen):
 
 
 class Contraction(Frozen):
-    """One layer's contraction factor. One step multiplies the difference of two states by at most `factor`, in the norm
-    `norm`. `rule` is the rule that proves this, the best of `conditions`.
+    """One layer's contraction factor.
 
+    `factor`: one step multiplies the difference of two states by at most this number, in the norm `norm`.
+    `rule`: the rule that proves this, the best of `conditions`.
     `weights`: the numbers by which the state tensors are divided in the norm, in the state's order (`p` and `q` in the
-    norm's text). The list is empty if the state is one tensor, or if the norm has a weight for each unit. Weights for
-    each unit are not stored, but recomputed. `input_gain`: the bound of the change of the layer's state in one step, in
-    the 2-norm, per unit change of its input. `reach`: the 2-norm bound of the layer's output over all states that are
-    reached from zero. It is also the bound of the output's error at the start of a window. `input_gain` and `reach` are
-    null if unbounded.
+        norm's text). The list is empty if the state is one tensor, or if the norm has a weight for each unit. Weights
+        for each unit are not stored, but recomputed.
+    `input_gain`: the bound of the change of the layer's state in one step, in the 2-norm, per unit change of its input.
+        It is null if there is no bound.
+    `reach`: the 2-norm bound of the layer's output over all states that are reached from zero. It is also the bound of
+        the output's error at the start of a window. It is null if there is no bound.
     """
 
     layer: NotNegative
@@ -250,12 +256,15 @@ class Rounding(Frozen):
     and three tokens, and sequences chosen to make the state large. The repeated tokens include those that reduce the
     difference of two states least.
 
-    `step`: the largest error of one step, times `safety`, by state tensor of the layers. `output`: the largest error of
-    the output, times a safety factor. This error is the sum of two numbers: the 2-norm error of `hidden` (0 in a plain
-    network, where `hidden` is a state), and the greatest minus the least error of the logits, divided by
-    `head_diameter`. `states`: the errors of a whole run of any length, by state tensor. `carried`: the 2-norm error of
-    `hidden` in a whole run of any length, including `output`.
-
+    `step`: the largest error of one step, times `safety`, by state tensor of the layers.
+    `output`: the largest error of the output, times a safety factor. This error is the sum of two numbers: the 2-norm
+        error of `hidden` (0 in a plain network, where `hidden` is a state), and the greatest minus the least error of
+        the logits, divided by `head_diameter`.
+    `states`: the errors of a whole run of any length, by state tensor.
+    `carried`: the 2-norm error of `hidden` in a whole run of any length, including `output`.
+    `worst_case`: a bound of the distance between the `hidden` of two runs that differ only in rounding. No measurement
+        enters it. It is to first order in the unit roundoff, and assumes the accuracy of exp and tanh that
+        `models/certificate/rounding.py` states. It is null if the architecture has a `front`.
     `sequences`: the token sequences for which the errors of steps were accumulated:
 
     - all: the errors of all steps are accumulated by the theorem that bounds a window's error for any tokens. `states`
@@ -265,10 +274,6 @@ class Rounding(Frozen):
       all tokens is too large for a certificate, because the Lipschitz constants of LayerNorms are far above any
       observed change. The error may be larger for an unmeasured sequence whose state a LayerNorm shortens to almost
       nothing.
-
-    `worst_case`: a bound of the distance between the `hidden` of two runs that differ only in rounding. No measurement
-    enters it. It is to first order in the unit roundoff, and assumes the accuracy of exp and tanh that
-    `models/certificate/rounding.py` states. It is null if the architecture has a `front`.
     """
 
     dtype: Literal["float32"] = "float32"
@@ -293,19 +298,21 @@ class Certificate(Frozen):
     """Bounds, for all tokens, of the distance between a window's prediction and the uninterrupted run's.
 
     `contractive`: every layer has a factor < 1, by which the difference of two of its states shrinks at every token.
-    Only contractive models have the two curves `state_error` and `error_bound`, for k = 1 to the largest window.
-    `state_error` (e_k) bounds the 2-norm distance of `hidden` in exact arithmetic. `error_bound` (epsilon(k)) bounds
-    the total variation at temperature 1, with the rounding of two runs added to e_k. Both values at k hold for every
-    window of at least k tokens, so the curves never rise. `head_diameter` is D, the largest 2-norm distance of two rows
-    of the output matrix, or an upper bound of this distance if the vocabulary is large: epsilon = tanh(D (e_k +
-    rounding) / 4).
+    `state_error`: the curve e_k for k = 1 to the largest window. e_k bounds the 2-norm distance of `hidden` in exact
+        arithmetic.
+    `error_bound`: the curve epsilon(k) for the same k. epsilon(k) bounds the total variation at temperature 1, with the
+        rounding of two runs added to e_k: epsilon(k) = tanh(D (e_k + rounding) / 4).
+    `head_diameter`: D, the largest 2-norm distance of two rows of the output matrix, or an upper bound of this distance
+        if the vocabulary is large.
+    `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. If not, `reason` explains why.
+    `rounding`: the rounding of the graphs. It is null unless the model is contractive.
+    `bit_identical`: whether the graphs give the same bits for the same tokens, step by step, as a window, in pieces,
+        alone and in the largest batch. It is not in a manifest, but measured when the bundle is loaded.
 
-    `certified`: whether epsilon(k) is at most 1e-3 for the largest window k. If not, `reason` explains why. The
-    certificate is recomputed from the float32 weights when the bundle is loaded. The measured part of `rounding`
-    (`step`, `output`, and `states` and `carried` if `sequences` is probed) is the exception: only a sample of it is
-    measured again. `rounding` is null unless the model is contractive. `bit_identical` is not in a manifest. It is
-    measured when the bundle is loaded, and is true if the graphs give the same bits for the same tokens, step by step,
-    as a window, in pieces, alone and in the largest batch.
+    Only contractive models have the two curves. Both values at k hold for every window of at least k tokens, so the
+    curves never rise. The certificate is recomputed from the float32 weights when the bundle is loaded. The measured
+    part of `rounding` (`step`, `output`, and `states` and `carried` if `sequences` is probed) is the exception: only a
+    sample of it is measured again.
     """
 
     contractive: bool
@@ -347,11 +354,13 @@ row of a cache's table of weights."""
 class CacheModel(Frozen):
     """A cache language model that is mixed with the network (`models/cache_mixture.py`).
 
-    `length`: N, the number of tokens that the cache holds. `weights`: each row has four weights, for the network, the
-    count of a token, its share after the last token, and its share after the last two tokens. The row's index is 6
-    times the bin of the number of earlier occurrences of the last token in the cache, plus the bin of the number of
-    earlier occurrences of the last two tokens. The bins are 0, 1, 2, 3 to 4, 5 to 8, and more. The weights of a row sum
-    to 1. A component without an occurrence has the weight 0.
+    `length`: N, the number of tokens that the cache holds.
+    `weights`: a table of weights. Each row has four weights, which sum to 1. They multiply the network's probability of
+        a token, the token's share in the cache, its share after the last token, and its share after the last two
+        tokens. A share that is based on no occurrence has the weight 0.
+
+    The row's index is 6 times the bin of the number of earlier occurrences of the last token in the cache, plus the bin
+    of the number of earlier occurrences of the last two tokens. The bins are 0, 1, 2, 3 to 4, 5 to 8, and more.
     """
 
     length: int = Field(ge=2, le=LARGEST_CACHE)
@@ -402,7 +411,7 @@ class Manifest(Frozen):
     start: Start = "token"
     state: tuple[StateTensor, ...]
     window: int = Field(ge=1, description="default k of window mode")
-    max_window: int = Field(ge=1, le=LARGEST_WINDOW, description="the largest k that a request may set")
+    max_window: int = Field(ge=1, le=LARGEST_WINDOW, description="largest window, in tokens, of a request")
     opset: Positive
     precision: Precision = "float32"
     graphs: dict[Role, str]

@@ -104,12 +104,16 @@ def check_graphs(
     padding.
 
     The graphs run from the zero state and from `start`, on whole sequences and in two pieces, in a batch, row by row,
-    and token by token. `certificate`: if given, its rounding is compared with the measured rounding of `window`, and of
-    `step` from the zero state. `bound`: returns the bound for the same weights. It is called if a graph returns radii,
-    which must not be below the proved ones. `precision`: the number format of the products.
+    and token by token.
 
-    Returns the largest difference. Raises ParityError if it exceeds the tolerance. Raises RoundingError if the
-    certificate's rounding is less than HEADROOM times the measured one.
+    certificate: if given, its rounding is compared with the measured rounding of `window`, and of `step` from the zero
+        state.
+    bound: a function that returns the `RequestBound` of the same weights. It is called if a graph returns radii. No
+        radius may be below the radius that the `RequestBound` proves.
+    precision: the number format in which the graphs multiply.
+
+    Returns the largest difference. Raises ParityError if this difference exceeds the tolerance. Raises RoundingError if
+    the certificate's rounding is less than HEADROOM times the measured one.
     """
     return _Check(reference, run, tokens, lengths, precision).all(start, certificate, bound)
 
@@ -247,7 +251,8 @@ class _Check:
         does not have."""
         try:
             outputs = self._run(role, feeds)
-        except Exception as error:  # raised for a missing operator, or for inputs with a wrong name, shape or type
+        # onnxruntime raises a bare Exception for a missing operator, and for a wrong name, shape or type of an input.
+        except Exception as error:
             raise ParityError(f"{role}, {case}: the graph cannot run: {error}") from error
         after = () if role == "head" else tuple(f"next.{name}" for name in self._reference.zero_state(0))
         every = (HIDDENS,) if HIDDENS in outputs else ()

@@ -128,7 +128,7 @@ class Vocabulary:
         """Returns a cheap lower bound of the number of tokens of `text`. Raises ValueError like `encode`."""
         _check_characters(text)
         if self.kind == "events":
-            return 0  # every line may be empty, which gives no token
+            return 0  # Every line may be empty, and an empty line has no token.
         breaks = text.count("\n")
         if self.kind == "words":
             return breaks

@@ -1,17 +1,19 @@
-"""A gradient-based adversary. A run first reads a past. A window starts from the zero state at the end of the past (the
-cut), and reads only the tokens after the cut. The adversary searches for tokens and initial states that maximise the
-distance between the run's and the window's input to the output layer (`hidden`) at their common last token.
+"""A gradient-based adversary of two runs that read the same last tokens. The first, called the run, has read other
+tokens (the past) before. The second, called the window, starts from the zero state at the end of the past (the cut).
+The adversary searches for tokens and initial states of the run that maximise the distance between the run's and the
+window's `hidden` (the input of the output layer) after the last token.
 
-Tokens are discrete and have no gradient. Each position therefore has a mixture of all tokens' embeddings, and the
-gradient is taken with respect to the mixture's weights (`shares`). The search has two methods:
+Tokens are discrete and have no gradient. The input at each position is therefore a weighted mean of all tokens'
+embeddings, called a mixture. The gradient is taken with respect to the mixture's weights (`shares`). The search has two
+methods:
 
-- `flipped`: the gradient estimates the gain of every single substitution. The best substitutions are tried, at one or
-  at several positions at once. A tried substitution is kept if the distance grows (HotFlip, Ebrahimi et al. 2018, arXiv
-  1712.06751).
+- `flipped`: the gradient estimates how much each substitution of one token increases the distance. The best
+  substitutions are tried, at one or at several positions at once. A tried substitution is kept if the distance grows
+  (HotFlip, Ebrahimi et al. 2018, arXiv 1712.06751).
 - `softened`: gradient ascent on the mixtures' weights. At the end each mixture is replaced by its token with the
   largest weight.
 
-The objective is the logarithm of the squared distance at the last token. A logarithm is used because distances range
+The objective is the logarithm of the squared distance after the last token. A logarithm is used because distances range
 from 1 to 1e-12. If a direction in the space of `hidden` is given, only the component of the difference in this
 direction counts. An example is the direction in which one token's lead over another token (the difference of their
 logits) changes.
@@ -36,21 +38,21 @@ Tokens = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 AT_ONCE = (1, 3, 9)
-"""The numbers of positions that `flipped` substitutes at once. It tries each number in turn."""
+"""The numbers of positions at which `flipped` substitutes tokens at once. It tries each number in turn."""
 
 SHARPNESS = 2.0
-"""The initial logit of the token with which a mixture starts. The logits of all other tokens start at 0."""
+"""A mixture starts at one token. This is the initial logit of this token. The logits of all other tokens start at 0."""
 
 STEP = 1.0
-"""The largest change of a mixture's logits in one step."""
+"""The largest change of a logit in one step of the gradient ascent."""
 
 NEAREST = 1e-300
 """Added to squared distances, to keep the logarithm of zero finite."""
 
 
 class Adversary:
-    """The adversary of one model. It computes in float64, except that torch evaluates gates and convolutions in
-    float32, for the run and for the window."""
+    """The adversary of one model. The run and the window are computed in float64, but torch evaluates their gates and
+    convolutions in float32."""
 
     def __init__(self, architecture: Architecture, weights: Weights) -> None:
         self._architecture = architecture
@@ -66,7 +68,8 @@ class Adversary:
         cut.
 
         window: (K), the fixed tokens after the cut. If `window` is given, `tokens` contains only the tokens before the
-        cut. direction: (H), see the module's description.
+            cut.
+        direction: (H), the direction in which a difference of `hidden` counts. If it is None, all directions count.
         """
         chosen = torch.from_numpy(tokens)
         fixed = None if window is None else self._shares(torch.from_numpy(window)[None].expand(len(tokens), -1))
@@ -102,15 +105,18 @@ class Adversary:
     def states(
         self, reach: Mapping[str, tuple[Floats, Floats]], last: Tokens, rounds: int, generator: np.random.Generator
     ) -> tuple[dict[str, Floats], Tokens]:
-        """Returns initial states, (N, ...) by name, and tokens (N, K) that follow them. A gradient ascent chooses
-        states and tokens that maximise the distance. The search for the tokens starts at `last`, (N, K).
+        """Returns initial states of the run, (N, ...) by name, and tokens (N, K) that follow them. States and tokens
+        are chosen to maximise the distance: the states by gradient ascent, the tokens by substitutions that start at
+        `last`, (N, K).
 
         reach: the smallest and the largest value of each unit, by state tensor. The stored inputs of convolutions have
-        no entry in `reach`, because they are outputs of a LayerNorm.
+            no entry in `reach`, because they are outputs of a LayerNorm.
         """
         count, size = len(last), len(self._names) - len(self._front)
         places = {name: (np.full(1, -1.0), np.full(1, 1.0)) for name in self._front} | dict(reach)
-        assert len(places) == len(self._front) + size, "this is a bug: every state tensor has a reach"
+        assert len(places) == len(self._front) + size, (
+            "`reach` lacks a state tensor, or has one too many: this is a bug"
+        )
         low = [torch.from_numpy(places[name][0]) for name in self._names]
         high = [torch.from_numpy(places[name][1]) for name in self._names]
         shapes = [(count, *tensor.shape) for tensor in self._architecture.state_tensors()]
@@ -144,8 +150,8 @@ class Adversary:
         return found_states, chosen.numpy()
 
     def _admitted(self, states: list[Tensor]) -> list[Tensor]:
-        """Returns the states, with the LayerNorm applied to the state tensors that store inputs of convolutions. Only
-        outputs of the LayerNorm are reachable there. The other state tensors are unchanged."""
+        """Returns the states, with the LayerNorm applied to the state tensors that store inputs of convolutions. These
+        tensors can only hold outputs of the LayerNorm. The other state tensors are unchanged."""
         admitted = []
         for name, state in zip(self._names, states, strict=True):
             if name in self._front:

@@ -44,7 +44,7 @@ FLOAT64 = 1e-14  # the rounding tolerance of total variations, in float64
 DTYPES: dict[str, type[np.float64 | np.float32]] = {"float64": np.float64, "float32": np.float32}
 
 OF_WINDOWS = ("of_radius", "of_lead", "of_top1", "of_variation")
-"""The keys that count violations of a window's bounds."""
+"""The keys of the numbers of violations of a window's bounds, one for each kind of bound."""
 
 Floats = NDArray[np.float64]
 Found = dict[str, object]
@@ -141,7 +141,7 @@ class _Examined:
             return {}, last[:0]
         states, last = self.adversary.states(reach, last, FLIPS, self.generator)
         if self.architecture.front is None:
-            # rounds the states to float32; the factor keeps the rounded states reachable
+            # The states are rounded to float32. The factor keeps the rounded states within the reachable limits.
             states = {name: (value * (1 - 2.0**-20)).astype(np.float32).astype(float) for name, value in states.items()}
         return states, last
 
@@ -178,11 +178,11 @@ class _Examined:
         """Checks the rounding term of the served graphs against float32 runs of thousands of steps.
 
         Two runs of the exported `step` graph read the same tokens. One run has read other tokens (a past) before, and
-        the other run starts from the zero state. After k tokens the distance of the two runs must be at most e_k plus
-        the rounding of two runs. The distance between the run with a past and the same run in exact arithmetic must be
-        at most the rounding of one run. The runs read four kinds of tokens: one repeated token after a past of one
-        repeated token, for every pair of tokens; cycles of two and of three tokens; the adversary's histories,
-        repeated; random tokens.
+        the other run starts from the zero state. After k tokens the distance of the two runs must be at most e_k (the
+        certificate's bound in exact arithmetic) plus the rounding of two runs. The distance between the run with a past
+        and the same run in exact arithmetic must be at most the rounding of one run. The runs read four kinds of
+        tokens: one repeated token after a past of one repeated token, for every pair of tokens; cycles of two and of
+        three tokens; the adversary's histories, repeated; random tokens.
         """
         size, random = self.architecture.vocabulary_size, self.generator
         past, held = (each.ravel() for each in np.meshgrid(np.arange(size), np.arange(size)))
@@ -205,14 +205,14 @@ class _Examined:
         with opened_step(step, data) as run:
             given = histories[0].tolist()
             rounding = measure_rounding(self.architecture, self.weights, self.layers, run, diameter, given)
-            assert rounding is not None, "this is a bug: every layer contracts"
+            assert rounding is not None, "a layer is not contractive: this is a bug"
             stack = Stack(self.architecture, self.weights, self.layers)
             limits = state_error_curve(stack, LONG) + rounding.between_runs
             apart, off = self._long_runs(run, pasts, tokens)
         found["served_pairs"] = len(tokens)
         found["served_above"] = int((~(apart <= limits)).any(axis=1).sum()) + int((~(off <= rounding.carried)).sum())
         found["served_sequences"] = rounding.sequences
-        # at these positions e_k is small, and nearly all of the distance is rounding
+        # At these positions e_k is small, so the limit of the distance is mostly the rounding of two runs.
         left = limits <= 1.5 * rounding.between_runs
         found["served_of_two"] = float(apart[:, left].max() / rounding.between_runs) if left.any() else None
         found["served_of_one"] = float(off.max() / rounding.carried)

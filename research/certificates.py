@@ -2,24 +2,28 @@
 
     python -m research.certificates [--models N] [--workers N] [--output FILE] [--figure FILE]
 
-The models cover every cell, plain and residual blocks, and one to three layers. Their weights are scaled so that some
-models are contractive and others are not.
+The models have every kind of cell, plain and residual blocks, and one to three layers. Their weights are scaled so that
+some models are contractive and others are not.
 
-- The curve e_k, the certificate's bound of the distance after k common tokens. Random and adversarial histories
-  (`research/histories.py`, `research/adversary.py`) are read from the first token to the last. Their last k tokens are
-  also read alone, from the zero state. Both runs are computed in float64 and in float32. If the cell's bounds cover all
-  reachable states, some runs start from initial states that gradient ascent has found. At every k the distance of the
-  two runs must be at most e_k plus the a priori rounding bound of two runs in that dtype. Models with convolution
-  blocks before the recurrent layers have no such rounding bound. They are checked in float64 only, against e_k + 1e-9.
-- The served rounding. The `step` graph of every contractive model is exported, and its rounding is measured as for a
-  bundle. Pairs of float32 runs over thousands of steps (repeated tokens, cycles, the adversary's histories, random
-  tokens) must differ by at most e_k plus this rounding. Each run must differ from exact arithmetic by at most half of
-  this rounding.
-- The window, in float64. A window is read alone, and after different pasts: those of all these histories, and pasts
-  that are adversarial to this window. Every run with a past must end within the radius around the window's end. Every
-  lead (difference between two logits) must change by at most the direction proof's bound of this change. Every proved
-  top-1 token must be the most probable one. The total variation between each run's distribution and the window's
-  distribution must be at most the direction proof's bound of this total variation.
+Most checks compare two runs that read the same last tokens. The first run has read other tokens (the past) before. The
+second run starts from the zero state. Their distance is the 2-norm distance of `hidden`, the input of the output layer.
+Three kinds of bounds are checked:
+
+- The curve e_k: the certificate's bound of the distance after k common tokens. The tokens are random and adversarial
+  histories (`research/histories.py`, `research/adversary.py`). The distance is computed in float64 and in float32. If
+  the cell's bounds cover all reachable states, some first runs start from initial states that gradient ascent has
+  found. At every k the distance must be at most e_k plus the a priori rounding bound of two runs in that dtype. Models
+  with convolution blocks before the recurrent layers have no such rounding bound. They are checked in float64 only,
+  against e_k + 1e-9.
+- The served rounding: the certificate's bound of the rounding of the exported float32 graphs. The `step` graph of every
+  contractive model is exported, and its rounding is measured as for a bundle. Two float32 runs over thousands of common
+  tokens (repeated tokens, cycles, the adversary's histories, random tokens) must differ by at most e_k plus this
+  rounding. Each of the two runs must differ from exact arithmetic by at most half of this rounding.
+- The bounds of single windows, in float64. The second run reads only the window. The first runs read different pasts
+  before the window: those of all these histories, and pasts that are adversarial to this window. The first run's
+  `hidden` must be within the window's radius. Every lead (difference between two logits) must change by at most the
+  direction proof's bound of this change. Every proved top-1 token must be the first run's most probable one. The total
+  variation between the two predicted distributions must be at most the direction proof's bound of this total variation.
 
 The file of `--output` contains the results so far. If the program is started again, it skips the models in this file.
 """
@@ -63,11 +67,11 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
         "cell",
         "models",
         "contractive",
-        "no claim",
+        "without e_k",
         "histories",
         "pairs checked against e_k",
-        "and states",
-        "above",
+        "pairs from initial states",
+        "violations",
     ):
         table.add_column(heading, justify="right")
     for cell in (*CELLS, "all"):
@@ -87,7 +91,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
     for name in DTYPES:
         key = f"{name}_passed_without_rounding"
         passed = sum(int(str(each.get(key, 0))) for each in results)
-        console.print(f"{name}: {passed:,} distances exceeded e_k without the rounding term")
+        console.print(f"{name}: {passed:,} distances exceeded e_k alone (the limit is e_k plus the rounding term)")
     report_served(console, results)
     report_windows(console, results)
     table = Table(title="Observed / bound of contractive models, float64: median (max)")
@@ -103,7 +107,7 @@ def report(console: Console, results: list[dict[str, object]]) -> None:
 def report_served(console: Console, results: list[dict[str, object]]) -> None:
     """Prints the observed rounding of float32 runs of the exported step graph, divided by the served rounding term."""
     table = Table(title="Served rounding, float32 graphs, thousands of steps. Observed / served: median (max)")
-    for heading in ("cell", "carried along", "models", "pairs", "above", "of one run", "of two runs"):
+    for heading in ("cell", "errors accumulated over", "models", "pairs", "violations", "one run", "two runs"):
         table.add_column(heading, justify="right")
     for cell in (*CELLS, "all"):
         for sequences in ("all", "probed") if cell != "all" else ("all", "probed", None):
@@ -126,8 +130,8 @@ def report_windows(console: Console, results: list[dict[str, object]]) -> None:
         "windows",
         "pairs",
         "proved",
-        *("above: radius", "lead", "top-1", "variation"),
-        "radius",
+        *("violations: radius", "lead", "top-1", "variation"),
+        "observed / bound: radius",
         "lead",
         "variation",
     )
@@ -185,7 +189,7 @@ def draw(results: list[dict[str, object]], file: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0, 1].legend(loc="lower left")
     figure.supxlabel("k, tokens since the cut")
-    figure.supylabel("largest distance observed / bound: median, 10 % to 90 %")
+    figure.supylabel("largest observed distance / bound: median, 10th to 90th percentile")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
 

@@ -18,8 +18,8 @@ Curve = NDArray[np.float64]
 
 
 def distances(reference: Reference, past: Tokens, last: Tokens) -> Curve:
-    """Returns the 2-norm distance (N, K) between the two runs' `hidden` after each of the last tokens. past: (N, P),
-    last: (N, K)."""
+    """Returns the 2-norm distance (N, K) between the two runs' `hidden` after each of the last tokens. `past` (N, P)
+    contains the other tokens, and `last` (N, K) the same last tokens."""
     full = reference.zero_state(len(past))
     for column in past.T:
         _, full = reference.advance(column, full)

@@ -80,7 +80,7 @@ def _distances(axes: Axes, name: str, model: ModelFigures, colour: str) -> None:
 
 
 def _band(axes: Axes, windows: list[int], spreads: list[MedianAndLargest], colour: str, style: str) -> None:
-    """Plots the median, and shades the area from the median to the largest value."""
+    """Plots the medians of `spreads` against k, and shades the area from the medians to the largest values."""
     known = [
         (k, max(s.median, LEAST), max(s.largest if s.largest is not None else s.median, LEAST))
         for k, s in zip(windows, spreads, strict=True)
@@ -103,7 +103,7 @@ def _shares(axes: Axes, models: dict[str, ModelFigures]) -> None:
             axes.plot(windows, shares, style, color=f"C{index}", marker=marker, markersize=4)
     axes.axhline(90, color="0.6", linewidth=0.8)
     _by_window(axes, every)
-    axes.set(ylabel="% of the positions", title="Proved: top-1 equal to the never-interrupted run's")
+    axes.set(ylabel="% of the positions", title="Top-1 token proved equal to that of the never-interrupted run")
     axes.set_ylim(-3, 103)
 
 
@@ -121,8 +121,10 @@ def _frontier(axes: Axes, models: dict[str, ModelFigures]) -> None:
                 axes.plot([perplexity], [share], "o", color=f"C{index}", markersize=9, fillstyle="none")
         if model.perplexity is not None:
             axes.axvline(model.perplexity, color=f"C{index}", linestyle=":", linewidth=1)
-    axes.set(xlabel="validation perplexity per token", ylabel="% proved by the direction proof", xscale="log")
-    axes.set_title(f"Trade-off by window length (ringed: k = {HELD}; dotted: recurrent)", fontsize=10)
+    axes.set(
+        xlabel="validation perplexity per token", ylabel="% of positions proved by the direction proof", xscale="log"
+    )
+    axes.set_title(f"Trade-off by window length (ringed: k = {HELD}; dotted: recurrent perplexity)", fontsize=10)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
     axes.tick_params(axis="x", which="minor", labelsize=8)

@@ -32,9 +32,11 @@ class Proved(Frozen):
     """The shares of positions at which the window's most probable token is proved to equal that of the
     never-interrupted run.
 
-    curve, request: by the service's margin proof. For `curve`, the proof's error bound is the certificate's e_k. For
-    `request`, it is the smaller of e_k and the request's radius. The rounding of two float32 runs is added to either
-    bound. direction: by the direction proof of `models/certificate/top1.py`, in exact arithmetic.
+    curve: the share that the service's margin proof proves from the certificate's error bound e_k.
+    request: the share that the service's margin proof proves from the smaller of e_k and the request's radius.
+    direction: the share that the direction proof of `models/certificate/top1.py` proves, in exact arithmetic.
+
+    For `curve` and `request`, the rounding of two float32 runs is added to the error bound.
     """
 
     curve: float
@@ -43,17 +45,23 @@ class Proved(Frozen):
 
 
 class WindowFigures(Frozen):
-    """The results of one bundle for windows of one length k. Distances are 2-norm distances of `hidden`. Variations are
-    total variation distances of the predictions at temperature 1.
+    """The results of one bundle for windows of one length k. A distance is the 2-norm distance between the `hidden` of
+    the window and of the never-interrupted run. A variation is the total variation distance between their predictions
+    at temperature 1.
 
-    observed, observed_variation: between the window and the never-interrupted run, both in float64. worst_case: e_k,
-    the certificate's bound of the distance. worst_case_variation: epsilon(k), the certificate's bound of the variation,
-    including the rounding of two runs. request: the bound of the distance for the window's own tokens (the request's
-    radius). request_variation: the bound of the variation that follows from the smaller of this radius and e_k.
-    direction_variation: the direction proof's bound of the variation (see `Proved`), None in older results.
-    over_worst_case, over_request: the observed distance at each position, divided by `worst_case` or by `request`.
+    positions: the number of measured positions.
+    observed: the distance, in float64.
+    observed_variation: the variation, in float64.
+    worst_case: e_k, the certificate's bound of the distance.
+    worst_case_variation: epsilon(k), the certificate's bound of the variation, including the rounding of two runs.
+    request: the request's radius, which is the bound of the distance for the window's own tokens.
+    request_variation: the bound of the variation that follows from the smaller of this radius and e_k.
+    direction_variation: the direction proof's bound of the variation (see `Proved`). It is None in older results.
+    over_worst_case: the observed distance divided by `worst_case`.
+    over_request: the observed distance divided by the request's radius at the same position.
     same_top1: the share of positions at which the window and the never-interrupted run have the same most probable
-    token. violations: the number of positions at which a bound was violated or a proof was wrong.
+        token.
+    violations: the number of positions at which a bound was violated or a proof was wrong.
     """
 
     positions: int
@@ -72,12 +80,15 @@ class WindowFigures(Frozen):
 
 
 class ModelFigures(Frozen):
-    """The results of one bundle. weights: the SHA-256 of the weights file. tokens: the number of tokens of the split,
-    which the never-interrupted run reads as a whole.
+    """The results of one bundle.
 
-    smallest_window: k(1e-3), the smallest window whose total variation is proved to be at most 1e-3. curve: e_k, by k.
-    rounding: the certificate's rounding of two runs. perplexity, window_perplexity: perplexities per token of the
-    validation split from the manifest, for the recurrent mode and for windows by k, at the same positions.
+    weights: the SHA-256 of the weights file.
+    tokens: the number of tokens of the split. The never-interrupted run reads all of them.
+    smallest_window: k(1e-3), the smallest window whose total variation is proved to be at most 1e-3.
+    curve: e_k, by k.
+    rounding: the certificate's rounding of two runs.
+    perplexity: the recurrent mode's perplexity per token on the validation split, from the manifest.
+    window_perplexity: the perplexity per token of windows at the same positions, by k, from the manifest.
     """
 
     weights: str
@@ -94,8 +105,8 @@ class ModelFigures(Frozen):
     windows: dict[int, WindowFigures] = Field(default_factory=dict)
 
     def with_windows_of(self, before: ModelFigures | None) -> ModelFigures:
-        """Returns a copy with the measurements of `before`, if these were made with the same weights, certificate and
-        text."""
+        """Returns a copy with the measurements (`windows`) of `before`, if these were made with the same weights,
+        certificate and text. Otherwise returns `self`."""
         same = before is not None and before.model_copy(update={"windows": {}}) == self.model_copy(
             update={"perplexity": before.perplexity, "window_perplexity": before.window_perplexity}
         )

@@ -24,7 +24,7 @@ def models_table(results: Results) -> list[str]:
         "k(1e-3)",
         f"epsilon({SHOWN})",
         f"perplexity: recurrent, window of {SHOWN}",
-        f"top-1 proved at k = {SHOWN}: by the curve, by the request's bound, by direction",
+        f"top-1 proved at k = {SHOWN}: by the curve, by the request's bound, by the direction proof",
         "positions",
     )
     rows: list[list[str]] = []
@@ -76,19 +76,19 @@ def distances_table(results: Results) -> list[str]:
 
 
 def answers_table(results: Results) -> list[str]:
-    """Returns the table of the total variation between the window's and the never-interrupted run's predictions, its
-    bounds, and the shares of proved top-1 tokens, by bundle and k."""
+    """Returns the table of the total variation between the window's and the never-interrupted run's predictions, the
+    bounds of this total variation, and the shares of proved top-1 tokens, by bundle and k."""
     names = (
         "bundle",
         "k",
         "observed total variation",
         "epsilon(k)",
         "request's bound",
-        "bound by direction",
+        "direction proof's bound",
         "top-1 equal",
-        "proved by the curve",
+        "top-1 proved by the curve",
         "by the request's bound",
-        "by direction",
+        "by the direction proof",
         "violations",
     )
     rows: list[list[str]] = []

@@ -6,14 +6,17 @@ prove.
 
 FOLDER contains WikiText-2's word-level files. The positions are spread evenly over a split. At each position and for
 windows of several lengths k, the program computes the window's state (the output layer's input) and prediction in
-float64. It compares state and prediction with those of a run that was never interrupted since the split's first token.
-It compares their differences with the certificate's curve and with the bound of the request. It also counts the proved
-top-1 tokens. The bounds are slow to compute for LSTMs, GRUs, several layers, and convolution blocks before the
-recurrent layers. For these models, windows of other lengths than 64 tokens are measured at only `--fewer` positions.
+float64. It computes the same for a run that reads the whole split from its first token without interruption. It
+compares the distance of the two states and the total variation of the two predictions with two kinds of bounds: the
+certificate's curve, which holds for any tokens, and the request's bound, which holds for the window's tokens. It also
+counts the proved top-1 tokens. The bounds are slow to compute for LSTMs, GRUs, several layers, and convolution blocks
+before the recurrent layers. For these models, windows of other lengths than 64 tokens are measured at only `--fewer`
+positions.
 
-The results for each k of each bundle are written to the JSON file as soon as they are measured. A killed program does
-not repeat them when it is started again. The figure and the page's tables are made from the JSON. With `--render` the
-program makes only the figure and the tables. Measurements of outdated weights or certificates are dropped.
+The results for each k of each bundle are written to the JSON file as soon as they are measured. A program that is
+killed and started again does not repeat these measurements. After all measurements, the program makes the figure and
+the tables of research/stability.md from the JSON file. With `--render`, it measures nothing. Measurements of outdated
+weights or certificates are dropped.
 
 Small matrices gain nothing from threads, so set OMP_NUM_THREADS=1.
 """
@@ -46,7 +49,7 @@ SLOW = ("lstm", "gru")
 
 
 def described(manifest: Manifest, tokens: int) -> ModelFigures:
-    """Returns the bundle's figures from the manifest, without measurements."""
+    """Returns the bundle's results that are known from the manifest, without measurements."""
     certificate, quality, last = manifest.certificate, manifest.quality, manifest.max_window
     shown = sorted({*np.geomspace(1, last, 60).astype(int).tolist(), *(k for k in WINDOWS if k <= last)})
     return ModelFigures(
@@ -105,7 +108,8 @@ def measure(
 
 
 def read(path: Path, split: str) -> Results:
-    """Reads the JSON. It is read before every update, because other processes may measure other bundles."""
+    """Reads the JSON file, or returns empty results if there is none. The file is read again before every update,
+    because other processes may add other bundles' results."""
     return Results.read(path) if path.exists() else Results(split=split)
 
 
@@ -136,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=Path("research/figures/proofs.json"))
     parser.add_argument("--figure", type=Path, default=Path("research/figures/proofs.png"))
     parser.add_argument("--page", type=Path, default=Path("research/stability.md"))
-    parser.add_argument("--render", action="store_true", help="only make the figure and the tables from the JSON")
+    parser.add_argument("--render", action="store_true", help="only make the figure and the tables from the JSON file")
     options = parser.parse_args(arguments)
     if options.data is None and not options.render:
         parser.error("--data FOLDER with WikiText-2 is required without --render")

@@ -27,8 +27,8 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """The never-interrupted run at some positions. ends: the indices of these positions in the stream, (N). hidden:
-    `hidden` after the token at each position, (N, H)."""
+    """The run over the whole stream that was never interrupted, at N positions. ends: the indices of these positions in
+    the stream, (N). hidden: `hidden` after the token at each position, (N, H)."""
 
     ends: Tokens
     hidden: Values
@@ -40,8 +40,8 @@ class Never:
 
 
 def never_interrupted(reference: Reference, stream: Tokens, first: int, count: int, progress: Progress) -> Never:
-    """Runs over the whole stream, and returns `hidden` at `count` evenly spread positions. The smallest position is
-    `first`."""
+    """Runs the network over the whole stream, and returns `hidden` at `count` evenly spread positions. The smallest
+    position is `first`."""
     ends = np.linspace(first, len(stream) - 1, count).astype(np.int64)
     wanted, hidden = set(ends.tolist()), []
     state = reference.zero_state(1)

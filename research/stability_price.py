@@ -15,9 +15,9 @@ They have two purposes:
   this experiment, truncated training predicts each position from the chunk's tokens up to this position only.
 
 A finished run is not trained again, and an interrupted run resumes. `--report` trains nothing. Perplexities are
-measured on the validation split, in recurrent mode, with the run's best weights. k(1e-3) is a window length. For
-windows of this length and of all larger tested lengths, the certificate proves that the total variation error of every
-answer is at most 1e-3, in exact arithmetic. k(1e-3) is the smallest such length, or none if there is no such length.
+measured on the validation split, in recurrent mode, with the run's best weights. For windows of k(1e-3) tokens, and of
+all larger tested lengths, the certificate proves that the total variation error of every answer is at most 1e-3, in
+exact arithmetic. k(1e-3) is the smallest length with this property, or none if no tested length has it.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def measure(bases: dict[str, Experiment], runs: Path, longest: int, console: Con
         for optimizer, (one, two) in distance_runs(bases, cap).items()
         if is_done(folder(one), one) and is_done(folder(two), two)
     ]
-    # A run that was stopped and resumed has one origin per start.
+    # Most runs have equal origins (data, commit, versions and hardware). Each different origin is listed once.
     origins = list({json.dumps(price.pop("origin")): None for price in prices})
     return {
         "epsilon": EPSILON,
@@ -203,7 +203,7 @@ def measure(bases: dict[str, Experiment], runs: Path, longest: int, console: Con
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of the results."""
-    table = Table(title="The price of stability (validation, recurrent)")
+    table = Table(title="The price of stability (validation split, recurrent mode)")
     for heading in ("model", "lambda", "seed", "perplexity per token", f"k({EPSILON:g})"):
         table.add_column(heading, justify="right")
     for point in results["prices"]:
@@ -211,8 +211,15 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
         row = (point["family"], str(point["lambda"] or "none"), str(point["seed"]), f"{point['perplexity']:.2f}", k)
         table.add_row(*row)
     yield table
-    table = Table(title="Distances of weights, recurrent and truncated training")
-    for heading in ("optimiser", "lambda", "step", "distance", "recurrent from start", "truncated from start"):
+    table = Table(title="Distances between the weights of recurrent training, of truncated training, and at the start")
+    for heading in (
+        "optimiser",
+        "lambda",
+        "step",
+        "recurrent to truncated",
+        "recurrent to start",
+        "truncated to start",
+    ):
         table.add_column(heading, justify="right")
     for found in results["distances"]:
         for index in sorted({1, len(found["steps"]) // 2, len(found["steps"]) - 1}):
@@ -229,7 +236,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, help="use this tokenizer.json for every run")
     parser.add_argument("--gated", type=Path, default=EXPERIMENTS / "price-gated.toml", help="the Gated experiment")
     parser.add_argument("--rnn", type=Path, default=EXPERIMENTS / "price-rnn.toml", help="the RNN experiment")
-    parser.add_argument("--longest-window", type=int, default=1024, help="K (default: %(default)s)")
+    parser.add_argument(
+        "--longest-window", type=int, default=1024, help="largest tested window, in tokens (default: %(default)s)"
+    )
     parser.add_argument("--report", action="store_true", help="report the finished runs, without training")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figures", type=Path, help="output folder for stability_price.png and weight_distance.png")

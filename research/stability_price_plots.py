@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 
 LABELS = {"gated": "Gated (gates capped)", "rnn": "tanh-RNN (spectral norm limited)"}
 COLOURS = {"gated": "C0", "rnn": "C1"}
-OPTIMIZERS = {"adamw": "AdamW", "sgd": "projected gradient descent, steps alpha / t"}
+OPTIMIZERS = {"adamw": "AdamW", "sgd": "projected gradient descent, learning rate alpha / t"}
 
 
 def plot_prices(results: dict[str, Any], path: Path) -> None:
@@ -68,10 +68,13 @@ def plot_distances(results: dict[str, Any], path: Path) -> None:
     for axes, (optimizer, title) in zip(parts, OPTIMIZERS.items(), strict=True):
         for index, found in enumerate(f for f in results["distances"] if f["optimizer"] == optimizer):
             name, colour = f"lambda {found['lambda']}" if found["lambda"] else "unconstrained", f"C{index}"
-            lines = (("between", "-", "distance of the two"), ("recurrent_moved", "--", "recurrent: from the start"))
-            for key, style, what in (*lines, ("truncated_moved", ":", "truncated: from the start")):
+            lines = (
+                ("between", "-", "recurrent to truncated"),
+                ("recurrent_moved", "--", "recurrent to initial"),
+            )
+            for key, style, what in (*lines, ("truncated_moved", ":", "truncated to initial")):
                 axes.plot(found["steps"][1:], found[key][1:], style, color=colour, label=f"{name}, {what}")
-        axes.set(xlabel="step", ylabel="distance of weights (2-norm)", title=title, xscale="log", yscale="log")
+        axes.set(xlabel="step", ylabel="distance between weights (2-norm)", title=title, xscale="log", yscale="log")
         axes.grid(alpha=0.3)
     if handles := parts[0].get_legend_handles_labels()[0]:
         figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8)

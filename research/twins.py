@@ -139,7 +139,8 @@ def main() -> None:
     lines = read_wikitext_2(options.data)[0]["test"]
     stream = np.array([vocabulary.eos_id, *vocabulary.encode("\n".join(lines[:600]))])
     stream = stream[: WARM_TOKENS + options.positions + k - 1]
-    # Every compared recurrent state has read at least WARM_TOKENS tokens that the window does not contain.
+    # At every compared position, the recurrent run has read at least WARM_TOKENS tokens before the window's first
+    # token.
     kept = slice(WARM_TOKENS + k - 1, None)
 
     recurrent, window = {}, {}
@@ -175,11 +176,11 @@ def show(results: dict, bundles: dict[str, Bundle], console: Console) -> None:  
             *(f"{q.recurrent[split].per_token:.2f}" for q in found if q),
         )
         table.add_row(
-            f"{split}, recurrent at the window's positions",
+            f"{split} perplexity per token, recurrent, at the positions of windows",
             *(f"{q.window[split].recurrent.per_token:.2f}" for q in found if q),
         )
         table.add_row(
-            f"{split}, window {k} at those positions",
+            f"{split} perplexity per token, windows of {k}, at the same positions",
             *(f"{q.window[split].by_k[k].per_token:.2f}" for q in found if q),
         )
     for role in ("step", "window"):
@@ -187,7 +188,7 @@ def show(results: dict, bundles: dict[str, Bundle], console: Console) -> None:  
         for name in TWINS:
             of_role = results["latency_us"][name][role]
             cells.append(f"{of_role['median']:.0f} ({of_role['p25']:.0f}-{of_role['p75']:.0f})")
-        table.add_row(f"{role}, batch 1, us (quartiles of {ROUNDS} rounds)", *cells)
+        table.add_row(f"{role}, batch 1, us: median (quartiles) of {ROUNDS} rounds", *cells)
     console.print(table)
     table = Table("agreement", "positions", "top-1 match", "TV mean", "TV max")
     for what, found in results["agreement"].items():
@@ -201,9 +202,9 @@ def show(results: dict, bundles: dict[str, Bundle], console: Console) -> None:  
     console.print(table)
     weights = results["weights"]
     console.print(
-        f"weights: |recurrent - truncated| = {weights['between_twins']:.2f}; from the common initial weights "
-        f"{weights['recurrent_from_start']:.2f} and {weights['truncated_from_start']:.2f}; "
-        f"norms {weights['norm_recurrent']:.2f} and {weights['norm_truncated']:.2f}"
+        f"distance between the weights of the twins {weights['between_twins']:.2f}; distance from the common initial "
+        f"weights: recurrent {weights['recurrent_from_start']:.2f}, truncated {weights['truncated_from_start']:.2f}; "
+        f"norm of the weights: recurrent {weights['norm_recurrent']:.2f}, truncated {weights['norm_truncated']:.2f}"
     )
 
 

@@ -39,7 +39,7 @@ def main() -> None:
         yscale="log", ylabel="validation perplexity per token", title="perplexity of windows (dotted: recurrent)"
     )
     axes[0].set_yticks([30, 40, 60, 80, 100, 150], ["30", "40", "60", "80", "100", "150"])
-    axes[1].set(ylabel="excess over recurrent, %", title="cost of the cut-off past", ylim=(-1, 30))
+    axes[1].set(ylabel="excess over recurrent, %", title="excess perplexity of windows", ylim=(-1, 30))
     axes[1].axhline(0.5, color="0.5", linestyle="--", linewidth=1, label="0.5 %")
     for part in axes:
         part.set(xscale="log", xlabel="window k (tokens)")

@@ -48,7 +48,7 @@ collect_ignore = [str(file) for file in TRAIN_FILES] if MISSING else []
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests that need the extra `train`. Moves files with slow tests to the front, so that no slow file
-    begins last."""
+    starts when the other tests have ended."""
     for item in items:
         if item.path in TRAIN_FILES:
             item.add_marker(pytest.mark.train)

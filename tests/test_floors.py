@@ -46,8 +46,8 @@ ROOMS = (
     "settings",
     "errors",
 )
-"""The folders and modules of `service/`, from top to bottom. A folder or module may import only the folders and modules
-below it, and a folder also its own modules."""
+"""The folders and modules of `service/`. Each may import only the ones that follow it in this list. The modules of a
+folder may also import one another."""
 
 LIGHT_MODELS = (
     "wane.models.cache_mixture",
@@ -90,7 +90,7 @@ ONLY_IN = {
     "wane.service.server": ("service/cli/serve",),
     "wane.service.app": ("service/server",),
 }
-"""For each package or module, the path prefixes of the files that may import it."""
+"""The packages and modules that only certain files may import, each with the path prefixes of these files."""
 
 
 def sources() -> list[Path]:
@@ -103,7 +103,7 @@ def name_of(path: Path) -> str:
 
 
 def module_of(path: Path) -> str:
-    """Returns the dotted module name of a file, such as `wane.service.api.body`. The name of an `__init__.py` is that
+    """Returns the dotted module name of a file, such as `wane.service.api.body`. For an `__init__.py`, returns the name
     of its package."""
     return f"wane.{name_of(path)}".replace("/", ".").removesuffix(".__init__")
 
@@ -117,7 +117,7 @@ def imports(path: Path) -> list[str]:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module is not None, f"{path}: imports are absolute"
+            assert node.level == 0 and node.module is not None, f"{path}: relative imports are not allowed"
             found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return found
 
@@ -174,8 +174,8 @@ def test_no_folder_has_too_many_files() -> None:
 
 
 def mirrors(folder: Path) -> bool:
-    """Returns whether a folder contains the tests of one folder of the package. Such a folder may have several test
-    files for each file of the package."""
+    """Returns whether a folder contains the tests of one folder of the package. The limit on the number of files does
+    not apply to such a folder, because several test files may test one file of the package."""
     top, *rest = folder.relative_to(ROOT).parts
     return top == "tests" and bool(rest) and ROOT.joinpath(*rest).is_dir()
 
@@ -234,8 +234,8 @@ def test_the_module_of_the_command_imports_only_the_standard_library_at_its_top(
 
 
 def modules_loaded_by(*names: str) -> set[str]:
-    """Imports the named modules in a new process. Returns the names of the top-level packages that are then loaded. The
-    name of a module of Wane is cut after its second part, such as `wane.service`."""
+    """Imports the named modules in a new process. Returns the names of the top-level packages that are then loaded. For
+    a module of Wane, the name has two parts, such as `wane.service`."""
     program = f"""
 import importlib, sys
 for name in {names!r}:

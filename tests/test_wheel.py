@@ -29,7 +29,8 @@ SOURCES = (
     "training",
 )
 DELETED = "wane/service/deleted.py"
-"""The path of a module that is only in the build folder, as if an earlier build had left it there."""
+"""The path of a module that is only in the build folder, as if it had been deleted from the checkout after an earlier
+build."""
 MODELS = {path.parent.name for path in (ROOT / "models" / "bundles").glob("*/manifest.json")}
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ docs/figures/bench.png and the tables of docs/benchmarks.md; any other run write
 share the machine. Linux only.
 
 With `--baseline`, FOLDER is another checkout of Wane, and only Wane's servers are measured unless `--only` is given.
-The same interpreter starts the servers of both checkouts. The two servers run at the same time, and each load is
-applied to one server after the other. The table shows the ratio of this checkout's figures to the other checkout's
-figures in each round.
+The same interpreter starts the servers of both checkouts. The servers of the two checkouts run at the same time. Each
+load is applied to one of the two servers, and then to the other. In each round, a figure of this checkout's server is
+divided by the same figure of the other server. The table shows these ratios.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def main() -> None:
         report(results, FIGURES if whole else WORK, PAGE if whole else None)
     if failed:
         raise SystemExit(
-            f"bench: failed visits, not in the results: {', '.join(failed)}; run the same command to retry them"
+            f"bench: these measurements failed and are not in the results: {', '.join(failed)}; "
+            "run the same command to retry them"
         )
 
 
@@ -94,7 +95,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=positive, default=5, help="duration of one load in one round (default 5)")
     parser.add_argument("--quick", action="store_true", help="one round of one second, as a smoke test")
     parser.add_argument(
-        "--around", default="", metavar="COMMAND", help="prefix of each visit's command, such as `taskset -c 0,1`"
+        "--around",
+        default="",
+        metavar="COMMAND",
+        help="prefix of the command of each measuring process, such as `taskset -c 0,1`",
     )
     parser.add_argument(
         "--workers",
@@ -123,9 +127,9 @@ def positive(text: str) -> int:
 
 
 def visited(together: list[Contender], model: str, round_: int, seconds: float, folder: Path) -> None:
-    """Measures one contender, or a server and its baseline, in this process and writes the results. `together` has
-    these contenders. The caller runs this function in a process of its own, so that the process's exit releases all
-    resources."""
+    """Measures the contenders `together` in this process and writes the results. `together` has one contender, or a
+    server of this checkout and the same server of the baseline. The caller runs this function in a process of its own,
+    so that the process's exit releases all resources."""
     try:
         for found in visit(together, MODELS[model], round_, seconds, WORK / "logs"):
             found.write(visit_path(folder, round_, model, found.contender))
@@ -150,7 +154,8 @@ def prepare(names: list[str], models: list[str], console: Console) -> None:
 
 
 def report(results: Results, folder: Path, page: Path | None) -> None:
-    """Prints the tables, writes the JSON and the plot to `folder`, and updates the page if `page` is set."""
+    """Prints the tables, and writes the JSON and the plot to `folder`. Also writes the tables into the Markdown file
+    `page`, unless `page` is None."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     tables.show(results, console)
     results.write(folder / "bench.json")

@@ -1,5 +1,5 @@
-"""The upper bound of the model alone: a loop that runs onnxruntime on one thread with full batches and does not turn
-the outputs into answers."""
+"""The upper bound of the model alone: a loop that runs onnxruntime on one thread with full batches. The loop does not
+make answers of the model's outputs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prepare_window(bundle: Path, vocabulary: int, window: int, batch: int, seed:
 
 
 def loop(run: Callable[[int], None], seconds: float) -> Timed:
-    """Calls `run` repeatedly for at least `seconds`. Returns a summary of the calls' durations."""
+    """Calls `run` repeatedly for at least `seconds`. Returns a summary of the durations of the calls."""
     taken: list[float] = []
     begun = last = time.perf_counter()
     while last - begun < seconds:

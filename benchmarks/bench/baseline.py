@@ -1,8 +1,8 @@
-"""Compares this checkout with another checkout of Wane, the baseline. Both servers run at the same time, and each load
-is applied to one server after the other.
+"""Compares this checkout of Wane with another checkout, the baseline. The servers of the two checkouts run at the same
+time. Each load is applied to one of the two servers, and then to the other.
 
-The host's speed changes from minute to minute. The two servers are therefore measured within seconds of each other, and
-each ratio compares two figures of the same round.
+The speed of the machine changes from minute to minute. The benchmark therefore measures the two servers within seconds
+of each other, and divides only figures of the same round by each other.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ NAME = "baseline"
 
 @dataclass(frozen=True)
 class Baseline:
-    """Another checkout. This interpreter starts its server as `python -m MODULE serve` in the checkout's folder."""
+    """A checkout whose server is compared with this checkout's server. The Python interpreter of this process starts
+    the server as `python -m module serve` in `folder`."""
 
     folder: Path
     module: str
 
     def of(self, contender: Contender) -> Contender:
-        """`contender` is a server of this checkout. Returns the other checkout's server with the same settings."""
+        """Returns the baseline's server with the settings of `contender`, which is a server of this checkout."""
         ours = [wane.name for wane in wanes()]
         return wanes(self.folder, self.module, NAME, title=NAME)[ours.index(contender.name)]
 
@@ -56,5 +57,6 @@ def comparisons(rounds: Rounds, models: list[str]) -> list[Comparison]:
 
 
 def item_cpus(rounds: list[Measured]) -> list[float]:
-    """Returns the server's CPU time per item in each round, in microseconds. Rounds without a CPU time are left out."""
+    """Returns, for each round, the CPU time of the server per item, in microseconds. Leaves out rounds without a CPU
+    time."""
     return [one.item_cpu_us for one in rounds if one.item_cpu_us is not None]

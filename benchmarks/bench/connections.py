@@ -53,7 +53,7 @@ class HttpAnswers:
         head = bytes(self._received[:end]).lower()
         _, named, length = head.partition(b"\r\ncontent-length:")
         if not named:
-            raise BadAnswer(f"an answer without content-length: {head[:300]!r}")
+            raise BadAnswer(f"the answer has no content-length; its head is {head[:300]!r}")
         whole = end + 4 + int(length.partition(b"\r\n")[0])
         if len(self._received) < whole:
             return None
@@ -80,10 +80,10 @@ class WebSocket:
             data = self.socket.recv(READ_AT_ONCE)
             received += data
             if not data:
-                raise BadAnswer(f"no WebSocket at {path}: {received[:300]!r}")
+                raise BadAnswer(f"the server did not open a WebSocket at {path}; it sent {received[:300]!r}")
         head, _, rest = received.partition(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 101"):
-            raise BadAnswer(f"no WebSocket at {path}: {head[:300]!r}")
+            raise BadAnswer(f"the server did not open a WebSocket at {path}; it sent {head[:300]!r}")
         self._received = bytearray(rest)
 
     def send(self, frame: bytes) -> None:
@@ -132,5 +132,5 @@ def text_frame(text: str) -> bytes:
 
 def _frame(kind: int, payload: bytes) -> bytes:
     if len(payload) > 125:
-        raise ValueError(f"a frame of {len(payload)} bytes; the longest supported is 125")
+        raise ValueError(f"the payload has {len(payload)} bytes, but at most 125 are supported")
     return bytes([0x80 | kind, 0x80 | len(payload), 0, 0, 0, 0]) + payload

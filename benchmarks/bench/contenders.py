@@ -1,8 +1,8 @@
-"""The contenders: Wane, its peers, and the two upper bounds. A TOML file in a folder of `benchmarks/peers` describes
-each peer.
+"""The contenders: Wane, its peers, and two upper bounds: HTTP alone (HANDLER, a trivial handler) and the model alone
+(BARE, a loop without HTTP). SCAN computes one long sequence without HTTP.
 
-`peer.toml` describes a server that predicts from windows. `sessions.toml` describes a server that keeps the states of
-sessions.
+A TOML file in a folder of `benchmarks/peers` describes each peer and the trivial handler. `sessions.toml` describes a
+server that keeps the states of sessions. `peer.toml` describes a server that does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PEERS = ROOT / "benchmarks" / "peers"
 ENVIRONMENTS = ROOT / "build" / "peers"
 
 LSTM, SHIPPED = "lstm256", "gated-stable"
-"""The models that all contenders serve."""
+"""The names of the two models with which the contenders are measured."""
 
 WANE = "wane"
 STEP_PATH = "/v1/sessions/{session}/tokens"
@@ -38,14 +38,18 @@ SERVICES: tuple[Service, ...] = get_args(Service)
 class Contender:
     """The command and the protocol of one contender.
 
-    command: the server's command; empty if the contender is not a server. `{bin}` stands for the `bin` folder of the
-    contender's virtual environment, `{bundle}` for the bundle's folder, and `{ports[0]}` to `{ports[2]}` for free TCP
-    ports. The server receives requests on the first port. path, wire: the path and the format (`wire.py`) of a window
-    request. step_path: the path of a session step. package: the distribution whose version is reported. workers: the
-    number of model processes, if the server runs the model in processes of their own. environment: environment
-    variables; `{redis}` and `{collector}` stand for the addresses of these services. peer: the contender's folder in
-    PEERS; empty if the contender runs in the project's virtual environment. tree: the checkout in which the command
-    runs.
+    command: the command that starts the server; empty if the contender is not a server. `{bin}` stands for the `bin`
+        folder of the contender's virtual environment, `{bundle}` for the bundle's folder, and `{ports[0]}` to
+        `{ports[2]}` for free TCP ports. The server receives requests on the first port.
+    path: the path of a window request.
+    wire: the format of a window request (see `wire.py`).
+    step_path: the path of a session's step.
+    package: the distribution whose version is reported.
+    workers: the number of model processes, for a server that runs the model in separate processes.
+    environment: environment variables of the command. `{redis}` and `{collector}` in a value stand for the addresses
+        of these services.
+    peer: the contender's folder in PEERS; empty if the contender runs in the project's virtual environment.
+    tree: the checkout in which the command runs.
     """
 
     name: str
@@ -74,7 +78,8 @@ class Contender:
 
     @property
     def services(self) -> list[Service]:
-        """The services (Redis, the collector) whose addresses the contender's environment variables contain."""
+        """The services (Redis, the collector) that the contender needs. Their addresses are in the contender's
+        environment variables."""
         return [name for name in SERVICES if any(f"{{{name}}}" in value for value in self.environment.values())]
 
     def arguments(self, bundle: Path, ports: list[int]) -> list[str]:

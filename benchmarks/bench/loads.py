@@ -30,7 +30,8 @@ INPUTS = 64
 BATCHED_CONNECTIONS = 4
 EVENTS_A_SECOND = 1000
 REQUESTS = 4096
-"""Number of distinct requests of one load. After the last of them, the load starts again with the first."""
+"""Number of different requests of one load. The load sends them in order. After the last request, it starts again with
+the first."""
 BULK_PATH = "/v1/sessions/tokens"
 JSON = {"content-type": "application/json"}
 
@@ -43,8 +44,8 @@ class NotUnderstood(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """The context of a load: the bundle, the server, if there is one, and the stack that releases resources when the
-    contender has been measured."""
+    """The objects that a load uses: the bundle, the server (None for a contender that is not a server), and a stack
+    that releases resources after the contender has been measured."""
 
     contender: Contender
     bundle: Path
@@ -55,7 +56,7 @@ class Stage:
 
     @property
     def running(self) -> ServerProcess:
-        assert self.server is not None, "this is a bug"
+        assert self.server is not None, "the contender has no server: this is a bug"
         return self.server
 
     @property
@@ -65,19 +66,19 @@ class Stage:
 
     @cached_property
     def words(self) -> list[tuple[int, str]]:
-        """Pairs of a token and its text. A token is left out if the tokenizer encodes the token's text to anything but
-        this one token."""
+        """Pairs of a token and the token's text. Leaves out each token whose text the tokenizer does not encode to
+        exactly this token."""
         vocabulary = Vocabulary.read(self.manifest.vocabulary.kind, self.bundle / "tokenizer.json")
         texts = [(token, vocabulary.token(token)) for token in range(self.vocabulary)]
         return [(token, text) for token, text in texts if vocabulary.encode(text) == [token]]
 
     def tokens(self, *shape: int) -> list[list[int]]:
-        """Returns random tokens in an array of the given shape."""
+        """Returns random tokens in nested lists of the given shape."""
         drawn: list[list[int]] = np.random.default_rng(self.seed).integers(self.vocabulary, size=shape).tolist()
         return drawn
 
     def text(self, count: int) -> list[tuple[int, str]]:
-        """Returns `count` random pairs of `words`."""
+        """Returns `count` random pairs from `words`."""
         drawn = np.random.default_rng(self.seed).integers(len(self.words), size=count)
         return [self.words[index] for index in drawn]
 
@@ -100,9 +101,10 @@ class Stage:
 class Load:
     """One load.
 
-    items: tokens or windows per request. prepare: builds the requests and returns a function that applies the load for
-    a given number of seconds; raises NotUnderstood if the server does not support the requests. figure: the figure by
-    which two servers are compared.
+    items: the number of tokens or windows per request.
+    prepare: a function that builds the requests. It returns a function that applies the load for a given number of
+        seconds. It raises NotUnderstood if the server does not support the requests.
+    figure: the figure by which two servers are compared under this load.
     """
 
     name: str
@@ -144,7 +146,7 @@ def step_load(connections: int) -> Load:
 
 
 def text_load() -> Load:
-    """Builds a load of session steps whose single token is sent as text."""
+    """Builds a load of session steps with one token each. The token is sent as text."""
 
     def prepare(stage: Stage) -> Drive:
         walked = itertools.cycle(stage.sessions("texts", 4 * CONNECTIONS))
@@ -196,7 +198,7 @@ def batched_load() -> Load:
 
 
 def columns_load() -> Load:
-    """Builds the load of `batched_load` with answers in the columns format."""
+    """Builds a load like that of `batched_load`, whose answers are in the columns format."""
 
     def prepare(stage: Stage) -> Drive:
         return prepare_bulk(stage, "columns", {"format": "columns"})
@@ -206,8 +208,8 @@ def columns_load() -> Load:
 
 
 def prepare_bulk(stage: Stage, prefix: str, options: dict[str, str]) -> Drive:
-    """Prepares batched requests, each of which steps INPUTS sessions. The number of sessions is eight times the number
-    of steps in flight.
+    """Prepares batched requests, each of which steps INPUTS sessions. There are eight times as many sessions as steps
+    in flight.
 
     Raises NotUnderstood if the server answers the first call with 422.
     """
@@ -227,7 +229,8 @@ def bulk_body(sessions: Iterator[str], tokens: Sequence[int], options: dict[str,
 
 
 def open_load() -> Load:
-    """Builds an open loop of session steps: they are sent at random times, even while earlier steps are in flight."""
+    """Builds a load of session steps in an open loop: steps are sent at random times, even while earlier steps are in
+    flight."""
 
     def prepare(stage: Stage) -> Drive:
         sessions = stage.sessions("events", EVENTS_A_SECOND)
@@ -269,8 +272,8 @@ def engine_load(way: str) -> Load:
 
 
 def scan_loads(model: str) -> list[Load]:
-    """Builds loads that compute the last state or the score of a long sequence, one load for each method. For an LSTM,
-    one more method is ONNX's LSTM operator."""
+    """Builds one load for each method and each result. The result is the last state of a long sequence, or the
+    log-probability of every token in it. For an LSTM, one of the methods is ONNX's LSTM operator."""
 
     def prepare(kind: str, way: str) -> Callable[[Stage], Drive]:
         if way == scan.NATIVE:
@@ -286,7 +289,8 @@ def scan_loads(model: str) -> list[Load]:
 
 
 def figure_at(connections: int) -> Figure:
-    """Returns the figure by which servers are compared: the latency for one connection, the rate for several."""
+    """Returns the name of the figure by which servers are compared: the latency if there is one connection, the rate if
+    there are several."""
     return "rate" if connections > 1 else "p50_ms"
 
 
@@ -335,8 +339,8 @@ def check(stage: Stage, expected: Callable[[list[list[int]]], list[Ranked]]) -> 
 
 
 def _check_steps(stage: Stage, client: httpx.Client, expected: Callable[[list[list[int]]], list[Ranked]]) -> None:
-    """Checks every kind of step. Wane feeds the start token to a new session itself. A peer does not, so the start
-    token is sent to it as the first step."""
+    """Compares the answers to every kind of step with the model's predictions. Wane itself feeds the start token to a
+    new session. A peer does not, so this function sends the start token to the peer as the session's first step."""
     start, words = stage.manifest.vocabulary.eos_id, stage.text(8)
     (ranked,) = expected([[start, *(token for token, _ in words)]])
     by_token, by_text, together = stage.sessions("check", 3)

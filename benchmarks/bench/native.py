@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 OPSET = 20
 ONNX_ORDER = (0, 3, 1, 2)
-"""For each of ONNX's gates (i, o, f, c), its index among torch's gates (i, f, g, o). ONNX's c is torch's g."""
+"""For each gate in ONNX's order (i, o, f, c), the index of the same gate in torch's order (i, f, g, o). torch's name
+for the gate c is g."""
 
 
 class NativeLstm:
@@ -32,12 +33,12 @@ class NativeLstm:
         }
 
     def state(self, tokens: NDArray[np.int64]) -> list[NDArray[np.float32]]:
-        """Returns the states h and c, each (1, H), after `tokens` (T)."""
+        """Returns the states h and c after `tokens` (T), each of the shape (1, H)."""
         return [value[0] for value in self._sessions[False].run(["h", "c"], {"tokens": tokens})]
 
     def score(self, tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Returns the log-probability (T) of each of `targets` (T). The target at a position is predicted from the
-        tokens up to and including that position."""
+        """Returns the log-probabilities (T) of `targets` (T). `targets[t]` is predicted from `tokens[0]` to
+        `tokens[t]`."""
         (logprobs,) = self._sessions[True].run(["logprobs"], {"tokens": tokens, "targets": targets})
         found: NDArray[np.float32] = logprobs[:, 0]
         return found

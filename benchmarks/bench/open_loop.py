@@ -1,8 +1,9 @@
 """Open loop over HTTP: sends requests when they are due, even while earlier requests are in flight.
 
 A request's latency is measured from its due time. A stall of the server therefore adds to the latencies of all requests
-that are due during the stall. A delay of the load generator adds to the latencies, too; `lag_p99_ms` is the p99 of that
-delay. The loop waits with `select`, because Python rounds the timeout of `epoll` to milliseconds.
+that are due during the stall. A delay between a request's due time and its sending also adds to its latency.
+`lag_p99_ms` is the p99 of these delays. The loop waits with `select`, because Python rounds the timeout of `epoll` to
+milliseconds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def poisson(rate: float, seconds: float, seed: int) -> NDArray[np.float64]:
 
 
 def drive(port: int, requests: Iterator[bytes], due: NDArray[np.float64], connections: int = CONNECTIONS) -> Timed:
-    """At each time in `due`, sends the next of `requests` on a free connection.
+    """At each time in `due`, in seconds from the start, sends the next of `requests` on a free connection.
 
     If no connection is free, the request waits, and its latency includes the wait. Raises BadAnswer if an answer is not
     a 2xx or takes more than ten seconds.
@@ -71,7 +72,8 @@ def _drive(opened: list[socket.socket], requests: Iterator[bytes], due: list[flo
 
 
 def summary(latencies: list[float], seconds: float, lags: list[float] | None = None) -> Timed:
-    """Summarises the requests' latencies and their delays in the load generator (lags), both in seconds."""
+    """Summarises a load that took `seconds`. `latencies` are the requests' latencies in seconds. `lags` are the delays
+    between the requests' due times and their sending, in seconds."""
     p50, p90, p99, longest = (float(value) for value in np.percentile(np.array(latencies) * 1e3, (50, 90, 99, 100)))
     lag = float(np.percentile(lags, 99) * 1e3) if lags else None
     return Timed(

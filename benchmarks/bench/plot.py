@@ -21,8 +21,8 @@ Dot = tuple[str, Spread, str]
 
 
 def save(results: Results, path: Path) -> None:
-    """Plots one row per model, with throughput on the left and the latency of one client on the right. Whiskers span
-    the rounds."""
+    """Plots one row per model, with throughput on the left and the latency of one client on the right. Each whisker
+    reaches from the smallest to the largest value of all rounds."""
     models = list(results.figures)
     figure, rows = plt.subplots(
         len(models), 2, figsize=(11, 0.8 + 3.5 * len(models)), layout="constrained", squeeze=False
@@ -31,14 +31,14 @@ def save(results: Results, path: Path) -> None:
         _dots(left, throughput(results, model), "{:,.0f}")
         left.set(title=f"{model}: answers a second", xlabel="next tokens a second (log scale)")
         _dots(right, latency(results, model), "{:.2g}")
-        right.set(title=f"{model}: one client's wait", xlabel="p50 of one connection, ms (log scale)")
+        right.set(title=f"{model}: latency with one client", xlabel="p50 of one connection, ms (log scale)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def throughput(results: Results, model: str) -> list[Dot]:
-    """Returns the answers per second of each measured load. Wane's loads are first."""
+    """Returns a label, the answers per second, and a colour for each measured load. Wane's loads are first."""
     wanted = [
         (WANE, "batched-64", "Wane, session, 64 steps a call", OURS),
         (WANE, "websocket-64", "Wane, session, 64 WebSockets", OURS),
@@ -46,16 +46,16 @@ def throughput(results: Results, model: str) -> list[Dot]:
         (WANE, "window-64", "Wane, window of 64", OURS),
         *((name, "session-64", contenders()[name].title, THEIRS) for name in peer_names("sessions")),
         *((name, "window-64", f"{contenders()[name].title}, window of 64", THEIRS) for name in peer_names()),
-        (HANDLER, "handler-64", "ceiling of HTTP: trivial FastAPI", CEILING),
+        (HANDLER, "handler-64", "upper bound, HTTP alone: trivial FastAPI", CEILING),
         (BARE, "engine-64", "Wane's engine, no HTTP, steps", CEILING),
-        (BARE, "step-64", "ceiling of the model: bare loop, step", CEILING),
-        (BARE, "window-64", "ceiling of the model: bare loop, window", CEILING),
+        (BARE, "step-64", "upper bound, model alone: ONNX Runtime loop, step", CEILING),
+        (BARE, "window-64", "upper bound, model alone: ONNX Runtime loop, window", CEILING),
     ]
     return _measured(results, model, wanted, "rate")
 
 
 def latency(results: Results, model: str) -> list[Dot]:
-    """Returns the median latency of a single client."""
+    """Returns a label, the median latency of a single client, and a colour for each measured load."""
     wanted = [
         (WANE, "session-1", "Wane, session", OURS),
         (WANE, "window-1", "Wane, window of 64", OURS),

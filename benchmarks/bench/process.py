@@ -31,8 +31,8 @@ class ServerFailed(Exception):
 class ServerProcess:
     """Context manager that runs a contender's server on one bundle.
 
-    An environment variable marks the server's processes, so that processes outside its process group are stopped too.
-    Linux only: the processes are found in /proc.
+    The server's processes are those with a unique environment variable, which /proc shows. So processes that have left
+    the server's process group are stopped, too. Linux only.
     """
 
     def __init__(
@@ -80,7 +80,9 @@ class ServerProcess:
         with httpx.Client(base_url=self.url, timeout=10, trust_env=False) as client:
             while time.monotonic() < deadline:
                 if self._process.poll() is not None:
-                    raise ServerFailed(f"{self._contender.title} ended with {self._process.returncode}: {self._tail()}")
+                    raise ServerFailed(
+                        f"{self._contender.title} ended with exit status {self._process.returncode}: {self._tail()}"
+                    )
                 with contextlib.suppress(httpx.HTTPError):
                     answer = client.post(path, content=body, headers={"content-type": "application/json"})
                     if answer.is_success:
@@ -118,7 +120,7 @@ class ServerProcess:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns free TCP ports."""
+    """Returns numbers of free TCP ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for held in sockets:

@@ -15,7 +15,7 @@ Figure = Literal["rate", "p50_ms", "p99_ms"]
 
 
 class Timed(Frozen):
-    """The number of answered requests of one load, and their latencies.
+    """The number of answered requests of one load, and the percentiles of their latencies.
 
     In a closed loop, a latency is measured from the time when the request is sent. In an open loop, it is measured from
     the time when the request is due. `lag_p99_ms`: the p99 of the delay between a request's due time and its sending;
@@ -48,7 +48,7 @@ class Measured(Timed):
 
     @property
     def server_cpus(self) -> float | None:
-        """CPU seconds of the server per second of the load: the mean number of busy cores."""
+        """CPU seconds of the server per second of the load, which is the mean number of CPU cores in use."""
         return None if self.server_cpu_s is None else self.server_cpu_s / self.seconds
 
     @property
@@ -81,8 +81,8 @@ class Visit(Frozen):
 
 
 class Rounds:
-    """The figures of all rounds, and the contenders' versions. Figures are stored by model, contender and load, and
-    then in the order of the rounds.
+    """The figures of all rounds, and the contenders' versions. `figures` has, for each model, contender and load, a
+    list of figures in the order of the rounds.
 
     refused: servers' answers to loads that they do not support, by model, contender and load."""
 
@@ -99,7 +99,7 @@ class Rounds:
                 loads.setdefault(name, []).append(measured)
 
     def of(self, model: str, contender: str, load: str) -> list[Measured]:
-        """Returns one load's figures in each round. Empty if the load was not measured."""
+        """Returns one load's figures, one item for each round. The list is empty if the load was not measured."""
         return self.figures.get(model, {}).get(contender, {}).get(load, [])
 
 
@@ -142,12 +142,15 @@ class Summary(Frozen):
 
 
 class Target(Frozen):
-    """A figure of Wane, mostly its ratio to another figure, and the target of this value.
+    """A row in the table of targets: the ratio of a figure of Wane to another figure, or a figure of Wane alone, and
+    the target of this value.
 
-    what: a description of Wane's figure. against: a description of the figure with which it is compared. value: the
-    ratio of the two medians, or the median of Wane's figure, in `unit`. wanted: the smallest value that meets the
-    target, or, if `most` is set, the largest; null if there is no target. spread: the median and the range of the
-    values of the single rounds.
+    what: the description of Wane's figure.
+    against: the description of the other figure.
+    wanted: the largest accepted value if `most` is true, else the smallest accepted value; None without a target.
+    value: the median of Wane's figure divided by the median of the other figure, or the median of Wane's figure alone.
+    unit: the unit of `value`, of `wanted` and of `spread`.
+    spread: the median, the smallest and the largest of the values of the rounds.
     """
 
     what: str
@@ -167,11 +170,11 @@ class Target(Frozen):
 
 
 class Comparison(Frozen):
-    """The ratios of one load's figures on this checkout's server to those on the baseline's server. The load was
-    applied to one server after the other.
+    """The figures of one load on this checkout's server, divided by those on the baseline's server. The load was
+    applied to one of the two servers, and then to the other.
 
     figure: the name of the compared figure. ratio: in each round, the figure on this checkout's server divided by the
-    figure on the baseline's server. item_cpu: the same ratio for the CPU time per item.
+    figure on the baseline's server. item_cpu: the same ratio of the servers' CPU times per item.
     """
 
     model: str
@@ -211,7 +214,7 @@ class Results(Frozen):
         write_json(path, self.model_dump(mode="json", exclude_none=True))
 
     def having(self, rounds: Rounds, targets: Sequence[Target], comparisons: Sequence[Comparison] = ()) -> Results:
-        """Returns a copy with the summaries of `rounds`, the targets, and the comparisons with a baseline."""
+        """Returns a copy that has the summaries of `rounds`, the targets, and the comparisons with a baseline."""
         figures = {
             model: {
                 name: {load: Summary.of(found) for load, found in loads.items()} for name, loads in contenders.items()
@@ -228,5 +231,6 @@ class Results(Frozen):
         return self.figures.get(model, {}).get(contender, {}).get(load)
 
     def refusal(self, model: str, contender: str, load: str) -> str:
-        """Returns the server's answer if it does not support the load, else an empty string."""
+        """Returns the answer of a server that does not support the load. Returns an empty string if the server supports
+        the load."""
         return self.refused.get(model, {}).get(contender, {}).get(load, "")

@@ -26,8 +26,8 @@ CODE = (".py", ".lua", ".toml", ".txt", ".json")
 class Run:
     """A run's contenders, models, number of rounds, and duration of each load in seconds.
 
-    workers: the number of model processes of each peer; None: the peer's own setting. baseline: another checkout. Each
-    load is applied to its server and to this checkout's server, one after the other.
+    workers: the number of model processes of each peer; None for the peer's own setting. baseline: another checkout,
+    whose server is compared with this checkout's server; None for a run without a comparison.
     """
 
     names: list[str]
@@ -49,22 +49,24 @@ class Run:
         ]
 
     def folder(self) -> Path:
-        """Returns the folder of the visits' results. Its name depends on the code, the models and the settings."""
+        """Returns the folder of the visits' results. The folder's name depends on the code, the models and the
+        settings."""
         parts = [code(ROOT), *(json.dumps(facts(model)) for model in self.models), f"{self.seconds} {self.workers}"]
         if self.baseline is not None:
             parts.append(code(self.baseline.folder))
         return WORK / "runs" / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def together(self, name: str) -> list[Contender]:
-        """Returns the contenders that share a visit: the contender `name` and, if there is one, its baseline."""
+        """Returns the contenders that share a visit: the contender `name`, and the baseline's server with the same
+        settings, if there is a baseline and the contender is Wane."""
         contender = contenders()[name]
         if self.workers and contender.kind == "windows":
             contender = replace(contender, workers=self.workers)
         return [contender, self.baseline.of(contender)] if self.baseline and contender.kind == "wane" else [contender]
 
     def go(self, around: Sequence[str], console: Console) -> list[str]:
-        """Runs the visits that have no results yet. Returns the names of the visits that failed. around: a prefix of
-        each visit's command."""
+        """Runs the visits that have no results yet. Returns the names of the visits that failed. around: words that
+        precede the command of each visit."""
         folder, plan, failed = self.folder(), self.plan(), []
         own = [*around, sys.executable, "-m", "benchmarks.bench", "--seconds", str(self.seconds)]
         own += ["--workers", str(self.workers)] if self.workers else []
@@ -90,7 +92,7 @@ class Run:
 
 
 def code(root: Path) -> str:
-    """Returns a hash of a checkout's code: the files in SOURCES, the folders of the server and of these benchmarks."""
+    """Returns a hash of the code files in a checkout's folders SOURCES."""
     found = (path for folder in SOURCES for path in (root / folder).rglob("*"))
     return hashed(sorted(path for path in found if path.suffix in CODE and "bundles" not in path.parts), root)
 

@@ -1,7 +1,8 @@
 """Computes a long sequence's last state or its tokens' log-probabilities with the methods of
 `benchmarks.parallel_scan`.
 
-Modules that need the extra `train` are imported where they are used, so that the tables can be printed without it.
+Modules that need the extra `train` are imported where they are used, so that the tables can be printed without this
+extra.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ KINDS = ("state", "score")
 
 
 def prepare_way(bundle: Path, kind: str, way: str, stack: ExitStack) -> Callable[[float], Timed]:
-    """Returns a function that repeats the computation with the method `way` (one of WAYS) for a given number of
-    seconds. The exit of `stack` stops the threads."""
+    """Returns a function that computes the result `kind` (one of KINDS) again and again with the method `way` (one of
+    WAYS), for a given number of seconds. The exit of `stack` stops the threads."""
     from benchmarks.parallel_scan import Subject
 
     subject = Subject(bundle, TOKENS)

@@ -1,6 +1,6 @@
-"""The services of a server: Redis stores its sessions, and a collector receives its traces.
+"""The services that a server may use: Redis, which stores sessions, and a collector, which receives traces.
 
-Both are real programs. Their CPU time is not part of the server's.
+Both services are real programs. The CPU time of a service is not counted as CPU time of the server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.service.sessions.stores.redis_server import redis_server
 from tests.stack.harness.receiver import receiver
 
 APPENDED = ("--appendonly", "yes", "--appendfsync", "everysec")
-"""Redis appends every command to a file and flushes the file to the disk once a second."""
+"""Redis's options. With them, Redis appends every command to a file and flushes the file to the disk once a second."""
 
 
 class ServiceMissing(Exception):

@@ -1,4 +1,5 @@
-"""Closed loop over WebSockets: each WebSocket sends its next message after the answer to its last message."""
+"""Closed loop over WebSockets: a client sends the next message on a WebSocket after it has received the answer to the
+last message."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from benchmarks.bench.results import Timed
 
 
 def drive(port: int, paths: Sequence[str], frames: Iterator[bytes], wanted: bytes, seconds: float) -> Timed:
-    """Opens a WebSocket at each of `paths`. Each WebSocket sends the next of `frames` whenever it has received an
-    answer.
+    """Opens a WebSocket at each of `paths`. For `seconds`, sends the next of `frames` on a WebSocket whenever the
+    answer to its last frame has arrived.
 
     Raises BadAnswer if an answer does not contain `wanted` or takes more than ten seconds.
     """

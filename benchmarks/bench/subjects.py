@@ -1,4 +1,4 @@
-"""The two models that all contenders serve, and the metadata of a run."""
+"""The two models with which the contenders are measured, and the metadata of a run."""
 
 from __future__ import annotations
 

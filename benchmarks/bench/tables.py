@@ -20,12 +20,13 @@ FIGURES = (
     "p50, ms",
     "p99, ms",
     "server's CPUs",
-    "its CPU, us an item",
+    "server's CPU, us per item",
 )
 TARGETS = ("what", "against", "target", "reached (by round)", "met")
-COMPARISONS = ("server", "load", "figure", "baseline", "this", "ratio", "CPU, us an item: baseline", "this", "ratio")
+COMPARISONS = ("server", "load", "figure", "baseline", "this", "ratio", "CPU, us per item: baseline", "this", "ratio")
 NAMES = {"rate": "", "p50_ms": "p50, ms", "p99_ms": "p99, ms"}
-"""The name of each figure in a comparison's table. A rate has no name here: the table shows the load's unit instead."""
+"""The heading of each figure in the table that compares two checkouts. The heading of a rate is empty, because the
+table shows the load's unit instead."""
 
 
 def figure_rows(results: Results, model: str) -> Iterator[list[str]]:
@@ -64,7 +65,8 @@ def target_rows(results: Results) -> Iterator[list[str]]:
 
 
 def comparison_rows(results: Results, model: str) -> Iterator[list[str]]:
-    """Yields a row for each load that was measured or refused on the servers of this checkout and of the baseline."""
+    """Yields a row for each load that was measured or refused on the server of this checkout and on the baseline's
+    server."""
     found = {(one.contender, one.load): one for one in results.comparisons if one.model == model}
     for ours, theirs in zip(wanes(), wanes(name=NAME), strict=True):
         for load in loads_of(ours, model):
@@ -87,8 +89,8 @@ def comparison_rows(results: Results, model: str) -> Iterator[list[str]]:
 
 
 def _side(results: Results, model: str, contender: Contender, load: Load) -> tuple[str, str]:
-    """Returns the contender's figure and CPU time per item as texts. If the server does not support the load, returns
-    its answer and an empty text."""
+    """Returns the contender's figure of the load and the CPU time per item, as texts. If the server does not support
+    the load, returns the server's answer and an empty text."""
     summary = results.summary(model, contender.name, load.name)
     if summary is None:
         return results.refusal(model, contender.name, load.name), ""
@@ -123,7 +125,7 @@ def _rich(title: str, names: tuple[str, ...], rows: Iterator[list[str]]) -> Tabl
 
 
 def page_tables(results: Results) -> dict[str, list[str]]:
-    """Returns the tables of the Markdown page by the names of the markers between which they stand."""
+    """Returns the tables of the Markdown page. The keys are the names of the markers between which the tables stand."""
     return {"bench": _figures(results), "targets": markdown(TARGETS, target_rows(results))}
 
 

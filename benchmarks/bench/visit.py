@@ -1,5 +1,6 @@
-"""Measures one contender, or a server and its baseline, with one model in one round (a visit): starts the servers on
-the model's bundle, checks their answers, applies the loads, and stops the servers.
+"""Runs a visit: measures one contender, or a server of this checkout together with the baseline's server, with one
+model in one round. Starts the servers on the model's bundle, checks the servers' answers, applies the loads, and stops
+the servers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ WARM_S = 1.0
 
 
 def visit(contenders: Sequence[Contender], bundle: Path, round_: int, seconds: float, logs: Path) -> list[Visit]:
-    """Applies each load of the first contender to all contenders, for `seconds` each, after a warm-up of one second.
+    """Applies each load of the first contender to each of the contenders. After a warm-up of one second, a load runs
+    for `seconds`.
 
     The contenders' order changes from load to load and from round to round. Servers write their logs into the folder
     `logs`. Raises ServerFailed, WrongAnswer, LoadFailed, BadAnswer, httpx.HTTPError.

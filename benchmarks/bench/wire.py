@@ -22,12 +22,13 @@ def window_body(wire: Wire, tokens: Sequence[int]) -> str:
     match wire:
         case "tokens":
             document: dict[str, Any] = {"tokens": listed}
-        case "windows":  # The request and the answer are lists, because the peer's endpoint is batched.
+        case "windows":  # The endpoint takes a list of windows and answers with a list of results.
             document = {"windows": [listed]}
-        case "oip":  # The request contains tensors of the Open Inference Protocol.
+        case "oip":  # The request is in the Open Inference Protocol, in which inputs are tensors.
             tensor = {"name": "tokens", "shape": [1, len(listed)], "datatype": "INT64", "data": listed}
             document = {"inputs": [tensor]}
-        case "wane":  # one token more than the window, because Wane prepends <eos> to a shorter sequence
+        case "wane":
+            # The request has one token more than the window, because Wane prepends <eos> to a shorter sequence.
             document = {"tokens": [listed[0], *listed], "mode": "window", "window": len(listed)}
     return json.dumps(document, separators=(",", ":"))
 

@@ -17,8 +17,7 @@ Requests = Iterable[tuple[str, str]]
 
 
 class LoadFailed(Exception):
-    """wrk is not installed, or requests of a load failed. In the second case, the message contains the number of failed
-    requests."""
+    """wrk is not installed, or requests of a load failed. If requests failed, the message contains their number."""
 
 
 def require_wrk() -> None:

@@ -20,8 +20,8 @@ Prediction = dict[str, int | float]
 
 
 def open_graph(path: Path) -> onnxruntime.InferenceSession:
-    """Opens a graph with Wane's thread settings: one thread per run, without spinning, because processes share the
-    cores."""
+    """Opens a graph with Wane's thread settings: one thread per run, without spinning, because several processes share
+    the CPU cores."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
@@ -64,7 +64,7 @@ class WindowModel:
         return ids[:, :TOP_K], np.exp(found[:, :TOP_K] - total[:, None])
 
     def predict(self, windows: Sequence[Sequence[int]]) -> list[list[Prediction]]:
-        """Returns the result of `top` as JSON values, window by window."""
+        """Returns the result of `top` as JSON values, one for each window."""
         return named_predictions(*self.top(windows))
 
     def ranked(self, windows: Sequence[Sequence[int]]) -> list[list[tuple[int, float]]]:

@@ -5,15 +5,16 @@ all requests.
 
 Clients of a real server create, step, read, rewind and delete sessions, or leave them to expire. Some clients hang up
 after sending a step and send it again. There are several times more sessions than the state pool has slots, so that
-states are constantly evicted and rebuilt. First, the soak measures the rate of actions in a closed loop on every
-connection, with server and clients on the same cores. Then it runs at a share of that rate in an open loop.
+states are constantly evicted and rebuilt. First, the soak measures the capacity: the rate of the clients' actions in a
+closed loop on every connection, with server and clients on the same CPU cores. Then the clients act in an open loop, at
+a share of the capacity.
 
 With `--hostile`, the server requires keys, and hostile clients attack it at the same time (`attacks.py`). The answers
 to hostile clients are checked separately. No request may end in a status of 500 or more.
 
-Passes (exit code 0) if all of these are true: every answer and every position in it was as expected; the server's
-counts of requests by route and status equal the clients' counts; the server's integrity checks found no fault; its
-resident memory did not grow.
+Passes (exit code 0) if all of these are true: every answer had the expected status and the expected position of the
+session; the server's counts of requests by route and status equal the clients' counts; the server's integrity checks
+found no fault; its resident memory did not grow.
 """
 
 from __future__ import annotations
@@ -49,22 +50,22 @@ STATES = 250
 LIVELY, OTHERS = 400, 1700
 SESSION_TTL_S = 30
 MEASURED_S = 20.0
-SETTLING = 0.2  # share of the soak's time, at its start, in which memory may still grow
-GROWTH = 0.01  # tolerated relative growth of resident memory after settling
+SETTLING = 0.2  # share of the soak's time, at its start, in which the server's memory may still grow
+GROWTH = 0.01  # tolerated relative growth of the server's memory after that time
 SAMPLED_S = 1.0
-SLICE_S = 10.0  # length of a slice of the figure
+SLICE_S = 10.0  # length of a slice of time in the figure
 SEED = 0
 IDLE_S = 5.0  # idle time after the load, in which the server runs its integrity checks
 COMPARED = 40
-PROBABILITY = 1e-3  # tolerated difference between the probabilities that two exact answers give to one token
-# If the state was rebuilt, a further difference is tolerated: the answer's error bound, but at most this.
+PROBABILITY = 1e-3  # tolerated difference between the probabilities of one token in two exact answers
+# An answer from a rebuilt state may additionally differ by its error bound. No more than NEARLY is tolerated for this.
 NEARLY = 0.05
 
 
 @dataclass
 class Samples:
-    """Samples of the server over time. rebuilt, requests: the numbers of rebuilt states and of requests since the
-    server's start."""
+    """Samples of the server over time. seconds: the time of each sample since the first one. rebuilt: the number of
+    states that the server has rebuilt since its start. requests: the number of requests since the server's start."""
 
     seconds: list[float] = field(default_factory=list)
     resident_mib: list[float] = field(default_factory=list)
@@ -73,7 +74,7 @@ class Samples:
 
     def over_time(self) -> dict[str, list[float]]:
         """Returns the figures in slices of SLICE_S seconds: the time in the middle of each slice, the memory at this
-        time, and the slice's rates per second."""
+        time, and the numbers of rebuilt states and of requests per second in the slice."""
         edges = np.append(np.arange(0, self.seconds[-1], SLICE_S), self.seconds[-1])
         at_s = (edges[1:] + edges[:-1]) / 2
         found = {"at_s": at_s, "resident_mib": np.interp(at_s, self.seconds, self.resident_mib)}
@@ -82,7 +83,7 @@ class Samples:
         return {name: values.round(1).tolist() for name, values in found.items()}
 
     def memory(self) -> dict[str, float]:
-        """Returns the median memory of the first and of the last quarter after settling, in MiB."""
+        """Returns the median memory in the first and in the last quarter of the time after SETTLING, in MiB."""
         settled = np.array(self.resident_mib)[int(SETTLING * len(self.resident_mib)) :]
         quarter = len(settled) // 4
         return {"settled": float(np.median(settled[:quarter])), "end": float(np.median(settled[-quarter:]))}
@@ -125,7 +126,7 @@ async def soak(
     await closed(connections, visitors, measured_s / 4)
     capacity = await closed(connections, visitors, measured_s)
     rate = share * capacity
-    print(f"{capacity:.0f} actions/s at most; {minutes:g} minutes at {rate:.0f}", flush=True)
+    print(f"capacity: {capacity:.0f} actions/s; the soak runs {minutes:g} minutes at {rate:.0f} actions/s", flush=True)
     ledger.latencies_s.clear()
     samples = Samples()
     sampling = asyncio.create_task(sample(server, samples))
@@ -154,8 +155,8 @@ async def compare(connection: Connection, ledger: Ledger) -> int:
     """For at most COMPARED sessions, compares the prediction from the session with the prediction from all tokens of
     the session. Returns the number of compared sessions.
 
-    The two predictions must agree within PROBABILITY. If the session's state was rebuilt from its last tokens, the
-    difference may be larger by the error bound, up to NEARLY.
+    The probabilities in the two predictions may differ by PROBABILITY. If the session's state was rebuilt from the
+    session's last tokens, they may differ by the answer's error bound more, but by at most NEARLY more.
     """
     now_s = time.monotonic()
     there = [kept for kept in ledger.lively if kept.tokens and now_s - kept.touched_s < ledger.ttl_s / 2]
@@ -172,7 +173,8 @@ async def compare(connection: Connection, ledger: Ledger) -> int:
         most = PROBABILITY + min(apart, NEARLY)
         if exact or any(abs(first[token] - second[token]) > most for token in first.keys() & second.keys()):
             ledger.wrong.append(
-                f"the prediction of {kept.name} was {first} with error bound {apart}; that of its tokens was {second}"
+                f"the prediction of {kept.name} was {first} with error bound {apart}; "
+                f"the prediction of its tokens was {second}"
             )
     return len(chosen)
 
@@ -180,8 +182,8 @@ async def compare(connection: Connection, ledger: Ledger) -> int:
 def differences(ledger: Ledger, before: dict[str, float], after: dict[str, float], others: bool = False) -> list[str]:
     """Returns the differences between the server's counts and the clients' counts.
 
-    The server may count any status for a request whose client hung up. If `others` is set, hostile clients also send
-    requests, and the server's counts may be higher.
+    For a request whose client hung up, the server may count any status. If `others` is true, hostile clients also send
+    requests, so the server's counts may be higher than the clients' counts.
     """
     found = []
     for method, route in sorted(set(ROUTES.values())):
@@ -205,7 +207,8 @@ def differences(ledger: Ledger, before: dict[str, float], after: dict[str, float
 
 
 def failures(before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """Returns a message for each count of the server's requests that ended in a status of 500 or more."""
+    """Returns a message for each pair of a route and a status of 500 or more with which the server has answered
+    requests."""
     return [
         f"{name}: {value - before.get(name, 0):.0f}"
         for name, value in after.items()
@@ -216,7 +219,11 @@ def failures(before: dict[str, float], after: dict[str, float]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--load", type=float, help="share of the measured capacity (default 0.8; 0.5 with --hostile)")
+    parser.add_argument(
+        "--load",
+        type=float,
+        help="rate of actions as a share of the capacity (default 0.8; 0.5 with --hostile)",
+    )
     parser.add_argument("--hostile", action="store_true", help="require keys, and add hostile clients")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)

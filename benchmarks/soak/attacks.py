@@ -1,7 +1,7 @@
 """The attacks of hostile clients, and the accepted answers to each.
 
 For each of its requests, in order, an attack yields the actual answer and the accepted answers. An answer is a status,
-`closed`, or `no answer`. Any other answer is an error.
+`closed`, or `no answer`. An actual answer that is not accepted is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.soak.raw import CLOSED, SILENT, authorization, connected, frame,
 
 HELD_S = 4.0  # seconds for which silent and slow connections stay open
 DRIPS = 8
-UNREAD = 300  # steps sent to a WebSocket that is never read
+UNREAD = 300  # number of steps that are sent to a WebSocket whose answers are never read
 GENERATED = 2000
 FLOOD = 5
 BUSY = "429"
@@ -35,7 +35,7 @@ class Target:
 
 
 class Told(NamedTuple):
-    """An answer and the accepted answers."""
+    """The actual answer to a request, and the accepted answers."""
 
     answer: str
     right: tuple[str, ...]
@@ -125,7 +125,7 @@ async def garbage(target: Target) -> AsyncIterator[Told]:
     for data, right in (
         (random.randbytes(200) + b"\r\n\r\n", "400"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + random.randbytes(80), "400"),
-        # A request of HTTP 0.9, which the server's parser (llhttp) accepts.
+        # This is a request of HTTP 0.9. The server's parser (llhttp) accepts it.
         (b"GET /v1/models\r\n\r\n", "200" if target.key is None else "401"),
         (b"GET /v1/models HTTP/1.1\r\nhost localhost\r\n\r\n", "400"),
         (b"POST /v1/score HTTP/1.1\r\nhost: a\r\ncontent-length: -5\r\n\r\n", "400"),
@@ -187,7 +187,10 @@ async def malformed(target: Target) -> AsyncIterator[Told]:
 
 
 class Bomb(NamedTuple):
-    """A request that must be refused. right: the only accepted status. of: a text that the answer must contain."""
+    """A request that the server must refuse.
+
+    right: the only accepted status. of: a text that the answer must contain.
+    """
 
     path: str
     body: dict[str, object]
@@ -196,8 +199,8 @@ class Bomb(NamedTuple):
 
 
 def bombs_of(vocabulary: int) -> Iterator[Bomb]:
-    """Yields small requests that ask for an excessive amount of work, or have an invalid value, for a model with
-    `vocabulary` tokens."""
+    """Yields small requests that ask for too much work or have an invalid value. `vocabulary`: the number of tokens in
+    the vocabulary of the server's model."""
     some: dict[str, object] = {"tokens": [5, 6, 7]}
     yield Bomb("/v1/predict", {"inputs": [[5, 6, 7]] * 3000}, "422", "inputs holds 3000")
     yield Bomb("/v1/predict", {"tokens": [5] * 70_000}, "413", "70000")
@@ -232,7 +235,7 @@ async def leavers(target: Target) -> AsyncIterator[Told]:
 
 
 async def flood(target: Target) -> AsyncIterator[Told]:
-    """Creates FLOOD sessions and never uses them. Repeated runs of this attack exceed the quota."""
+    """Creates FLOOD sessions and never uses them. Repeated runs of this attack exceed the quota of sessions."""
     for _ in range(FLOOD):
         yield await ask(target, request("POST", "/v1/sessions", target.key, {}), "201", BUSY)
 

@@ -44,8 +44,8 @@ def keys() -> Iterator[Keys]:
 
 @dataclass
 class Hostiles:
-    """The hostile clients. told: for each attack, the number of times that each answer was received. wrong: messages
-    about answers that were not among the accepted ones, and about attacks that took too long."""
+    """The hostile clients. told: for each attack, the number of times that each answer was given. wrong: messages about
+    answers that were not among the accepted ones, and about attacks that took too long."""
 
     target: Target
     told: dict[str, Counter[str]] = field(default_factory=dict)

@@ -23,9 +23,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
     beside = ", with hostile clients" if "hostile" in result else ""
     share = f"{100 * result['load']:.0f} % of the capacity"
     above.set_title(f"{result['rate']:,.0f} actions/s, {share}, on churned sessions{beside}", fontsize=10)
-    for name, label in (("requests_per_s", "requests"), ("rebuilt_per_s", "states rebuilt from tails")):
+    for name, label in (
+        ("requests_per_s", "requests"),
+        ("rebuilt_per_s", "states rebuilt from the sessions' last tokens"),
+    ):
         below.plot(minutes, samples[name], label=label)
-    below.set(ylabel="a second", xlabel="minutes", ylim=(0, None))
+    below.set(ylabel="number per second", xlabel="minutes", ylim=(0, None))
     below.legend()
     for axes in (above, below):
         axes.grid(alpha=0.3)

@@ -73,7 +73,8 @@ async def connected(port: int) -> AsyncIterator[Raw]:
 
 
 def head(method: str, path: str, headers: Mapping[str, str]) -> bytes:
-    """Returns a request head with valid line structure. Path and headers may be invalid."""
+    """Returns a request head whose lines have the correct form. The path and the headers are not checked, so they may
+    be invalid."""
     lines = [f"{method} {path} HTTP/1.1", "host: localhost", *(f"{name}: {value}" for name, value in headers.items())]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.soak.connection import Connection, Reply
 
-LIVELY = 0.2  # share of lively sessions among the created sessions
-LIVELY_CALLS = 0.8  # share of the calls that use a lively session
+LIVELY = 0.2  # share of lively sessions (those that are used often) among the created sessions
+LIVELY_CALLS = 0.8  # share of lively sessions among the sessions that the actions use
 LIVELY_ENDS = 0.6 / 2.8  # share of lively sessions among the deleted sessions, so that as many are deleted as created
 
 ACTIONS = {"step": 89.0, "start": 3.0, "end": 2.8, "look": 1.7, "predict": 1.5, "rewind": 1.0, "leave": 1.0}
@@ -45,7 +45,8 @@ class Kept:
 @dataclass
 class Ledger:
     """The sessions that have no request in flight, with their acknowledged tokens, and the counts of requests and
-    answers."""
+    answers. `lively` are the sessions that are used often; `others` are used rarely. `states` counts answers by the
+    source of the session's state. `wrong` has the error messages."""
 
     vocabulary: int
     ttl_s: float
@@ -59,9 +60,8 @@ class Ledger:
     latencies_s: list[float] = field(default_factory=list)
 
     def take(self, share: float) -> Kept | None:
-        """Removes a random session from the ledger for exclusive use and returns it. The session is a lively one with
-        probability `share`, and one of the others otherwise. Returns None if the ledger has no session of the chosen
-        kind."""
+        """Removes a random session from the ledger for exclusive use and returns it. With probability `share`, the
+        session is one of `lively`, and else one of `others`. Returns None if the chosen list is empty."""
         pool = self.lively if random.random() < share else self.others
         if not pool:
             return None
@@ -103,7 +103,7 @@ class Visitors:
             token = self._token()
             await connection.leave("POST", STEPS.format(session=kept.name), self._step(kept, token))
             ledger.count("leave", None)
-            # Sends the same step again: its token must be appended exactly once.
+            # The client sends the same step again. The step's token must be appended exactly once.
             await self._ask(connection, "step", kept, token)
         else:
             await self._ask(connection, action, kept, self._token())
@@ -126,8 +126,8 @@ class Visitors:
         ledger.count(action, reply)
         if action == "step":
             ledger.latencies_s.append(now_s - started_s)
-        # This is an upper bound of the session's idle time: the server may have handled the session's last request
-        # after `touched_s`.
+        # The session's idle time is at most this long. It may be shorter, because the server may have handled the
+        # session's last request after `touched_s`.
         idle_s = now_s - kept.touched_s
         if reply.status == EXPECTED[action]:
             self._check(action, kept, token, reply)
@@ -157,7 +157,8 @@ class Visitors:
             )
 
     async def populate(self, connection: Connection, lively: int, others: int) -> None:
-        """Creates `lively` sessions that are stepped often, and `others` sessions that are not."""
+        """Creates sessions: `lively` is the number of sessions that are used often, `others` the number of the other
+        sessions."""
         for index in range(lively + others):
             await self._ask(connection, "start", self._new(index < lively), 0)
 
@@ -200,7 +201,7 @@ async def opened(connections: list[Connection], visitors: Visitors, rate: float,
     async def one(connection: Connection) -> None:
         try:
             await visitors.act(connection, some_action())
-        except Exception as error:  # this error is reported at the end with the other errors
+        except Exception as error:  # The soak reports this error at its end, together with the other errors.
             visitors.ledger.wrong.append(repr(error))
             connection.close()
         finally:

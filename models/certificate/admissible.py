@@ -1,6 +1,6 @@
 """The admissible inputs of a layer (all that a token sequence can cause), and the ranges of its pre-activations.
 
-The first layer's inputs are the finitely many tokens' embeddings, so its bounds are exact maxima over the tokens. The
+The first layer's inputs are the embeddings of finitely many tokens, so its bounds are exact maxima over the tokens. The
 input of a higher layer is bounded by a box (|x_i| <= b_i) or, after a LayerNorm, by a ball.
 
 All bounds are in float64 and rounded outward. The rounding error of a sum of I products is at most about I * 2^-53
@@ -97,7 +97,7 @@ class Rows:
         centring = relative * np.abs(rows).max(axis=1)
         deviation = np.sqrt(rows.var(axis=1) + epsilon)
         least = np.maximum(deviation - 2 * centring, np.sqrt(epsilon) / 2)
-        largest = np.sqrt(rows.shape[1])  # the bound of |n|
+        largest = np.sqrt(rows.shape[1])  # an upper bound of |n|
         off = 2 * float(np.max((1 + largest) * centring / least + largest * relative))
         result = layer_norm(rows, gain, shift, epsilon)
         return cls(result, np.abs(gain) * off + SPARE * UNIT * np.abs(shift))

@@ -22,7 +22,8 @@ States = tuple[Matrix, ...]
 Deviations = tuple[Deviation, ...]
 
 HARDLY = 1e-9
-"""`Pre.ball` computes the sharper of its two bounds only if the distance of the inputs is at least this value."""
+"""`Pre.ball` computes the sharper of its two bounds only if the bound of the distance between the cell's inputs in the
+window and in the run is at least this value."""
 
 Moved = tuple[States, tuple[Matrix, ...], tuple[Vector, ...]]
 """Three tuples with one entry for each state tensor of a cell: the next state, the bounds of its distance from the
@@ -31,9 +32,13 @@ run's state entry by entry (box), and the bounds in the 2-norm (ball)."""
 
 @dataclass(frozen=True, slots=True)
 class Pre:
-    """A block of H pre-activations, (B, H). `radius` bounds the distance of each from the run's, and `rounding` is the
-    part of `radius` that rounding causes. The block is a sum of linear maps. `sources` holds each map with the 2-norm
-    bound of its input's change."""
+    """A block of H pre-activations: a sum of linear maps.
+
+    value: (B, H), the pre-activations.
+    radius: (B, H), the bound of the distance of each pre-activation from the run's.
+    rounding: (B, H), the part of `radius` that rounding causes.
+    sources: the linear maps, each with the 2-norm bound of the change of its input.
+    """
 
     value: Matrix
     radius: Matrix
@@ -64,8 +69,8 @@ class Pre:
 
 
 class CellStep:
-    """The cell of one layer. inflow, recurrent: the cell's input matrices and recurrent matrices, one for each gate.
-    reach: for each state tensor, the bounds of its units' absolute values, (H)."""
+    """The cell of one layer. inflow: the cell's input matrices, one for each gate. recurrent: its recurrent matrices,
+    one for each gate. reach: for each state tensor, the bounds of its units' absolute values, (H)."""
 
     def __init__(
         self, cell: Cell, gate_cap: float, inflow: list[Linear], recurrent: list[Linear], reach: tuple[Vector, ...]
@@ -85,7 +90,7 @@ class CellStep:
         new, boxes, balls = self._moved(self, pre, state, error)
         errors = []
         for value, box, ball, reach in zip(new, boxes, balls, self.reach, strict=True):
-            if self._reaches_far:  # some unit of the run's state has no bound
+            if self._reaches_far:  # at least one unit of the run's state has no bound
                 errors.append(Deviation.within(np.full_like(box, FAR)))
                 continue
             box = box + ULP * (1 + np.abs(value))
@@ -105,9 +110,9 @@ def mixed(
     gate_ball: Callable[[Matrix], Vector],
     candidate_ball: Callable[[Matrix], Vector],
 ) -> Moved:
-    """Returns `f s + (1 - f) z` with the bounds of its distance from the run's. before: s and its deviation. values: f,
-    df, z, dz. gate_ball and candidate_ball: functions of `scale` that bound the 2-norms of `scale * (f~ - f)` and
-    `scale * (z~ - z)`.
+    """Returns the next state `f s + (1 - f) z` with the bounds of its distance from the run's. before: s and the bound
+    of its distance from the run's. values: f, df, z, dz. gate_ball and candidate_ball: functions of `scale` that bound
+    the 2-norms of `scale * (f~ - f)` and `scale * (z~ - z)`.
     """
     (s, error), (f, df, z, dz) = before, values
     apart = np.abs(s - z)

@@ -14,7 +14,7 @@ from wane.models.manifest import Architecture, Certificate, Condition, Contracti
 from wane.models.weights import Weights, head_weight
 
 CERTIFIED = 1e-3
-"""A model is certified if the bound of the total variation falls to this value."""
+"""A model is certified if the bound of the total variation for the largest window is at most this value."""
 
 
 def certify(

@@ -46,7 +46,7 @@ after the function."""
 @dataclass(frozen=True, slots=True)
 class Deviation:
     """Bounds of the difference of two vectors: |x~ - x| <= box entry by entry, (B, H), and |x~ - x|_2 <= ball, (B).
-    no_box: whether `box` follows from `ball` alone."""
+    no_box: whether `box` was derived from `ball` alone."""
 
     box: Matrix
     ball: Vector

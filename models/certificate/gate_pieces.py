@@ -30,12 +30,13 @@ class GatePieces:
 
     @classmethod
     def of(cls, reach: Reach, cap: float = 1.0) -> GatePieces:
-        """Returns the intervals' bounds for a gate whose pre-activations stay within `reach` (H)."""
+        """Returns the bounds of all intervals for a gate whose pre-activations stay within `reach` (H)."""
         low, high = np.maximum(reach.low, -800.0), np.minimum(reach.high, 800.0)
-        low, high = np.minimum(low, 700.0), np.maximum(high, -700.0)  # finite limits at which the sigmoid is saturated
+        # The limits are made finite. The sigmoid is saturated at these limits.
+        low, high = np.minimum(low, 700.0), np.maximum(high, -700.0)
         shares = np.linspace(0, 1, PIECES + 1)[:, None]
-        # The intervals have equal widths in the gate's value. The intervals near its maximum, which determine the
-        # result, are therefore as fine as the others.
+        # The intervals have equal widths in the gate's value. The intervals near the gate's maximum, which determine
+        # the result, are therefore as narrow as the others.
         gates = sigmoid(low) + shares * (sigmoid(high) - sigmoid(low))
         with np.errstate(divide="ignore"):
             inner = np.log(gates) - np.log1p(-gates)

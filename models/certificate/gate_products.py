@@ -2,7 +2,7 @@
 
 For row x, the squared length `q_x(k) = sum_i r_i^2 f_i(x)^(2k)` is log-convex in k. Between two values of k, it is at
 most the geometric interpolation of its values at these two. The lengths of all rows are therefore computed only for
-every STRIDE-th k. For the other k, only the rows that may have the greatest length are computed.
+every STRIDE-th k. For the other k, only the lengths of the rows that may have the greatest length are computed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ DOUBLINGS = 4
 STRIDE = 2**DOUBLINGS
 
 ALIKE = 1 + 1e-9
-"""A row is computed if its interpolated squared length times this factor reaches the greatest squared length found
-before. Rounding therefore cannot exclude the row with the greatest length."""
+"""The exact length of a row is computed if the row's interpolated squared length times this factor reaches the greatest
+squared length found before. Rounding therefore cannot exclude the row with the greatest length."""
 
 
 class GateProducts:

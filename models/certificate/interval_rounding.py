@@ -1,4 +1,4 @@
-"""Outward rounding in float64: a computed bound is never below the exact one."""
+"""Outward rounding in float64: a computed upper bound is never below the exact value."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ UNIT = 2.0**-53
 """float64's unit roundoff."""
 
 SPARE = 16
-"""The number of roundings by which the bound of a sum's error is increased. They cover the functions that computed the
-sum's terms, and second-order errors."""
+"""The number of roundings by which the bound of a sum's error is increased. These roundings cover the functions that
+computed the sum's terms, and second-order errors."""
 
 UP = 1 + 1e-11
 """The factor that rounds up a sum of up to 40,000 non-negative products, or the result of a few elementary functions.
@@ -43,9 +43,9 @@ def norm_above(vector: Vector) -> float:
 def spectral_norm(matrix: Matrix) -> float:
     """Returns the largest singular value, rounded up.
 
-    It is computed from the Gram matrix, whose largest eigenvalue does not cancel. The error of each entry is the
-    roundoff times the product of two rows' lengths. The error of the Gram matrix is therefore at most the roundoff
-    times the squared Frobenius norm. The error of LAPACK's eigenvalue is no larger.
+    It is the square root of the largest eigenvalue of the Gram matrix. The error of each entry of the Gram matrix is at
+    most the roundoff times the product of two rows' lengths. The error of the Gram matrix is therefore at most the
+    roundoff times the squared Frobenius norm. The error of LAPACK's eigenvalue is no larger.
     """
     if not matrix.size:
         return 0.0

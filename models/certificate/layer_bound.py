@@ -18,8 +18,8 @@ rounding from deciding between equal factors."""
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A proof of `|phi(s, x) - phi(s~, x)| <= factor |s - s~|` by one rule, for the layer's state map phi and in the
-    rule's norm. factor is None if the rule does not apply."""
+    """A proof of `|phi(s, x) - phi(s~, x)| <= factor |s - s~|` by one rule, where phi is the layer's state map and |.|
+    is the norm `norm`. `factor` is None if the rule does not apply."""
 
     rule: str
     norm: Norm
@@ -28,12 +28,14 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class LayerBound:
-    """The bounds of one layer, for every admissible input x and all states s, s~ within `reach`. The layer's factor is
-    that of the best of `proofs`.
+    """The bounds of one layer, for every admissible input x and all states s, s~ within `reach`.
 
+    proofs: the proofs of the layer's contraction, one for each rule. The layer's factor is the smallest of their
+        factors.
     reach: for each state tensor in the manifest's order, the greatest absolute value of each unit, (H), over all states
-    that are reached from zero. input_gain: the bound of the state's change in one step, in the 2-norm, per unit change
-    of the input. It is None if the inputs are embeddings, which are equal in both trajectories.
+        that are reached from zero.
+    input_gain: the bound of the state's change in one step, in the 2-norm, per unit change of the input. It is None if
+        the inputs are embeddings, which are equal in both trajectories.
     """
 
     proofs: tuple[Proof, ...]
@@ -62,11 +64,13 @@ class LayerBound:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Bounds of the distance between two trajectories' states of one layer, some steps after the cut.
+    """Bounds of the distance between two trajectories' states of one layer, some steps after the cut. The cut is the
+    start of the window, where the window's state is zero.
 
-    The cut is the start of the window, where the window's state is zero. perturbations: the bounds by state tensor. The
-    first tensor is the layer's output. gauges: bounds of the same distance in other norms. steps: the number of steps
-    since the cut. cut_only: whether the cut is the only cause of the distance.
+    perturbations: the bounds by state tensor. The first tensor is the layer's output.
+    gauges: bounds of the same distance in other norms.
+    steps: the number of steps since the cut.
+    cut_only: whether the cut is the only cause of the distance.
     """
 
     perturbations: tuple[Perturbation, ...]
@@ -95,7 +99,7 @@ class Layer(Protocol):
 
     `step` is monotone: larger errors before a token give larger errors after it. Its argument `fed` bounds the distance
     between the layer's inputs in the two trajectories, and is None if the inputs are equal. Errors never exceed the
-    distance of two reachable states.
+    largest distance of two reachable states.
     """
 
     @property
@@ -115,7 +119,7 @@ class Layer(Protocol):
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
         """Returns the error that one floating-point step of the cell adds to each state tensor.
 
-        before_gates: the errors of the cell's pre-activations, (G H), in the order of the weights' rows. function: the
-        absolute error of the sigmoid and tanh. unit: the error of every multiplication and addition, relative to its
-        result.
+        before_gates: the errors of the pre-activations of all G gates, (G H), in the order of the weights' rows.
+        function: the absolute error of the sigmoid and tanh. unit: the error of every multiplication and addition,
+        relative to its result.
         """

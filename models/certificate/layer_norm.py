@@ -24,7 +24,7 @@ from wane.models.certificate.interval_rounding import UP, Matrix, Vector, roundo
 
 def normalised_apart(distance: float, width: int, epsilon: float, least: float = 0.0) -> float:
     """Returns a bound of |n - n~|_2, rounded up. distance: |v - v~|_2. least: the least possible |v|_2."""
-    lifted = width * min(epsilon, float(np.float32(epsilon))) / UP  # the graphs use epsilon in float32
+    lifted = width * min(epsilon, float(np.float32(epsilon))) / UP  # epsilon is rounded to float32, as in the graphs
     anywhere = distance / np.sqrt(distance**2 / 4 + lifted)
     apart = distance / np.sqrt(least**2 / UP + lifted)
     return float(np.sqrt(width) * min(anywhere, apart, 2.0)) * UP
@@ -36,7 +36,7 @@ def normalised_furthest(width: int) -> float:
 
 
 class Between:
-    """Two matrices with a LayerNorm n between them: `reader n(x + source d)`. Each row of `reader` sums to zero."""
+    """The matrices before and after a LayerNorm n: `reader n(x + source d)`. Each row of `reader` sums to zero."""
 
     def __init__(self, reader: Linear, source: Linear) -> None:
         self.reader = reader
@@ -45,14 +45,16 @@ class Between:
 
 
 class Normalised:
-    """LayerNorms of rows x (B, H) without gain and shift, `n = (x - mean) / sqrt(variance + epsilon)`. `ball` (B)
-    bounds the 2-norm distance of each n from the LayerNorm of any x~ with |x~ - x|_2 <= r.
+    """LayerNorms of rows x (B, H) without gain and shift, `n = (x - mean) / sqrt(variance + epsilon)`.
 
-    Let v be x without its mean. Subtracting the means does not increase the distance of two vectors. `n = sqrt(H) v /
-    w`, w = sqrt(|v|^2 + H epsilon), is sqrt(H) times the unit vector along v with sqrt(H epsilon) as an additional
-    coordinate. Let (v, sqrt(H epsilon)) and (v~, sqrt(H epsilon)) be at most r apart. The length of the first is w, so
-    the angle between them is at most asin(r / w) if r < w. For any r, |n - n~| <= r / sqrt(epsilon), because the
-    lengths of both are at least sqrt(H epsilon). A third bound is |n| + |n~|, where |v~| <= |v| + r bounds |n~|.
+    `ball` (B) bounds the 2-norm distance of each n from the LayerNorm n~ of any x~ with |x~ - x|_2 <= r. Let v be x
+    without its mean, and w = sqrt(|v|^2 + H epsilon). Then `n = sqrt(H) v / w`. Likewise, n~ depends on v~ and w~.
+    Subtracting the means does not increase the distance of two vectors, so the vectors (v, sqrt(H epsilon)) and (v~,
+    sqrt(H epsilon)) are at most r apart. Three bounds follow:
+
+    - The length of the first vector is w. If r < w, the angle between the two vectors is therefore at most asin(r / w).
+    - The lengths of both vectors are at least sqrt(H epsilon), so |n - n~| <= r / sqrt(epsilon) for any r.
+    - |n - n~| <= |n| + |n~|, where |v~| <= |v| + r bounds |n~|.
 
     `remainder` (B) bounds the distance between n~ - n and `D (x~ - x)`, where D is the derivative of n at x. The second
     derivative of y / |y| along a vector of length r is at most (2 / sqrt 3) r^2 / |y|^2. Here y is on the segment

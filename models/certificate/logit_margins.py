@@ -27,11 +27,11 @@ difference."""
 
 CERTAIN = 0.0005
 """The effect of a unit is its error multiplied by the norm of its column of the mixing matrix. The units with the
-smallest effects, up to this share of the sum of all effects, are not bounded unit by unit. They are bounded together,
-by lengths."""
+smallest effects are bounded together, by lengths, as long as their effects add up to at most this share of the sum of
+all effects. All other units are bounded one by one."""
 
 MOST_OPEN = 128
-"""The largest number of units whose effects are bounded unit by unit. These are the units with the largest effects."""
+"""The largest number of units whose effects are bounded one by one. These are the units with the largest effects."""
 
 NEGLIGIBLE = 1e-4
 """The tokens whose logits are bounded by the radius alone may together add at most this share of the total variation's
@@ -41,8 +41,8 @@ MOST_MOVED = 60.0
 """If the radius allows a logit to change by more than this, the token is never bounded by the radius alone."""
 
 UNIT = 2.0**-24  # the unit roundoff of float32
-LARGEST = 1e15  # columns with larger entries are not multiplied: their squares overflow in float32
-TINY = 1e-25  # far above the error of products that underflow in float32
+LARGEST = 1e15  # columns with larger entries are not multiplied in float32, because their squares would overflow
+TINY = 1e-25  # added to float32 products; far above their error if they underflow
 
 
 class LogitMargins:
@@ -67,7 +67,7 @@ class LogitMargins:
 
         along: the bound of how far the last LayerNorm's input changes in its own direction (`Normalised.along`).
         """
-        assert bound.norm is not None, "a plain network has no logit margins: this is a bug"
+        assert bound.norm is not None, "the network is plain, so it has no logit margins: this is a bug"
         mean = shares @ self._read
         of_mean = float(mean @ mean)
         square = self._squares - 2 * (self._read @ mean) + of_mean
@@ -85,7 +85,7 @@ class LogitMargins:
         """Bounds the change of `(W_a - mean) . hidden` for the given tokens a, (P). mean: the mean of the rows, after
         multiplication by the LayerNorm's gain. length: (P), the length of each token's `W_a - mean`, after the same
         multiplication."""
-        assert bound.norm is not None, "a plain network has no logit margins: this is a bug"
+        assert bound.norm is not None, "the network is plain, so it has no logit margins: this is a bug"
         unit, factor = bound.norm.derivative(row)
         read = Beside(self._read32[tokens], self._sizes[tokens], mean)
         passed = factor * (np.eye(len(unit)) - np.outer(unit, unit))

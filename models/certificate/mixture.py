@@ -40,10 +40,12 @@ of tokens in the first chunk and the largest number in any chunk. A failed test 
 
 
 class LogitMoves(NamedTuple):
-    """Bounds of the distance between one window's logits and any run's.
+    """Bounds of the distance between one window's logits and any run's. The module's docstring defines the symbols.
 
-    logits: (V), z of the window. shares: (V), the network's distribution q. moved: (V), the bounds M. off: the number
-    of the same name in the module's docstring.
+    logits: (V), the window's logits z.
+    shares: (V), the network's distribution q.
+    moved: (V), the bounds M.
+    off: the bound of `|sum_u q_u eta_u|`.
     """
 
     logits: Vector
@@ -62,7 +64,7 @@ def first_is_proved(
     """
     if not math.isfinite(moves.off):
         return False
-    log_shares = moves.logits - _log_sum_exp(moves.logits)  # logarithms, because a share may underflow to 0
+    log_shares = moves.logits - _log_sum_exp(moves.logits)  # logarithms are used, because a share may underflow to 0
     fallen = max(_log_sum_exp(log_shares + moves.moved), 0.0) + moves.moved[first]
     lowest_share = weight * np.exp(log_shares[first] - fallen) * (1 - SLACK)
     highest_shares = weight * np.exp(np.minimum(log_shares + moves.moved + moves.off, 0.0)) * (1 + SLACK)

@@ -1,9 +1,9 @@
-"""Computes the positive weights of a maximum norm in which the bounds of differences shrink the most.
+"""Computes the positive weights of a maximum norm in which one step reduces the bounds of differences the most.
 
 A comparison T maps non-negative bounds of the differences before a step to bounds of the differences after it. T is
 monotone, and T(a d) = a T(d) for a > 0. If T(w) <= r w unit by unit for a positive w, then d <= a w implies T(d) <= r a
-w: the maximum norm weighted by w shrinks by r (Collatz and Wielandt). For a matrix the best w is its Perron vector and
-r its spectral radius.
+w: the maximum norm weighted by w is multiplied by at most r (Collatz and Wielandt). For a matrix the best w is its
+Perron vector and r its spectral radius.
 
 w is computed by iteration and need not be exact: the stated factor is the largest T(w)_i / w_i, rounded up, which holds
 for any w.

@@ -41,8 +41,7 @@ MAX_TOKENS = 1024
 class Propagation:
     """The propagation of state errors in one model whose layers are all contractive.
 
-    reach: the number of tokens after which the output of a run's convolution blocks no longer depends on any earlier
-    token.
+    reach: the number of preceding tokens on which the output of the convolution blocks depends.
     """
 
     def __init__(self, architecture: Architecture, weights: Weights, layers: list[Layer], rounding: Rounding) -> None:

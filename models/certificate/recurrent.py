@@ -1,12 +1,12 @@
-"""The common base of linear and RNN layers: `h' = rho(W h + U x + b)`, rho the identity, tanh or relu.
+"""The common base of linear and RNN layers: `h' = rho(W h + U x + b)`, where rho is the identity, tanh or relu.
 
 `|h' - h~'| <= N |W (h - h~) + U (x - x~)|` unit by unit, where N <= 1 is the greatest slope of rho over all reachable
 states. For equal inputs, a step therefore multiplies the difference by at most |N W|, in the 2-norm or the maximum
-norm. Either norm may have a weight for each unit. The difference of a linear layer shrinks in any matrix-weighted norm
-as well (`models/certificate/scaling.py`).
+norm. Either norm may have a weight for each unit. For a linear layer, the same holds in any matrix-weighted norm
+(`models/certificate/scaling.py`).
 
 **Reach.** For tanh, |h| <= 1. The bounded state limits the pre-activation, which gives a smaller bound of |h|, and so
-on. For linear and relu layers, |h'| <= |W h + U x + b|. In each norm in which W shrinks by r < 1, the states reached
+on. For linear and relu layers, |h'| <= |W h + U x + b|. In each norm in which W has a norm r < 1, the states reached
 from zero therefore satisfy |h| <= max |U x + b| / (1 - r). Without such a norm there is no bound.
 """
 
@@ -117,5 +117,5 @@ class RecurrentLayer:
         return Errors(perturbations, tuple(gauge.of(perturbations[0]) for gauge in self.gauges))
 
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
-        del function, unit  # rho is exact, and the state is its result
+        del function, unit  # computing the identity or relu adds no error
         return (Perturbation.within(before_gates),)

@@ -42,8 +42,11 @@ from wane.models.weights import Weights
 class Step:
     """The values and bounds of one layer at a window's last token. In a plain network, a layer is only its cell.
 
-    state, error: the cell's state after the token, and the bound of its distance from the run's. off: (B), the rounding
-    of the layer's output. norm, fed: the LayerNorm and the output of the feed-forward block.
+    state: the cell's state after the token.
+    error: the bound of the distance between `state` and the run's state.
+    off: (B), the rounding of the layer's output.
+    norm: the block's LayerNorm before the feed-forward part, None if there is none.
+    fed: the output of the feed-forward part, None if there is none.
     """
 
     state: States
@@ -55,12 +58,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class WindowBound:
-    """The values at the ends of B windows, and the bounds of their distance from the runs.
+    """The values at the ends of B windows, and the bounds of their distance from the run's values.
 
-    hidden: (B, H), the output layer's input. radius: (B), the bound of the 2-norm distance between `hidden` and the
-    run's, infinite if there is no bound. off: (B), the part of the radius that the rounding of `hidden` itself adds.
-    stream: (B, H), the first layer's input. below: (B), the bound of the 2-norm distance between `stream` and the
-    run's. steps: one entry for each layer. norm: the last LayerNorm.
+    hidden: (B, H), the output layer's input.
+    radius: (B), the bound of the 2-norm distance between `hidden` and the run's. It is infinite if there is no bound.
+    off: (B), the part of the radius that the rounding of `hidden` itself adds.
+    stream: (B, H), the first layer's input.
+    below: (B), the bound of the 2-norm distance between `stream` and the run's.
+    steps: one entry for each layer.
+    norm: the last LayerNorm.
     """
 
     hidden: Matrix
@@ -116,14 +122,17 @@ class RequestBound:
         errors: list[Matrix],
         rounding: float = 0.0,
     ) -> WindowBound:
-        """Returns the bounds of windows from the outputs of a gated network's `window` graph, which are values at each
-        window's last token.
+        """Returns the bounds of windows from the outputs of a gated network's `window` graph. These outputs are values
+        at each window's last token.
 
-        stream: (B, H), the first layer's input. lengths: (B), the windows' numbers of tokens. states and errors: one
-        array (B, units) for each layer, with the cell's output and the bound of its distance from the run's. `hidden`
-        is computed from these arrays in float64, and may differ from the graph's. `rounding` bounds, in the 2-norm, the
-        rounding of the stream, of each layer's state and of the errors. The result then holds for runs in exact
-        arithmetic. If `rounding` is 0, the graph's values are assumed to be exact.
+        stream: (B, H), the first layer's input.
+        lengths: (B), the numbers of tokens of the windows.
+        states: the output of each layer's cell, one array (B, units) for each layer.
+        errors: the bounds of the distance between `states` and the run's, one array (B, units) for each layer.
+        rounding: the 2-norm bound of the rounding of the stream, of each layer's state and of the errors. With it, the
+            result holds for runs in exact arithmetic. If it is 0, the graph's values are assumed to be exact.
+
+        `hidden` is computed from these arrays in float64, and may differ from the graph's.
         """
         reach = 0 if self._architecture.front is None else self._architecture.front.reach
         x, ball = stream, np.where(lengths > reach, rounding, FAR)
@@ -196,8 +205,8 @@ class Block:
         return self.cell(norm.value, Deviation.ball_only(norm.ball, x.shape[1]), *before)
 
     def above(self, x: Matrix, ball: Vector, state: States, error: Deviations) -> tuple[Matrix, Vector, Step]:
-        """Computes the block's output and its bound from the cell's state after the token. x: (B, H), the block's
-        input. x changes by at most `ball` (B) in the 2-norm. state, error: the state and its bounds."""
+        """Computes the block's output and the bound of its change from the cell's state after the token. x: (B, H), the
+        block's input. x changes by at most `ball` (B) in the 2-norm. state, error: the state and its bounds."""
         if not self._residual:
             return state[0], error[0].ball, Step(state, error, np.zeros(len(x)))
         rest, box = ball, error[0].box
@@ -238,8 +247,8 @@ class FrontBlock:
         return np.zeros((batch, earlier, hidden)), np.full((batch, earlier), self._anything)
 
     def __call__(self, x: Matrix, ball: Vector, seen: Seen) -> tuple[Matrix, Vector, Seen]:
-        """Computes the block's output for one token, its bound, and the next `seen`. x: (B, H). x changes by at most
-        `ball` (B) in the 2-norm."""
+        """Computes the block's output for one token, the bound of the output's change, and the convolution's inputs for
+        the next token (`Seen`). x: (B, H). x changes by at most `ball` (B) in the 2-norm."""
         norm = Normalised(x, self._epsilon, ball)
         read = norm.value * self._gain + self._shift
         moved = norm.ball * np.abs(self._gain).max()

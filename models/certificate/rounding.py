@@ -48,7 +48,8 @@ MAX_STEPS = 4096
 """`carry` gives up if it has found no bound after this many steps."""
 
 SETTLING, SETTLED = 1 << 12, 1e-11
-"""The largest number of steps that reduce a bound, and the relative change at which the reduction stops."""
+"""The largest number of iterations that reduce a bound, and the relative change of the bound at which the iterations
+stop."""
 
 
 def carry(stack: Stack, step: Mapping[str, StateError]) -> tuple[dict[str, StateError], float]:
@@ -101,8 +102,8 @@ def _bound_of_sums(stack: Stack, delta: list[Errors]) -> tuple[list[tuple[Pertur
 def _settled(step: Callable[[list[Errors]], list[Errors]], bound: list[Errors]) -> list[Errors]:
     """Returns a smaller bound: if F(X) + delta <= X, then F(X) + delta is a bound too.
 
-    The iteration stops near the least bound, so that the result hardly depends on the machine's rounding. If the
-    recurrence forgets slowly, it stops after SETTLING steps.
+    The iteration stops near the least bound, so that the result hardly depends on the machine's rounding. If the bound
+    still changes after SETTLING iterations, the iteration stops, too.
     """
     before = np.concatenate([each.flat() for each in bound])
     for _ in range(SETTLING):
@@ -157,8 +158,8 @@ class _Writer:
         return Noise(states, normalised, blocks, self._layer_norm(stream), 3 * self.unit * widest)
 
     def _before_gates(self, index: int, at_norm: float) -> Vector:
-        """Returns the error that rounding adds to a layer's pre-activations, (G H). For the first layer, it includes
-        `at_norm`, the 2-norm error of its LayerNorm."""
+        """Returns the error that rounding adds to a layer's pre-activations, (G H). For the first layer, the error
+        includes `at_norm`, the 2-norm error of its LayerNorm."""
         cell = CellWeights.of(self.architecture, index, self.weights)
         into, bias = cell.input
         sizes = inputs_of(self.architecture, self.weights, index, self.layers).magnitude(into) + np.abs(bias)

@@ -1,4 +1,4 @@
-"""Weighted 2-norms in which a matrix shrinks more than in the plain 2-norm.
+"""Weighted 2-norms in which the norm of a matrix is smaller than its plain 2-norm.
 
 In the norm |T s|_2, the factor of W is |T W T^-1|_2. For a linear layer, T is any invertible matrix. For an RNN, T must
 be diagonal: an elementwise function with a slope of at most 1 increases no entry of a difference, and therefore no
@@ -6,8 +6,8 @@ diagonally weighted norm. Let
 
     P = sum_k (W / a)^k' (W / a)^k,   rho(W) < a < |W|_2,   W' P W = a^2 (P - I) <= a^2 P.
 
-Then the norm sqrt(s' P s) shrinks by less than a. This is the discrete Lyapunov equation. Its solution P is computed by
-repeated doubling of the number of terms.
+Then W multiplies the norm sqrt(s' P s) by less than a. This is the discrete Lyapunov equation. Its solution P is
+computed by repeated doubling of the number of terms.
 
 The computed T need not be exact: the stated factor is computed from T itself, and includes the error of T^-1.
 """

@@ -42,9 +42,13 @@ NEGLIGIBLE = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class BlockNoise:
-    """The rounding errors that a block adds at each step. mixed: the error of x + mix(y). normalised: the 2-norm error
-    of the normalised vector. wide: the errors of the feed-forward part's inner units. narrow: the error that the
-    feed-forward part's last matrix and the addition cause in the block's output."""
+    """The rounding errors that a block adds at each step.
+
+    mixed: the error of x + mix(y).
+    normalised: the 2-norm error of the normalised vector.
+    wide: the errors of the feed-forward part's inner units.
+    narrow: the error that the feed-forward part's last matrix and the addition cause in the block's output.
+    """
 
     mixed: Perturbation
     normalised: float
@@ -56,9 +60,9 @@ class BlockNoise:
 class Noise:
     """The rounding that one step adds in each layer, bottom to top (`models/certificate/rounding.py`).
 
-    states: the rounding of each layer's state. normalised: the 2-norm rounding of each layer's normalised input. top:
-    the 2-norm rounding of the last LayerNorm's normalised vector, before gain and shift. hidden: the 2-norm rounding
-    that gain and shift add.
+    states: the rounding of each layer's state. normalised: the 2-norm rounding of each layer's normalised input.
+    blocks: the rounding of each layer's block. top: the 2-norm rounding of the last LayerNorm's normalised vector,
+    before gain and shift. hidden: the 2-norm rounding that the last LayerNorm's gain and shift add.
     """
 
     states: list[tuple[Perturbation, ...]]

@@ -44,8 +44,8 @@ Flags = NDArray[np.bool_]
 
 
 class Top1:
-    """The proofs for one model. Their arguments are windows' values and bounds, which the model's `RequestBound`
-    computes."""
+    """The proofs for one model. Each method reads the values and bounds of windows that the model's `RequestBound` has
+    computed."""
 
     def __init__(self, architecture: Architecture, weights: Weights, request: RequestBound) -> None:
         self._mixes = [layer.mix for layer in request.layers] if architecture.block == "residual" else []

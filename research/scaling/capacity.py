@@ -21,10 +21,15 @@ MOST_PER_S = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The planned load of one replica, `steps_per_s`. The other fields are results of the simulation at this load.
-    loop_s, runner_s: the seconds per step for which the event loop's and the runner's thread are busy. trips: the
-    number of trips to the store per step. A trip sends several commands to Redis at once and waits for all answers.
-    p99_ms: the p99 latency of a step."""
+    """The planned load of one replica, and results of the simulation at this load. A trip to the store sends several
+    commands to Redis at once and waits for all answers.
+
+    steps_per_s: the planned number of steps per second.
+    loop_s: the seconds per step for which the event loop's thread is busy.
+    runner_s: the seconds per step for which the runner's thread is busy.
+    trips: the number of trips to the store per step.
+    p99_ms: the p99 latency of a step.
+    """
 
     steps_per_s: float
     loop_s: float
@@ -86,8 +91,8 @@ def curve(costs: Costs, trips_s: Any) -> list[dict[str, float]]:
 
 
 def plan(costs: Costs, limits: Limits, trips_s: Any) -> Plan:
-    """Returns the plan with the highest rate of steps at which the event loop's load is within the limit. Finds this
-    rate by bisection."""
+    """Returns the plan with the highest rate of steps at which the event loop's thread is busy for at most the share
+    `limits.load` of the time. Finds this rate by bisection."""
     low, high = 10.0, MOST_PER_S
     for _ in range(9):
         middle = (low + high) / 2

@@ -1,5 +1,5 @@
-"""Compares the simulation with measurements on two processors. The simulation has the same load and the same kills of
-replicas as each measurement.
+"""Compares the simulation with measurements on two processors. For each measurement, the simulation has the same load
+and the same kills of replicas.
 
 There are three measurements. The simulation's costs are not derived from any of them. The first measurement is a closed
 loop of 32 connections over three replicas, with the client of `benchmarks.routing`. The second measurement has two
@@ -246,7 +246,7 @@ def simulate(costs: Costs, measured: Result) -> Result:
 
 
 def spreads(runs: Sequence[Result], *names: str) -> Result:
-    """Returns the spread of each figure in `names` over the simulation's runs."""
+    """Returns, for each result in `names`, its spread (see `Spread`) over the runs of the simulation."""
     return {name: Spread.of(one[name] for one in runs).model_dump() for name in names}
 
 

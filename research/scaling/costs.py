@@ -25,20 +25,32 @@ MICRO = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of steps over HTTP, with a Redis that all replicas share, in seconds of one thread and in bytes. Also
-    contains settings of the service.
+    """The costs of steps over HTTP, with a Redis that all replicas share, and settings of the service. Seconds are busy
+    seconds of one thread, unless stated otherwise. A trip to the store sends several commands at once and waits for all
+    answers.
 
-    loop_*: seconds of the replica's event loop per step, and per batch together with the batch's trip to the store. A
-    trip sends several commands at once and waits for all answers. A step with a rebuilt state takes `loop_rebuilt_s`
-    more. run_*: the seconds of a model's run per batch of steps, and in addition per step in the batch. windows: for
-    states that are rebuilt from the last tokens, pairs of the number of tokens and the seconds of the run. restored_s:
-    the seconds of a run from a stored state over the tokens after this state. The number of these tokens is half of a
-    checkpoint interval on average. front_s: HAProxy's seconds per request. store_*_s: seconds of Redis's thread per
-    trip, and per command in a trip. write_s: quantiles of the seconds of a write to the disk, by the value of Redis's
-    setting `appendfsync`. client_s: seconds of the load generator per step. ready_s: seconds from a replica's restart
-    until it is ready. load_cpu_s: CPU seconds of this restart. *_session_bytes: bytes of memory per session.
-    replica_base_bytes: bytes of memory of a replica without sessions. front_bytes, store_bytes: network bytes of
-    HAProxy and of Redis per step.
+    loop_step_s: seconds of the replica's event loop per step.
+    loop_batch_s: seconds of the event loop per batch, including the batch's trip to the store.
+    loop_rebuilt_s: additional seconds of the event loop for a step whose state is rebuilt.
+    run_batch_s: seconds of a model's run per batch of steps.
+    run_step_s: additional seconds of this run for each step in the batch.
+    windows: pairs (number of tokens, seconds of the run that rebuilds a state from these tokens).
+    restored_s: seconds of the run that rebuilds a state from a stored state and the tokens after it. The number of
+        these tokens is half of a checkpoint interval on average.
+    front_s: seconds of HAProxy per request.
+    store_trip_s: seconds of Redis's thread per trip.
+    store_command_s: additional seconds of Redis's thread for each command in the trip.
+    write_s: quantiles of the duration of a write to the disk, by the value of Redis's setting `appendfsync`.
+    client_s: seconds of the load generator per step.
+    ready_s: elapsed seconds from a replica's restart until it is ready.
+    load_cpu_s: CPU seconds of this restart.
+    state_bytes: bytes of the state of one session.
+    replica_session_bytes: bytes of memory of one session in a replica, including its state.
+    replica_base_bytes: bytes of memory of a replica without sessions.
+    store_session_bytes: bytes of memory of one session in Redis.
+    front_bytes: network bytes of HAProxy per step.
+    store_bytes: network bytes of Redis per step.
+    policy: what the store keeps of a session (see `read`).
     """
 
     loop_step_s: float
@@ -133,18 +145,23 @@ def of(document: dict[str, Any], policy: str) -> Costs:
 
 
 def two_parts(few: dict[str, float], crowded: dict[str, float], cost: str, per: str) -> tuple[float, float]:
-    """Computes the cost of a batch (or trip), and the additional cost of each step in it, from the mean costs of a step
-    under two loads. Replaces negative results by 0."""
+    """Computes two parts of a mean cost per step: the cost of a batch (or trip), and the additional cost of each step
+    in it. Replaces negative results by 0.
+
+    few, crowded: the mean values per step under two loads. cost: the key of the cost. per: the key of the number of
+        batches (or trips).
+    """
     batch = max((few[cost] - crowded[cost]) / (few[per] - crowded[per]), 0.0)
     return batch, max(few[cost] - batch * few[per], 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Assumed prices of cores and memory. They are close to the on-demand prices of general-purpose cloud machines.
+    """Assumed prices of a core and of a GiB of memory, per hour. They are close to the on-demand prices of
+    general-purpose cloud machines.
 
-    The step interval at which states are worth their memory depends only on the ratio of the two prices. Total costs
-    are proportional to the prices.
+    The longest step interval at which keeping a state costs less than rebuilding it depends only on the ratio of the
+    two prices. Total costs are proportional to the prices.
     """
 
     core_hour: float = 0.040
@@ -163,7 +180,7 @@ class Limits:
     """The bytes of memory for the states of a replica (WANE_STATE_BUDGET_BYTES)."""
 
     store_gib: float = 24.0
-    """The bytes of memory for the sessions in one Redis."""
+    """The memory for the sessions in one Redis, in GiB."""
 
     network_bytes_per_s: float = 1e9 / 8
     """The network bandwidth of a replica or a Redis in bytes per second: 1 Gbit/s for both directions together."""

@@ -30,10 +30,16 @@ SLOWSTART_S = 10.0
 class Shape:
     """The parameters of a fleet.
 
-    rate: the steps per second of each session. tokens: the number of tokens of every session. capacity: the largest
-    number of states in a replica's memory. cores: the number of processors that all processes and clients share. If
-    None, each thread has its own processor. client: whether the simulation includes the clients' processor time. warm:
-    whether the states of all sessions are in memory at the start.
+    replicas, shards, sessions: the numbers of replicas, of Redis servers, and of sessions.
+    rate: the steps per second of each session.
+    tokens: the number of tokens of every session.
+    capacity: the largest number of states in a replica's memory.
+    cores: the number of processors that all processes and clients share. If it is None, each thread has its own
+        processor.
+    client: whether the simulation includes the clients' processor time.
+    fsync: Redis's setting `appendfsync`.
+    slowstart_s: the duration of HAProxy's slow start, in seconds.
+    warm: whether the states of all sessions are in memory at the start.
     """
 
     replicas: int = 3

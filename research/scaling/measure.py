@@ -137,8 +137,7 @@ def move(stack: Stack, tokens: int) -> Result:
     """Moves sessions from one replica to another, and measures their first and second step at the new replica.
 
     Several sessions move at the same time, as in a storm of rebuilds. An idle replica would also search for a proof of
-    each answer that it computes from a tail. In a storm of rebuilds a replica does not search, and the measurement is
-    of this case.
+    each answer that it computes from a tail. A busy replica does not, and the costs are needed for a busy replica.
     """
     random = Random(tokens)
     one, other = stack.replicas[0], stack.replicas[1]
@@ -237,7 +236,7 @@ def measure(seconds: float = SECONDS) -> Result:
             variables = dict.fromkeys(replicas(), every)
             with tempfile.TemporaryDirectory() as folder, Stack(Path(folder), variables=variables) as stack:
                 found: Result = {}
-                # measured before and after the load, because the disk's speed varies
+                # The writes are measured before and after the loads, because the disk's speed varies.
                 for fsync, taken in writes.items():
                     taken += disk(stack, fsync)
                 document["policies"][policy] = found

@@ -30,18 +30,16 @@ def plot_all(result: Result, checked: Result) -> None:
 
 
 def saturation(result: Result, path: Path) -> None:
-    """Plots, against the sessions' step interval, the number of sessions at which each part (replica, Redis, HAProxy,
-    network) saturates."""
+    """Plots the number of sessions at which each part (replica, Redis, HAProxy, network) saturates, against the step
+    interval of the sessions."""
     own = result["policies"]["tail"]["saturated_at"]
     figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for number, (name, sessions) in enumerate(own.items()):
         style = "--" if "memory" in name or "state pool" in name else "-"
         axes.loglog(result["thinks_s"], sessions, style, marker="o", markersize=3, color=f"C{number}", label=name)
     axes.set(xlabel="step interval of a session, seconds", ylabel="sessions at saturation")
-    axes.set_title(
-        f"Saturation (processors at {100 * result['limits']['load']:.0f} %). The lowest line is first",
-        fontsize=10,
-    )
+    load = 100 * result["limits"]["load"]
+    axes.set_title(f"Saturation (processors at {load:.0f} %). The lowest line saturates first", fontsize=10)
     axes.legend(fontsize=8, loc="upper left")
     save(figure, axes, path)
 
@@ -70,7 +68,7 @@ def capacity(result: Result, path: Path) -> None:
             )
     left.set(xlabel="steps/s of one replica (dashed: planned)", ylabel="latency of a step, ms", title="one replica")
     left.set_ylim(0, None)
-    right.set(xlabel="appends/s at one Redis, one per trip", ylabel="p99 latency of a trip, ms", title="one Redis")
+    right.set(xlabel="commands/s at one Redis, one per trip", ylabel="p99 latency of a trip, ms", title="one Redis")
     for axes in (left, right):
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3, which="both")
@@ -97,10 +95,10 @@ def storms(result: Result, path: Path) -> None:
         )
     left.set(
         xlabel="seconds after the loss",
-        ylabel="p99 of resident steps in two seconds, ms",
-        title="a remaining replica after the loss of a third",
+        ylabel="p99 of steps with resident states, per two seconds, ms",
+        title="a remaining replica after the loss of a third of all replicas",
     )
-    right.set(xlabel="seconds after the start", title="a new replica without states (store keeps tails)")
+    right.set(xlabel="seconds after the start", title="a new replica without states (Redis keeps last tokens only)")
     for axes in (left, right):
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3, which="both")
@@ -137,7 +135,8 @@ def money(result: Result, path: Path) -> None:
 
 
 def skew(result: Result, path: Path) -> None:
-    """Plots the load of the busiest replica against the skew of the sessions' rates."""
+    """Plots the load of the busiest replica against the exponent of the sessions' rates (see
+    `research/scaling/skew.py`)."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for number, (sessions, own) in enumerate(result["skew"].items()):
         label = f"{int(sessions):,} sessions, {own['replicas']:,} replicas"

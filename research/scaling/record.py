@@ -12,9 +12,15 @@ from numpy.typing import NDArray
 
 @dataclass
 class Record:
-    """The results of steps. Times are in seconds. due_s, taken_s, rebuilt: for each answered step, when it was due, its
-    latency, and whether its state was rebuilt. refused_s: when each refused step was due. asked: the number of steps
-    that have become due."""
+    """The results of steps. Times are in seconds.
+
+    due_s: when each answered step was due.
+    taken_s: the latency of each answered step.
+    rebuilt: whether the state of each answered step was rebuilt.
+    refused: the number of refused steps.
+    refused_s: when each refused step was due.
+    asked: the number of steps that have become due.
+    """
 
     due_s: list[float] = field(default_factory=list)
     taken_s: list[float] = field(default_factory=list)

@@ -29,8 +29,8 @@ from wane.service.engine.step import MOST_USES, REBUILD_EMA_ALPHA
 
 PIECE = 512
 WINDOW = 64
-"""The number of last tokens from which a state is rebuilt if states are soon evicted. Otherwise a state is rebuilt from
-all tokens that the service keeps (see `_rebuilt_from`)."""
+"""The number of last tokens from which a state is rebuilt that is used for few steps only. Otherwise a state is rebuilt
+from all tokens that the service keeps (see `_rebuilt_from`)."""
 
 DEADLINE_S = 30.0
 """The timeout of a request (WANE_REQUEST_TIMEOUT_MS), counted from its arrival at the event loop."""
@@ -68,8 +68,8 @@ class Replica:
         cores: Cores | None = None,
         turns: bool = False,
     ) -> None:
-        """held: how many of a session's last tokens the service keeps. turns: whether a session's step waits until the
-        session's earlier steps are answered. If it is True, `states` must distinguish individual sessions
+        """held: the number of last tokens that the service keeps of each session. turns: whether a session's step waits
+        until the session's earlier steps are answered. If it is True, `states` must distinguish individual sessions
         (`StateCache`).
         """
         self._env = env

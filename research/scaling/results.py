@@ -103,7 +103,7 @@ def document_of(one: Size, prices: Prices) -> Result:
 
 
 def per_million(one: Size, prices: Prices) -> Result:
-    """Returns the resources and the hourly cost of a million sessions, and the share of steps whose states are in
+    """Returns the resources and the hourly cost for a million sessions, and the share of sessions whose states are in
     memory."""
     return {
         "resident": one.resident,

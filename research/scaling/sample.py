@@ -47,12 +47,13 @@ class Sample:
         seed: int = 0,
         queue: Callable[[int, CostModel], Scheduler[Item]] = FairScheduler,
     ) -> None:
-        """sessions: the replica's number of sessions. away: the number of these sessions that are new to the replica.
-        rate: the steps per second of each session. capacity: the largest number of states in the replica's memory.
-        held: how many of a session's last tokens the service keeps. trips_s: durations of trips to one shard, in
-        seconds. The simulation draws each trip's duration from `trips_s`. shards: the number of shards. A trip takes as
-        long as its slowest shard.
-        """
+        """sessions: the number of the replica's sessions.
+        away: the number of these sessions that are new to the replica.
+        rate: the steps per second of each session.
+        capacity: the largest number of states in the replica's memory.
+        held: the number of last tokens that the service keeps of each session.
+        trips_s: durations of trips to one shard, in seconds. The simulation draws from them.
+        shards: the number of shards. A trip takes as long as its slowest shard."""
         self.env = simpy.Environment()
         self.random = np.random.default_rng(seed)
         self.record = Record()

@@ -47,7 +47,7 @@ class Setting:
         return round(self.plan.steps_per_s * self.think_s)
 
     def sample(self, sessions: int, away: int, queue: str = "fair") -> Sample:
-        """Returns a replica whose state cache holds all of its sessions."""
+        """Returns a simulated replica whose memory has room for the states of all its sessions."""
         return Sample(
             self.costs,
             sessions=sessions,
@@ -65,7 +65,8 @@ class Setting:
 def lost(setting: Setting, share: float, queue: str = "fair", after_s: float = AFTER_S) -> Result:
     """Simulates a remaining replica after the loss of a share of all replicas at once.
 
-    The remaining replica receives its share of the lost replicas' sessions, all of them without states in memory.
+    The remaining replica receives its share of the lost replicas' sessions. None of the states of these sessions are in
+    its memory.
     """
     sample = setting.sample(setting.sessions, 0, queue)
     more = round(setting.sessions * share / (1 - share))
@@ -94,9 +95,9 @@ def p99_over_time(slices: list[Result]) -> list[float | None]:
 
 
 def storm_of(slices: list[Result], calm_ms: float, begun_s: float) -> Result:
-    """Returns the highest p99 latency in a time slice, separately for steps with resident and with rebuilt states. Also
-    returns the seconds after which the p99 of steps with resident states stays at or below twice its value before the
-    event (`calm_ms`).
+    """Returns the highest p99 latency of all time slices, separately for steps with resident and with rebuilt states.
+    Also returns how many seconds after the event (`begun_s`) the p99 of steps with resident states stays at or below
+    twice its value before the event (`calm_ms`).
     """
 
     def worst(name: str) -> float | None:

@@ -1,9 +1,9 @@
-"""Simulates one Redis that stores the sessions. In each round its thread takes all waiting commands, runs them, writes
-to the disk once, and answers.
+"""Simulates one Redis that stores the sessions. In each round, Redis's thread takes all waiting commands, runs them,
+writes to the disk once, and answers.
 
 With `appendfsync always` all answers of one round wait for the same write, whatever the number of commands. The disk
 then limits the rounds per second, and the processor limits the commands per second. With `everysec` another thread
-writes, and no answer waits for it.
+writes to the disk, and no answer waits for the write.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Computes the sizes of fleets: the number of replicas, Redis and HAProxy instances, their resources, the first
 bottleneck, and the cost.
 
-The required amount of a resource is the product of a rate and a cost. The costs of a replica are those of the
-simulation at the planned load. Sessions step once in `think_s` seconds on average. A replica keeps as many states in
-memory as fit into its state pool. If all sessions have equal rates, the share of resident states is also the share of
-steps that find their state in memory (`memory.py`).
+The required amount of a resource is the product of the steps per second and the amount that one step needs. The costs
+of a replica are those of the simulation at the planned load. Sessions step once in `think_s` seconds on average. A
+replica keeps as many states in memory as fit into its state pool. If all sessions have equal rates, the share of
+resident states is also the share of steps that find their state in memory (`memory.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a fleet. cores, gib: the required cores and GiB of memory, by part of the fleet. The required cores
-    are the used cores divided by the planned load."""
+    """The size of a fleet.
+
+    resident: the share of the sessions whose states are in memory.
+    cores: the required cores, by part of the fleet: the used cores divided by the planned load of a core.
+    gib: the required GiB of memory, by part of the fleet.
+    """
 
     sessions: float
     think_s: float
@@ -99,8 +103,8 @@ def saturated_at(costs: Costs, plan: Plan, limits: Limits, think_s: float) -> di
 
 
 def worth_keeping_s(costs: Costs, prices: Prices, limits: Limits) -> float:
-    """Returns the longest step interval, in seconds, at which keeping a state in memory costs less than rebuilding it.
-    After an interval of this length, the state's memory has cost as much as one rebuild.
+    """Returns the step interval, in seconds, for which the memory of a state costs as much as one rebuild. For shorter
+    intervals, it is cheaper to keep the state in memory.
     """
     tokens = costs.window_s(WINDOW) if costs.policy == "tail" else costs.restored_s
     rebuild = (costs.loop_rebuilt_s + tokens) / limits.load * prices.core_hour / 3600

@@ -1,8 +1,9 @@
-"""Computes the load of a fleet with hot sessions. The rate of a session is a power of its rank (Zipf).
+"""Computes the load of a fleet with hot sessions. The rate of the session with rank r is proportional to r^(-exponent)
+(Zipf's law).
 
 The sessions of the first million ranks are placed on the ring one by one. The rates of the remaining sessions, up to
 10^8 in all, are so similar that each replica receives a share of their steps equal to its share of the ring. The hit
-rate of the LRU state cache is Che's approximation.
+rate of the LRU state cache is computed by Che's approximation.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ PLACED = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """The load of one fleet with hot sessions.
+    """The load of one fleet with hot sessions. The rate of the session with rank r is proportional to r^(-exponent).
 
-    exponent: the exponent of the rank in a session's rate. hottest_per_s: the steps per second of the session with the
-    highest rate. busiest: the busiest replica's rate divided by the mean rate. busiest_even: the same ratio if all
-    sessions had equal rates. resident: the share of steps that find their state in memory if the memory has room for a
-    tenth of all states.
+    exponent: the exponent of this formula.
+    hottest_per_s: the steps per second of the session with the highest rate.
+    busiest: the busiest replica's rate divided by the mean rate of all replicas.
+    busiest_even: the same ratio if all sessions had equal rates.
+    resident: the share of steps that find their state in memory if the memory has room for a tenth of all states.
     """
 
     exponent: float
@@ -39,7 +41,8 @@ class Skew:
 
 
 def weights(sessions: int, exponent: float) -> tuple[NDArray[np.float64], float]:
-    """Returns the share of all steps for each of the first ranks, and the share of all other sessions together."""
+    """Returns the share of all steps that belongs to each session of the first PLACED ranks, and the share of all other
+    sessions together."""
     first = np.arange(1, min(sessions, PLACED) + 1, dtype=np.float64) ** -exponent
     rest = power_sum(len(first) + 0.5, sessions + 0.5, exponent) if sessions > len(first) else 0.0
     total = float(first.sum()) + rest
@@ -56,8 +59,8 @@ def power_sum(low: float, high: float, exponent: float) -> float:
 def skew(
     sessions: int, replicas: int, steps_per_s: float, exponent: float, most_per_s: float = np.inf, seed: int = 0
 ) -> Skew:
-    """Computes the load of one fleet. most_per_s: the highest possible steps per second of one session. It is limited,
-    because a session's steps run one after another."""
+    """Computes the load of one fleet. most_per_s: the highest possible steps per second of one session. This rate is
+    limited, because a session's steps run one after another."""
     first, rest = weights(sessions, exponent)
     first = np.minimum(first, most_per_s / steps_per_s)
     whole = float(first.sum()) + rest

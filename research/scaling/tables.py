@@ -57,9 +57,9 @@ POLICY = word("Redis keeps", "policy")
 REPLICAS = number("replicas", "replicas")
 SESSIONS: Column = ("sessions", lambda row: power(row["sessions"]))
 WORST: tuple[Column, ...] = (
-    ("worst 2 s, p99 in ms: resident", lambda row: ms(row["worst_resident_p99_ms"])),
-    ("rebuilt", lambda row: ms(row["worst_rebuilt_p99_ms"])),
-    number("p99 doubled for", "raised_s", ".0f", " s"),
+    ("highest p99 in 2 s, ms: steps with resident states", lambda row: ms(row["worst_resident_p99_ms"])),
+    ("with rebuilt states", lambda row: ms(row["worst_rebuilt_p99_ms"])),
+    number("time with p99 above twice its normal value", "raised_s", ".0f", " s"),
 )
 BEFORE: Column = ("p99 before, ms", lambda row: ms(row["calm_p99_ms"]))
 MOVED = number("sessions moved to each replica", "moved_here")
@@ -83,7 +83,7 @@ def of_costs(costs: Result) -> list[str]:
             for name, key in (
                 ("event loop, per step", "loop_step_s"),
                 ("event loop, per batch and its trip", "loop_batch_s"),
-                ("event loop, extra for a rebuilt step", "loop_rebuilt_s"),
+                ("event loop, additional per rebuilt step", "loop_rebuilt_s"),
                 ("model, per batch of steps", "run_batch_s"),
                 ("model, per step in a batch", "run_step_s"),
                 ("HAProxy, per request", "front_s"),
@@ -206,15 +206,15 @@ def of_ring(result: Result) -> list[str]:
     columns = (
         word("replicas", "replicas"),
         (
-            "moved by one more replica (necessary)",
+            "sessions moved if one replica is added (necessary)",
             lambda row: f"{100 * row['added_moves']:.2f} % ({100 * row['added_must']:.2f} %)",
         ),
-        word("of these not to the new replica", "added_moves_elsewhere"),
+        word("moved, but not to the new replica", "added_moves_elsewhere"),
         (
-            "moved by one fewer replica (necessary)",
+            "sessions moved if one replica is lost (necessary)",
             lambda row: f"{100 * row['lost_moves']:.2f} % ({100 / row['replicas']:.2f} %)",
         ),
-        word("sessions of other replicas moved", "lost_moves_others"),
+        word("moved, but not from the lost replica", "lost_moves_others"),
         (
             "a replica's share / mean share",
             lambda row: f"{row['least_share']:.2f} to {row['largest_share']:.2f}",
@@ -231,7 +231,7 @@ def of_skew(result: Result) -> list[str]:
         number("exponent", "exponent", ".1f"),
         number("steps/s of the hottest session", "hottest_per_s", ",.2f"),
         number("busiest replica's load / mean load", "busiest", ".2f"),
-        number("steps that find their state, cache for a tenth", "resident", ".0f", " %", 100),
+        number("steps whose state is in memory, with room for a tenth of all states", "resident", ".0f", " %", 100),
     )
     rows = [
         {**one, "sessions": float(sessions), "replicas": own["replicas"]}

@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
 MALLINFO = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
-SPARE = "asyncio_"  # the prefix of the names of `asyncio.to_thread`'s threads
+SPARE = "asyncio_"  # the names of the threads of `asyncio.to_thread` begin with this word
 
 
 def alone(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -36,7 +36,7 @@ def alone(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def measure(measurement: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs `measurement` without automatic garbage collection. `alone` calls this function in the new process."""
+    """Runs `measurement` without automatic garbage collection. `alone` makes the new process call this function."""
     gc.disable()
     asyncio.run(measurement())
 
@@ -89,9 +89,9 @@ def growth(samples: list[int], kinds: int) -> float:
     """Estimates the average growth from one sample to the next. Sample i is of kind i % `kinds`. Samples of different
     kinds may have different levels.
 
-    The growth of a kind is the minimum of the later half of its samples, minus the minimum of the earlier half, per
-    sample between the halves. This function uses minima because a leak raises all later samples, but temporary memory
-    raises only some. Returns the smallest growth of all kinds."""
+    The growth of a kind is the difference between the minimum of the later half of its samples and the minimum of the
+    earlier half, divided by the number of samples from one half to the other. This function uses minima because a leak
+    raises all later samples, but temporary memory raises only some. Returns the smallest growth of all kinds."""
     grown = []
     for kind in range(kinds):
         alike = samples[kind::kinds]

@@ -58,7 +58,7 @@ async def client(app: Application, registry: FakeRegistry) -> AsyncIterator[http
 
 @pytest.fixture
 async def loading() -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an application whose real registry has not started to load."""
+    """A client of an application with a real registry, which has not started to load its models."""
     settings, metrics = Settings(), Metrics()
     app = create_app(settings, ModelRegistry(settings, metrics), metrics, on_load_failure=never)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://wane") as client:
@@ -66,7 +66,7 @@ async def loading() -> AsyncIterator[httpx.AsyncClient]:
 
 
 class SocketServer(DrainingServer):
-    """A server of the application with the fake engine. It runs in the test's event loop."""
+    """A server of the application with the fake engine. The server runs in the test's event loop."""
 
     def __init__(self, app: Application, registry: FakeRegistry, *, plain_uvicorn: bool = False) -> None:
         """If `plain_uvicorn` is true, the server uses uvicorn's own protocol classes."""
@@ -81,8 +81,8 @@ class SocketServer(DrainingServer):
         self.read_bytes = 0  # the number of bytes read from all connections; 0 with uvicorn's own protocol classes
 
     def counting(self, http: partial[HttpProtocol]) -> partial[HttpProtocol]:
-        """Returns `http` with a subclass in place of its protocol class. The subclass adds the number of received bytes
-        to `read_bytes`."""
+        """Returns the entry `http` with a subclass of its protocol class. The subclass adds the number of received
+        bytes to `read_bytes`."""
         server = self
 
         class Counting(HttpProtocol):
@@ -120,8 +120,8 @@ async def server(
     request: pytest.FixtureRequest, app: Application, registry: FakeRegistry, travel: Callable[[float], None]
 ) -> AsyncIterator[SocketServer]:
     """A real uvicorn server with a real socket and the fake engine. Each test runs once with Wane's protocol classes
-    and once with uvicorn's. The fixture depends on `travel`, so pytest restores the clock only after the server has
-    stopped."""
+    and once with uvicorn's. This fixture depends on the fixture `travel`, so that pytest restores the clock only after
+    the server has stopped."""
     server = SocketServer(app, registry, plain_uvicorn=request.param)
     serving = asyncio.create_task(server.serve())
     await server.listening.wait()
@@ -132,8 +132,8 @@ async def server(
 
 @pytest.fixture(scope="session")
 def live_servers() -> Iterator[Callable[[bool], LiveServer]]:
-    """A function that returns the real server with the real models. With the argument True the server uses uvicorn's
-    own protocol classes. The function starts each of the two servers once."""
+    """A function that returns a real server with the real models. With the argument True, the server uses uvicorn's own
+    protocol classes; with False, it uses Wane's. The function starts each of these two servers at most once."""
     with ExitStack() as started:
         yield cache(lambda plain_uvicorn: started.enter_context(live_server(plain_uvicorn=plain_uvicorn)))
 
@@ -153,8 +153,8 @@ def http(live: LiveServer) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 async def make_harness() -> AsyncIterator[MakeHarness]:
-    """A function that makes engine harnesses. After the test the fixture closes the harnesses, and checks that only
-    resident states use slots."""
+    """A function that makes engine harnesses. After the test, this fixture closes the harnesses, and checks that only
+    resident states use slots of the state pools."""
     harnesses: list[EngineHarness] = []
 
     def make(**options: Any) -> EngineHarness:

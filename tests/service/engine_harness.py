@@ -1,4 +1,5 @@
-"""A small model, and its fake runner. Tests can pause the runner's runs, list them, and make them fail."""
+"""A small model, and a fake runner that computes it. Tests can pause the runs of the runner, list the runs, and make
+them fail."""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ def name_vocabulary(kind: str = "events", names: Sequence[str] = ("open", "read"
 
 
 def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
-    """Returns the manifest of an LSTM whose certificate is contractive but not certified. The manifest lists no
-    files."""
+    """Returns the manifest of an LSTM. In its certificate, `contractive` is true and `certified` is false. The manifest
+    lists no files."""
     architecture = Architecture(cell="lstm", vocabulary_size=vocabulary.size, embedding=HIDDEN, hidden=HIDDEN, layers=1)
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -101,13 +102,14 @@ def make_manifest(vocabulary: Vocabulary, **changes: Any) -> Manifest:
 
 class FakeRunner:
     """A runner for a model with the state (c, h). For the token x it computes c' = 0.9 c + E[x], h' = tanh(c') and
-    logits = W h', where E is the embedding and W is the output layer's weight. The rows of a batch are independent, so
-    batching changes no bit.
+    logits = W h', where E is the embedding and W is the output layer's weight. The rows of a batch are computed
+    independently, so a row's result is bitwise the same in every batch.
 
     `calls` lists the role and the tokens of every run, row by row. A run waits while `gate` is clear. A run sets `busy`
-    when it begins. A run with the token `poison` raises an error. The token `hot` makes the state of its row NaN. If
-    `radius` is set, every run of the graph "window" outputs this radius, and the engine can search for a proof with the
-    directional bound. `decay` replaces the factor 0.9. With a `decay` of 1 or more, the state forgets nothing.
+    when it begins. A run with the token `poison` raises an error. If a row has the token `hot`, the row's state becomes
+    NaN. If `radius` is not None, every run of the graph "window" outputs this radius, and the engine can search for a
+    proof with the directional bound. `decay` replaces the factor 0.9. With a `decay` of 1 or more, the influence of
+    earlier tokens on the state does not shrink.
     """
 
     device = "cpu"
@@ -169,7 +171,7 @@ class FakeRunner:
         )
 
     async def until_busy(self) -> None:
-        """Waits until a run begins. Returns immediately if one has begun since the last call."""
+        """Waits until a run begins. Returns immediately if a run has begun since the last call of this method."""
         assert await asyncio.to_thread(self.busy.wait, TIMEOUT_S)
         self.busy.clear()
 
@@ -272,7 +274,7 @@ class FakeRunner:
 
 
 class FakeProof:
-    """A replacement for an engine's directional proof. It proves every answer, with the trivial bound 1.
+    """A replacement for an engine's directional proof. Every search succeeds, with the trivial bound 1.
 
     `asked` counts the searches. A search waits while `gate` is clear. A search sets `busy` when it begins.
     """
@@ -291,7 +293,7 @@ class FakeProof:
         return True, 1.0
 
     async def until_busy(self) -> None:
-        """Waits until a search begins. Returns immediately if one has begun since the last call."""
+        """Waits until a search begins. Returns immediately if a search has begun since the last call of this method."""
         assert await asyncio.to_thread(self.busy.wait, TIMEOUT_S)
         self.busy.clear()
 
@@ -307,8 +309,7 @@ class LinearCosts(CostModel):
 
 
 class InOrder(ThroughputProfile):
-    """A throughput profile without measurements. So the engine runs every sequence token by token, and not in parallel
-    chunks."""
+    """A throughput profile without measurements. With this profile, the engine runs no sequence in parallel chunks."""
 
     def measure(self, runner: Runner, pool: StatePool, manifest: Manifest, max_batch_size: int) -> Iterator[None]:
         return iter(())
@@ -341,25 +342,25 @@ class EngineHarness:
         **changes: Any,
     ) -> None:
         """`changes` has fields of the manifest (window, max_window, certificate, cache) and settings. `max_window` sets
-        the field of the manifest, and `settings_max_window` sets the setting. If `certified` is true, the manifest has
-        the certificate of the fake runner's model. `radius` is the radius that the graph "window" outputs. `cost_model`
-        predicts the times of runs. `throughput` is the profile that determines the parallel chunks of long sequences.
-        `puts_out_top` is whether the graphs output the largest logits. If it is false, the engine processes no step in
-        columns (arrays for a batch of one-token steps). `puts_out_hiddens` is whether `scan` outputs `hiddens`. `clock`
-        is the clock of `store`."""
+        the manifest's field, and `settings_max_window` sets the setting `max_window`. If `certified` is true, the
+        manifest has the certificate of the fake runner's model. `radius` is the radius that the graph "window" outputs.
+        `cost_model` predicts the times of runs. `throughput` is the profile that determines the parallel chunks of long
+        sequences. `puts_out_top` is whether the graphs output the largest logits. If `puts_out_top` is false, the
+        engine processes no step in columns (arrays for a batch of one-token steps). `puts_out_hiddens` is whether
+        `scan` outputs `hiddens`. `clock` is the clock of `store`."""
         self.vocabulary = vocabulary or byte_vocabulary()
         self.clock = clock or Clock()
         self.metrics = Metrics()
         of_manifest = {name: changes.pop(name) for name in list(changes) if name in MANIFEST_FIELDS}
         of_settings = {name.removeprefix("settings_"): value for name, value in changes.items()}
-        # If a test paused a run on the event loop's thread, the event loop would block. So by default the harness
-        # allows no runs on that thread.
+        # By default, the harness allows no runs on the event loop's thread: if a test paused such a run, the event loop
+        # would block.
         self.settings = Settings(
             **{
                 "session_history_tokens": 16,
                 "max_batch_size": 8,
                 "inline_batch_max_us": 0,
-                # The default of this setting would give room for millions of these small states.
+                # With the default of this setting, the state pool would have room for millions of these small states.
                 "state_budget_bytes": 2**22,
                 **of_settings,
             }
@@ -413,7 +414,7 @@ class EngineHarness:
         return lost
 
     def sample(self, name: str, **labels: str) -> float:
-        """Returns the value of one of this engine's Prometheus metrics, or 0 if the metric has no value yet."""
+        """Returns the value of a Prometheus metric of this engine. Returns 0 if the metric has no value yet."""
         value = self.metrics.registry.get_sample_value(name, {"model": self.engine.name, **labels})
         return 0.0 if value is None else value
 

@@ -1,5 +1,5 @@
-"""The entrances (HTTP, WebSocket and direct calls) through which an engine receives steps. Every entrance has the
-interface `Entrance`."""
+"""The entrances (HTTP, WebSocket and direct calls) through which an engine receives steps. Each is a subclass of
+`Entrance`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Call(Protocol):
 
 
 class Entrance:
-    """An interface through which a test sends steps to an engine. `models` is the registry that contains the engine."""
+    """A way by which a test sends steps to an engine. `models` is the registry that contains the engine."""
 
     has_task = False
     """Whether the server makes an `asyncio.Task` for each step."""
@@ -142,7 +142,7 @@ class AsgiEntrance(HttpEntrance):
 
 
 class BulkEntrance(HttpEntrance):
-    """Sends POST /v1/sessions/tokens with a single step in the body."""
+    """Sends POST /v1/sessions/tokens. The list of steps in the body has one step."""
 
     async def send(self, session: str, **step: Any) -> HttpCall:
         return await self.send_request(post({"steps": [{"session": session, **step}]}, path="/v1/sessions/tokens"))
@@ -168,8 +168,8 @@ class WebSocketCall:
 
 
 class WebSocketEntrance(Entrance):
-    """Sends steps over WebSockets on /v1/sessions/{session}/stream, with Wane's own protocol classes. All steps of a
-    session use one WebSocket."""
+    """Sends steps over WebSockets on /v1/sessions/{session}/stream to a server with Wane's own protocol classes. All
+    steps of a session use one WebSocket."""
 
     is_native = True
 
@@ -213,8 +213,8 @@ ENTRANCES = ["engine", *NATIVE, *ASGI]
 
 @asynccontextmanager
 async def entered(name: str, harness: EngineHarness) -> AsyncIterator[Entrance]:
-    """Yields the entrance with this name for the harness's engine. Starts the sessions a, b and c first. Each session
-    has received one token."""
+    """Creates the sessions a, b and c, each of which receives one token. Then yields the entrance with this name to the
+    harness's engine."""
     if name == "engine":
         await start_sessions(harness)
         yield EngineEntrance(OneEngine(harness.engine))

@@ -1,5 +1,5 @@
-"""A fake engine and a fake registry for tests of the layers that call the engine. They answer without delay, or wait
-for an event or raise an exception that the test has set."""
+"""A fake engine and a fake registry for tests of the layers that call the engine. They answer without delay, unless the
+test has set an event for which they wait, or an exception that they raise."""
 
 from __future__ import annotations
 
@@ -278,9 +278,9 @@ class FakeEngine:
 
 
 class FakeRegistry:
-    """A registry of one fake engine. The registry is ready from the start. After a call of `begin_loading`, it is ready
-    when the event `loaded` is set. Every session exists, except the session `unknown`. If `failure` is not None, every
-    call of the registry raises it."""
+    """A registry of one fake engine. The registry is ready from the start. After a call of `begin_loading`, the
+    registry is not ready until the test sets the event `loaded`. Every session exists, except the session `unknown`. If
+    `failure` is not None, every call of the registry raises it."""
 
     device = "cpu"
     default = "fake"

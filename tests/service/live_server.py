@@ -36,8 +36,8 @@ sys.exit(main())
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """Returns this process's environment variables and the test's settings. Leaves out all other settings of Wane
-    except the folder of bundles."""
+    """Returns the environment variables of this process, without Wane's settings except the folder of bundles. Adds the
+    test's settings."""
     inherited = {name: value for name, value in os.environ.items() if name == BUNDLES or not name.startswith("WANE_")}
     return {**inherited, **settings}
 

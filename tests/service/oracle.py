@@ -26,17 +26,18 @@ from wane.service.runners.runner import ERROR, NEXT, RADIUS, STREAM, Array, Shap
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 
-# The runner rounds the oracle's states and outputs to float32. The values are of order 10, and the relative rounding
-# error is about 1e-7. So the rounding error is about 1e-6, which is less than both claimed limits. ROUNDING is the
-# limit for the distance of two runs' hidden vectors, and OF_STATES for the error of a state.
+# The certificates claim two limits for rounding errors. ROUNDING is the limit of the distance between the hidden
+# vectors of two runs. OF_STATES is the limit of the error of a state. The real rounding errors are smaller: the runner
+# rounds the oracle's states and outputs to float32, the values are of order 10, and the relative rounding error is
+# about 1e-7, so the rounding error is about 1e-6.
 ROUNDING, OF_STATES = 2e-5, 1e-5
 NAMES = tuple("abcdefghi")
 
 
 class OracleRunner:
     """A runner that computes the outputs of the graphs with the numpy oracle. If `beside` is true, the graph "window"
-    also outputs the radius, which bounds the error of `hidden`. For gated cells it then also outputs the first layer's
-    input and the error bounds of the states."""
+    also outputs the radius, which bounds the error of `hidden`. For gated cells, this graph then also outputs the first
+    layer's input and the error bounds of the states."""
 
     device = "cpu"
 
@@ -89,14 +90,15 @@ class OracleRunner:
                 for name, step in zip(self._names[-len(bound.steps) :], bound.steps, strict=True):
                     outputs[ERROR + name] = np.nextafter(_float32(step.error[0].box[0]), np.float32(np.inf))
         if role == "scan":
-            # Only the engine's warm-up runs this graph, and it ignores the values.
+            # Only the engine's warm-up runs this graph, and the warm-up ignores the values.
             outputs["logprobs"] = np.zeros(len(feeds["tokens"]), np.float32)
         return outputs
 
 
 class Small:
     """A model with eleven tokens and six units, its engine, and the predictions of the full-history model. The
-    full-history model is the same model, which reads all tokens of a session without interruption."""
+    full-history model is the numpy reference with the same weights. It reads all tokens of a session, starting from the
+    zero state."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class Small:
         **fields: object,
     ) -> None:
         """`keep` is the largest window, and also the number of tokens that the store keeps for a session. `fields` has
-        more fields of the architecture."""
+        further fields of the architecture. `beside` is the parameter of OracleRunner."""
         self.architecture = architecture(cell, block, layers, **fields)
         self.weights = random_weights(self.architecture, seed, recurrent=recurrent, driven=0.5)
         self.vocabulary: Vocabulary = name_vocabulary(names=NAMES)

@@ -47,11 +47,11 @@ class OneEngine(FakeRegistry):
         return cast(Engine, self.engine)
 
     def resident_engine(self, session: str) -> Engine | None:  # type: ignore[override]
-        """Returns the only engine, if it is ready."""
+        """Returns the only engine, or None if the registry is not ready."""
         return cast(Engine, self.engine) if self.ready else None
 
     def swap(self, engine: Engine) -> None:
-        """Replaces the engine."""
+        """Retires the registry's engine. The registry then uses `engine` instead."""
         cast(Engine, self.engine).retire()
         self.engine = engine  # type: ignore[assignment]
 
@@ -63,7 +63,7 @@ class ServerHarness(SocketServer):
     """A server with the engine of a harness.
 
     `asgi_paths` lists the paths of the requests that reached the ASGI application. `native_sockets` is the number of
-    WebSockets that used Wane's own WebSocket protocol class.
+    WebSockets that were opened with Wane's own WebSocket protocol class.
     """
 
     def __init__(self, harness: EngineHarness, *, native: bool, **changes: Any) -> None:
@@ -93,8 +93,7 @@ class ServerHarness(SocketServer):
         self.config = uvicorn.Config(note, port=0, **named, log_config=None)
 
     async def main_loop(self) -> None:
-        """Waits until the server must end. This method replaces uvicorn's loop, which checks ten times a second whether
-        the server must end."""
+        """Waits until the server is told to end. uvicorn's own method checks this ten times a second."""
         await self.on_tick(0)
         await self.ends.wait()
 
@@ -173,14 +172,14 @@ def post(body: object, *headers: str, path: str = STEP, version: str = "1.1") ->
 
 
 def in_two(request: bytes) -> tuple[bytes, bytes]:
-    """Returns the head and the body of a request, to be sent as two packets. A request that arrives in two packets
-    reaches the ASGI application."""
+    """Returns the head and the body of a request, to be sent as two packets. The server passes a request that arrives
+    in two packets to the ASGI application."""
     head, _, body = request.partition(b"\r\n\r\n")
     return head + b"\r\n\r\n", body
 
 
 def repeatable(document: Any) -> Any:
-    """Returns a response document without the fields that differ for equal requests."""
+    """Returns a response document without the fields that differ between the responses to equal requests."""
     if isinstance(document, list):
         return [repeatable(one) for one in document]
     if not isinstance(document, dict):

@@ -15,7 +15,7 @@ from wane.service.settings import Settings
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / Settings.read(os.environ).bundles
 PATHS = sorted(path.parent for path in FOLDER.glob("*/manifest.json"))
-assert PATHS, f"{FOLDER} has no bundles, which are part of the project"
+assert PATHS, f"{FOLDER} contains no bundles: the checkout is incomplete"
 
 each_bundle = pytest.mark.parametrize("path", PATHS, ids=[path.name for path in PATHS])
 

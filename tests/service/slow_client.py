@@ -1,4 +1,4 @@
-"""A server with a fake engine and the test's own settings, and clients that misbehave."""
+"""A server with a fake engine, and clients that send slowly, read slowly, or send invalid bytes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from wane.service.registry.registry import ModelRegistry
 from wane.service.settings import Settings
 
 SOON_S, ENOUGH_S, LATE_S = 0.2, 1.5, 600.0
-"""Timeouts in seconds. SOON_S is short, because the test waits until the timeout has passed. ENOUGH_S also passes, but
-only after the test has done something that must happen before the timeout. LATE_S never passes during a test."""
+"""Values of the server's timeouts, in seconds. SOON_S is for a timeout that the test waits for. ENOUGH_S is for a
+timeout that the test also waits for, after an action that must end before the timeout. LATE_S is for a timeout that
+must not end during the test."""
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: wane\r\n\r\n"
 POST = b"POST /v1/predict HTTP/1.1\r\nhost: wane\r\ncontent-length: 1000\r\n\r\n{"
@@ -63,10 +64,11 @@ async def serving(**changes: float | str) -> AsyncIterator[SlowClient]:
     server = SlowClient(app, registry)
     task = asyncio.create_task(server.serve())
     await server.listening.wait()
-    server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # a small buffer fills quickly
+    # The send buffer is small, so that it fills quickly.
+    server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
     try:
-        # The server waits for the client's close frame. Most of these clients never send a close frame, so the server's
-        # wait is shortened here.
+        # The server waits for the client's close frame. Most of these clients never send a close frame, so this line
+        # shortens the server's wait.
         with patch("wane.service.net.websocket_protocol.DEAF_S", SOON_S):
             async with asyncio.timeout(WAIT_S):
                 yield server
@@ -153,7 +155,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def frame(first: int, data: bytes = b"") -> bytes:
-    """Returns a frame with this first byte and a mask of zeros."""
+    """Returns a WebSocket frame with this first byte and a mask of zeros."""
     length = bytes([0x80 | len(data)]) if len(data) < 126 else b"\xff" + len(data).to_bytes(8)
     return bytes([first]) + length + bytes(4) + data
 

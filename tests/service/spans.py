@@ -10,7 +10,7 @@ from wane.service.observability.tracing import Sampling, Tracing
 
 
 class Spans:
-    """The finished spans of `tracing`. Tests find a span by its name."""
+    """The finished spans of `tracing`. A test gets a span by the span's name."""
 
     def __init__(self, sampler: str = "", share: str = "") -> None:
         self._exporter = InMemorySpanExporter()

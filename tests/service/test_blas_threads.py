@@ -23,8 +23,8 @@ print(*(found["num_threads"] for found in threadpool_info() if found["user_api"]
 
 
 def threads(*arguments: str, **said: str) -> set[str]:
-    """Returns the distinct numbers of threads of the BLAS libraries in a new process. `said` has more environment
-    variables. With the argument `spare`, the process calls `spare_the_processors` before numpy loads."""
+    """Returns the distinct numbers of threads of the BLAS libraries in a new process. `said` has additional environment
+    variables. If `spare` is among the arguments, the process first calls `spare_the_processors`."""
     environment = {name: value for name, value in os.environ.items() if name not in BLAS_VARIABLES}
     run = subprocess.run(
         [sys.executable, "-c", ASKED, *arguments], env=environment | said, check=True, capture_output=True, text=True

@@ -1,5 +1,5 @@
-"""Tests that a step behaves the same at every entrance (an interface of `entrances.py`) and with every session store.
-Each test runs for every pair of an entrance and a store."""
+"""Tests that a step behaves the same at every entrance (a subclass of `Entrance` in `entrances.py`) and with every
+session store. Each test runs for every pair of an entrance and a store."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture(params=["memory", "redis"])
 def store(request: pytest.FixtureRequest) -> str:
-    """The kind of session store."""
+    """The kind of session store, `memory` or `redis`."""
     name: str = request.param
     return name
 
 
 @pytest.fixture
 async def open_store(store: str, request: pytest.FixtureRequest) -> AsyncIterator[Callable[[], Awaitable[Store]]]:
-    """A function that opens a store for one more replica. All replicas share their sessions."""
+    """A function that returns an open store for one more replica. All replicas have the same sessions."""
     address = "memory" if store == "memory" else request.getfixturevalue("redis").url
     settings = Settings(store=address, store_namespace=f"t{id(request.node)}")
     stores: list[Store] = []
@@ -59,7 +59,7 @@ async def open_store(store: str, request: pytest.FixtureRequest) -> AsyncIterato
 
 @pytest.fixture
 def make_replica(store: str, open_store: Callable[[], Awaitable[Store]], make_harness: MakeHarness) -> MakeReplica:
-    """A function that makes engines with shared sessions."""
+    """A function that makes engines whose stores contain the same sessions."""
 
     async def made(**changes: Any) -> EngineHarness:
         return make_harness(store=await open_store(), **changes)
@@ -104,7 +104,8 @@ def close_gate(harness: EngineHarness) -> None:
 
 
 async def block(harness: EngineHarness) -> Awaitable[object]:
-    """Begins a run that ends when the test sets the runner's `gate`. Until then, other requests wait in the queue."""
+    """Begins a run that ends when the test sets the runner's `gate`. Other requests wait in the queue until the run
+    ends."""
     close_gate(harness)
     blocking = harness.engine.submit(StepRequest("b", (8,)))
     await harness.runner.until_busy()
@@ -153,8 +154,8 @@ async def test_every_entrance_appends_and_answers_a_step_like_the_engine(
 
 @pytest.mark.parametrize("entrance", [name for name in ENTRANCES if name != "asgi"], indirect=True)
 async def test_a_step_needs_no_task(entrance: Entrance, harness: EngineHarness, store: str) -> None:
-    """The entrance `asgi` is left out, because uvicorn makes a task for every request. With Redis, the commit needs a
-    task."""
+    """Checks that the engine creates no task before a step's commit. With Redis, the commit itself needs a task. The
+    entrance `asgi` is left out, because uvicorn creates a task for every request."""
     await entrance.step("a", tokens=[6])
     created: list[object] = []
 

@@ -1,5 +1,5 @@
-"""Tests of the server process: the startup, errors at the startup, and a shutdown in which the server answers every
-accepted request."""
+"""Tests of the server process: its startup, errors at its startup, and its shutdown, before which the server answers
+every accepted request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_sigterm_finishes_accepted_requests_and_refuses_new_requests(
         ready = await client.get("/readyz")
         assert (ready.status_code, ready.json()["status"]) == (503, "draining")
         assert_problem(await client.post("/v1/predict", json={"tokens": [1]}), 503, "unavailable")
-        server.handle_exit(signal.SIGTERM, None)  # a second SIGTERM does nothing
+        server.handle_exit(signal.SIGTERM, None)  # A second SIGTERM must have no effect.
         assert not server.should_exit
 
         engine.wait.set()
@@ -153,7 +153,8 @@ def test_missing_models_end_the_process_with_a_message(settings: dict[str, str],
 
 
 def assert_ends_with_message(ended: subprocess.CompletedProcess[str], named: str) -> None:
-    """Checks that the process failed, that its error message contains `named`, and that it printed no traceback."""
+    """Checks that the process failed, that its error message contains the text `named`, and that it printed no
+    traceback."""
     assert ended.returncode == 2
     message = ended.stderr.strip().splitlines()[-1]
     assert message.startswith("error: ") and named in message
@@ -209,7 +210,7 @@ def test_help_lists_every_setting_with_its_unit_and_variable(capsys: pytest.Capt
 
 
 def test_requests_wait_for_models_that_are_being_loaded() -> None:
-    """A user who pastes all commands of the README at once sends such requests."""
+    """A user sends requests before the models are loaded if the user pastes all commands of the README at once."""
     names = [path.name for path in PATHS]
 
     def ask(name: str) -> tuple[tuple[int, int, int], str]:

@@ -47,7 +47,7 @@ def test_every_setting_is_an_option_and_a_variable() -> None:
     values = {name: given.get(name, "7") for name in Settings.model_fields if name != "api_keys"}
     variables = {f"WANE_{name.upper()}": value for name, value in values.items()}
     arguments = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", value)]
-    arguments.remove("true")  # a flag takes no value
+    arguments.remove("true")  # The option for this setting is a flag, which takes no value.
     assert read(**variables) == read(*arguments)
     assert read(*arguments).bundles == Path("/b")
     assert read(*arguments).max_window == 7
@@ -92,7 +92,7 @@ def test_help_shows_every_setting_with_its_unit_default_and_variable() -> None:
     Settings.add_arguments(parser)
     text = " ".join(parser.format_help().split())
     for name, field in Settings.model_fields.items():
-        if name == "api_keys":  # the value is a secret, and other users can read the command line
+        if name == "api_keys":  # There is no option for the API keys, because other users can read the command line.
             assert "--api-keys " not in text
             continue
         default = "none" if field.default is None else field.default
@@ -140,7 +140,7 @@ def test_states_are_stored_for_uncertified_models_by_default() -> None:
     assert [mixed.states_every(name, certified=True) for name in "lmn"] == [32, None, None]
     assert (
         Settings(store_policy="state").states_every("m", certified=False) is None
-    )  # the memory store keeps tokens, not states
+    )  # The memory store never stores states.
 
 
 @pytest.mark.parametrize("policy", ["", "none", "tail,m", "tail,m=none", "m=tail", "tail,=state"])

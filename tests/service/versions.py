@@ -17,7 +17,8 @@ MODEL = "small"
 
 
 def put(folder: Path, version: str, source: str = "rnn-stable", name: str = MODEL) -> Path:
-    """Copies the shipped bundle `source` into the folder as a version of the model. Replaces an earlier version."""
+    """Copies the shipped bundle `source` into the folder as a version of the model. Replaces a version that is already
+    in the folder."""
     building, path = folder.parent / f".{name}-{version}", folder / name
     shutil.copytree(FOLDER / source, building)
     edit_manifest(building, "name", value=name)

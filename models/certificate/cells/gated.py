@@ -97,7 +97,9 @@ class GatedLayer:
                 self.gate * before.box * UP, min(joint, float(self.gate.max()) * before.ball * UP)
             )
             return Errors((after,), (), steps, errors.cut_only)
-        assert self.into is not None, "the inputs are embeddings, which have no distance: this is a bug"
+        assert self.into is not None, (
+            "`fed` is given, but the layer's inputs are embeddings, which are equal in both runs: this is a bug"
+        )
         gates, candidates = self.into
         moved = np.minimum(self.tanh_slope * candidates.rows_of(fed) * UP, self.width)
         off = self.width * gates.rows_of(fed) * UP

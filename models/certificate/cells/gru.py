@@ -1,11 +1,12 @@
-"""The GRU's contraction, proved by comparison. As in torch, the reset gate multiplies the product of matrix and state:
+"""The GRU's contraction, proved by comparison. As in torch, the reset gate r multiplies q, the product of matrix and
+state plus a bias:
 
     r = sigma(U_r x + W_r h + d_r),  z = sigma(U_z x + W_z h + d_z),  q = W_n h + d_n
     n = tanh(U_n x + b_n + r * q),   h' = (1 - z) * n + z * h
 
 **The box.** h' is a convex combination of n and h. From the zero state, |h| is therefore at most n^, the greatest |n|,
 unit by unit. The box is computed by iteration from |n| < 1: the bound of h bounds r and q, the bounds of r and q bound
-n, and the bound of n bounds h. Each iteration only shrinks the box.
+n, and the bound of n bounds h. No iteration enlarges the box.
 
 **Two states** h, h~ in the box, inputs x and x~:
 
@@ -19,7 +20,7 @@ r^, h^ and n^ are the greatest |q|, r, |h| and |n|, so |h - n| <= h^ + n^. Then
     |n - n~| <= N (|U_n dx| + r^ |W_n dh| + q^ R y_r),   as r q - r~ q~ = r (q - q~) + q~ (r - r~)
 
 **Elementwise comparison**: `|dh'| <= max over m of z(m) |dh| + (1 - z(m)) |dn| + (h^ + n^) Z(m) y_z` unit by unit. This
-map shrinks a maximum norm that is weighted by unit (`models/certificate/perron_vector.py`).
+map reduces a maximum norm that is weighted by unit (`models/certificate/perron_vector.py`).
 
 **2-norm**: z^ and z_ are the greatest and the least z. z is at most max z^ in the first term, and 1 - z is at most
 max(1 - z_) in the second. The factor adds the worst cases of the terms, although they may not occur together:
@@ -28,8 +29,8 @@ max(1 - z_) in the second. The factor adds the worst cases of the terms, althoug
 
 Related: Bonassi, Farina, Scattolini, "On the stability properties of gated recurrent units neural networks" (2021).
 
-**One window** (`moved`): like the gated cell's, with z in place of f and n in place of z. n depends on `r * q`, which
-changes by `r~ dq + |q| dr`.
+**One window** (`moved`): the bound is that of the gated cell (`gated.py`), with z in place of f and n in place of z. n
+depends on `r * q`, which changes by `r~ dq + |q| dr`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ SETTLED = 1e-13
 
 
 class GruLayer:
-    """weight_ih: (3H, I), weight_hh: (3H, H), biases: (3H); gates in the order r, z, n."""
+    """The proofs of one GRU layer. weight_ih: (3H, I), weight_hh: (3H, H), biases: (3H). The gates' rows are in the
+    order r, z, n."""
 
     def __init__(self, weight_ih: Matrix, weight_hh: Matrix, bias_ih: Vector, bias_hh: Vector, inputs: Inputs) -> None:
         self.hidden = hidden = weight_hh.shape[1]
@@ -90,7 +92,7 @@ class GruLayer:
 
     def _comparison(self, bounds: Vector) -> Vector:
         """Returns unit-by-unit bounds of dh after one step, from the bounds before it, for equal inputs. If the bounds
-        are multiplied by a positive number, so is the result."""
+        before the step are multiplied by a positive number, the result is multiplied by the same number."""
         r, z, n = (each.magnitude @ bounds for each in self.maps)
         return self._combined(bounds, (self.slope_n[0] * n + self.slope_r * r) * UP, z)
 

@@ -1,7 +1,7 @@
 """The linear cell: `h' = W h + U x + b`.
 
-For equal inputs, the difference of two states becomes `W (h - h~)`. It shrinks in any matrix-weighted norm in which W
-has a norm below 1 (`scaling.py`).
+For equal inputs, the difference of two states becomes `W (h - h~)`. A step reduces this difference in any
+matrix-weighted norm in which W has a norm below 1 (`scaling.py`).
 
 **One window** (`moved`): `dh' <= |W| dh + |U| dx`, or in the 2-norm `|W|_2 |dh|_2`.
 """
@@ -20,7 +20,7 @@ from wane.models.weights import CellWeights
 
 
 class LinearLayer(RecurrentLayer):
-    """weight_ih: (H, I), weight_hh: (H, H), biases: (H)."""
+    """The proofs of one linear layer. weight_ih: (H, I), weight_hh: (H, H), biases: (H)."""
 
     def _gauges(self, matrix: Matrix) -> dict[str, Gauge | None]:
         return super()._gauges(matrix) | {"lyapunov": lyapunov(matrix)}

@@ -1,8 +1,9 @@
 """The LSTM's contraction, proved by comparison with non-negative matrices.
 
-**The box.** |h| < 1 bounds the gates and the candidate g: f <= f^, i <= i^, o <= o^, |g| <= g^. Hence |c| <= c^ = i^ g^
-/ (1 - f^) and |h| <= h^ = o^ tanh(c^). This is a smaller bound of h, from which the same steps are repeated. Every
-iteration's box contains all states that are reached from zero, for all admissible inputs.
+**The box.** x^ denotes an upper bound of |x|. |h| < 1 bounds the gates and the candidate g: f <= f^, i <= i^, o <= o^,
+|g| <= g^. Hence |c| <= c^ = i^ g^
+/ (1 - f^) and |h| <= h^ = o^ tanh(c^). This bound of |h| is smaller than 1, and from it the same steps are repeated.
+Every iteration's box contains all states that are reached from zero, for all admissible inputs.
 
 **Two states** (c, h) and (c~, h~) in the box, inputs x and x~. Let `df = f - f~`, and likewise for the other gates.
 Then
@@ -17,7 +18,7 @@ g's tanh, so |di| <= I |y_i| and |dg| <= G |y_g|. Unit by unit, therefore,
     |dc'| <= max over m of  f(m) |dc| + c^ F(m) y_f  +  g^ I y_i + i^ G y_g
     |dh'| <= max over m of  o(m) |dt| + t^ O(m) y_o,    |dt| <= min(|dc'|, 2 tanh(|dc'| / 2)),   t^ = tanh(c^)
 
-**Elementwise comparison**: with |dt| <= |dc'|, this map of (|dh|, |dc|) shrinks a maximum norm that is weighted by unit
+**Elementwise comparison**: with |dt| <= |dc'|, this map of (|dh|, |dc|) reduces a maximum norm that is weighted by unit
 (`models/certificate/perron_vector.py`). Its factor is at most that of the 2 x 2 comparison in the maximum norm.
 
 **2 x 2 comparison**: here |.| is the 2-norm or the maximum norm, of a vector and of a matrix. A product of a vector and
@@ -32,7 +33,8 @@ vector and r its spectral radius. Then each step multiplies max(|dc| / p_1, |dh|
 
 **Miller and Hardt** ("Stable recurrent models", 2019), in the maximum norm, with f the largest forget gate. If |W_i|,
 |W_o| < 1 - f, |W_g| <= (1 - f) / 4 and |W_f| < (1 - f)^2, then |dc'| <= f |dc| + b |dh| with b = |W_f| / (4 (1 - f)) +
-|W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|. Hence max(|dc|, |dh|) shrinks by f + b + |W_o| / 4. This
+|W_i| / 4 + |W_g| < 1 - f, and |dh'| <= |dc'| + |W_o| / 4 |dh|. Hence a step multiplies max(|dc|, |dh|) by at most f + b
++ |W_o| / 4. This
 rule is a baseline for comparison. The factors of the rules above are never larger, except for the effect of `POSITIVE`.
 
 If a forget gate may come within `SATURATED` of 1 (`LstmBox`), c has no useful bound. No rule, including that of Miller
@@ -78,8 +80,12 @@ SATURATED = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class LstmBox:
-    """The bounds of every unit over all states that are reached from the zero state. reach: the ranges of the
-    pre-activations of i, f, g, o. c, h: the greatest |c| and |h|, (H) each."""
+    """The bounds of every unit over all states that are reached from the zero state.
+
+    reach: the ranges of the pre-activations of i, f, g, o.
+    c, h: the greatest |c| and |h|, (H) each.
+    saturated: (H), whether the unit's forget gate may come within `SATURATED` of 1.
+    """
 
     reach: tuple[Reach, Reach, Reach, Reach]
     c: Vector
@@ -95,7 +101,7 @@ class LstmBox:
         for _ in range(ITERATIONS):
             reach = driven.wider(product_above(magnitude, h))
             i, f, g, o = (reach[rows : rows + hidden] for rows in range(0, 4 * hidden, hidden))
-            room = sigmoid(-f.high)  # 1 - f^
+            room = sigmoid(-f.high)  # equal to 1 - f^, but computed without cancellation
             saturated = room < SATURATED
             c = sigmoid(i.high) * np.tanh(g.magnitude()) / np.where(saturated, SATURATED, room) * UP
             shown = np.where(saturated, 1.0, np.tanh(c))
@@ -122,7 +128,8 @@ class LstmBox:
 
 
 class LstmLayer:
-    """weight_ih: (4H, I), weight_hh: (4H, H), bias: (4H), the sum of both biases. Gates are in the order i, f, g, o."""
+    """The proofs of one LSTM layer. weight_ih: (4H, I), weight_hh: (4H, H). bias: (4H), the sum of both biases. The
+    gates' rows are in the order i, f, g, o."""
 
     def __init__(self, weight_ih: Matrix, weight_hh: Matrix, bias: Vector, inputs: Inputs) -> None:
         self.hidden = hidden = weight_hh.shape[1]
@@ -171,7 +178,7 @@ class LstmLayer:
 
     def _comparison(self, bounds: Vector) -> Vector:
         """Returns unit-by-unit bounds of (dh, dc) after one step, from the bounds before it, for equal inputs. If the
-        bounds are multiplied by a positive number, so is the result."""
+        bounds before the step are multiplied by a positive number, the result is multiplied by the same number."""
         h, c = bounds[: self.hidden], bounds[self.hidden :]
         y = tuple(each.magnitude @ h for each in self.maps)
         cell = self._cell(c, y)

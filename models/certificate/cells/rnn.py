@@ -33,7 +33,7 @@ class TanhLayer(RecurrentLayer):
         return np.minimum(within.tanh_slope() * UP, 1.0), reach
 
     def local(self, before_gates: Vector, function: float, unit: float) -> tuple[Perturbation, ...]:
-        del unit  # the state is tanh's result, without further arithmetic
+        del unit  # the state is the result of tanh, so only tanh adds an error
         return (Perturbation.within(before_gates + function),)
 
 

@@ -1,4 +1,5 @@
-"""A stub server on its own thread. It supports as much of HTTP and WebSocket as the load generators need."""
+"""A stub server on its own thread. The server supports those features of HTTP and WebSocket that the load generators
+use."""
 
 from __future__ import annotations
 

@@ -54,13 +54,13 @@ def test_a_peer_has_a_server_and_requirements(name: str) -> None:
     assert peer.requirements is not None
     requirements = peer.requirements.read_text().splitlines()
     ranges = [line for line in requirements if not line.startswith("#")]
-    assert all("<" in line for line in ranges), "every requirement must have an upper version limit"
+    assert all("<" in line for line in ranges), "a requirement has no upper version limit"
     assert any(line.startswith(peer.package) for line in ranges)
     assert peer.programs.parts[-3:] == ("peers", peer.peer, "bin")
 
 
 def test_a_peer_s_largest_batch_equals_wane_s() -> None:
-    """Checks the settings file of MLServer, in which the number is written out. The other peers import it as a
+    """Checks the settings file of MLServer, which contains the batch size as a number. The other peers import it as a
     constant."""
     settings = tomllib.loads(
         "settings = " + (PEERS / "mlserver" / "model-settings.json").read_text().replace("\n", " ").replace('":', '" =')
@@ -204,7 +204,7 @@ def test_all_processes_of_a_server_are_stopped_even_if_they_ignore_signals(
     with ServerProcess(Contender("s", "S", "windows", command), tmp_path, log) as server:
         while len(pids := log.read_text().split()) < 2:
             assert server.cpu_seconds() >= 0
-    guard = time.monotonic() + HUNG_S  # A killed process ends a little later.
+    guard = time.monotonic() + HUNG_S  # A killed process may still run for a moment.
     while left := [pid for pid in pids if _runs(pid)]:
         assert time.monotonic() < guard, left
         time.sleep(0.01)

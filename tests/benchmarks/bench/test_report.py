@@ -110,8 +110,8 @@ def test_targets_have_the_ratio_of_medians_and_the_ratio_of_each_round(rounds: R
         ("trivial FastAPI handler", 0.55, False),
         ("LitServe", 0.125, True),
         ("mosec", 1.1, False),
-        ("own HTTP single-token rate", 7000 / 4400, True),
-        ("own HTTP single-token rate", 340 * 64 / 4400, False),
+        ("Wane's session tokens/s over HTTP, 64 connections", 7000 / 4400, True),
+        ("Wane's session tokens/s over HTTP, 64 connections", 340 * 64 / 4400, False),
         ("7 ms p90 (Serenade at bol.com, 2 vCPU)", 4.0, True),
     ]
     assert (found[0].spread.least, found[0].spread.most) == (4, 5)
@@ -119,13 +119,13 @@ def test_targets_have_the_ratio_of_medians_and_the_ratio_of_each_round(rounds: R
 
 def test_a_target_without_figures_is_left_out() -> None:
     found = targets(three_rounds({WANE: {"session-64": three(1, 1, 1), "websocket-64": three(2, 2, 2)}}))
-    assert [target.what for target in found] == ["one WebSocket per session, 64 of them, tokens/s"]
+    assert [target.what for target in found] == ["session tokens/s, 64 sessions with a WebSocket each"]
 
 
 def test_the_engine_is_compared_with_the_bare_onnxruntime_loop_of_the_same_visits() -> None:
     loop = {"step-64": three(2000, 2000, 2000, items=64), "engine-64": three(96_000, 112_000, 104_000)}
     (found,) = targets(three_rounds({BARE: loop}, SHIPPED))
-    assert (found.against, found.value, found.met) == ("bare onnxruntime loop", 0.8125, True)
+    assert (found.against, found.value, found.met) == ("onnxruntime in a loop, batches of 64", 0.8125, True)
     assert (found.spread.least, found.spread.most) == (0.75, 0.875)
     (small,) = targets(three_rounds({BARE: loop}))
     assert (small.value, small.wanted) == (0.8125, 0.6)
@@ -135,7 +135,7 @@ def test_the_parallel_scan_is_compared_with_the_fastest_sequential_method() -> N
     ways = {"one call": (20, 22, 21), "in pieces": (30, 25, 28), "parallel": (140, 160, 150)}
     found = targets(three_rounds({SCAN: {f"score-{way}": three(*rounds) for way, rounds in ways.items()}}, SHIPPED))
     assert [(target.against, target.value, target.met) for target in found] == [
-        ("its own graph in order, in pieces, 2 threads", 150 / 28, True)
+        ("the same model's graph, run sequentially (in pieces), 2 threads", 150 / 28, True)
     ]
     native = {"state-native": three(10, 10, 10), "state-parallel": three(17, 18, 17)}
     (target,) = targets(three_rounds({SCAN: native}))
@@ -145,7 +145,7 @@ def test_the_parallel_scan_is_compared_with_the_fastest_sequential_method() -> N
 def test_the_latency_of_a_single_window_is_compared_with_mosec() -> None:
     found = {WANE: {"window-1": three(150, 160, 170)}, "mosec": {"window-1": three(250, 256, 260)}}
     (target,) = targets(three_rounds(found, SHIPPED))
-    assert (target.what, target.against) == ("lone window, p50, `gated-stable`", "mosec")
+    assert (target.what, target.against) == ("latency of a window at one connection, p50, `gated-stable`", "mosec")
     assert target.value == pytest.approx(1.6)
     assert (target.wanted, target.most, target.met) == (1.0, True, False)
 
@@ -164,7 +164,7 @@ def test_steps_are_compared_with_stateful_peers_and_other_settings_with_the_defa
     assert [(one.what, one.against, one.value) for one in found] == [
         ("session tokens/s over HTTP, 64 connections", "mosec with its own state", 2.0),
         ("latency at one connection, p50", "mosec with its own state", 0.25),
-        ("session tokens/s, sessions in Redis", "own HTTP single-token rate", 0.75),
+        ("session tokens/s, sessions in Redis", "Wane's session tokens/s over HTTP, 64 connections", 0.75),
     ]
 
 

@@ -15,8 +15,8 @@ from benchmarks.bench.baseline import Baseline
 from benchmarks.bench.results import Visit
 from benchmarks.bench.run import Run, visit_path
 
-# A program that runs instead of the command of a visit. It writes a visit without figures to the results. For the
-# contender `fails`, it exits with the status 1.
+# A program that runs instead of the command of a visit. The program writes a visit without figures to the results. For
+# the contender `fails`, it exits with the status 1 instead.
 AROUND = """
 import sys
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_a_visit_of_wane_without_its_baseline_is_repeated(run: Run, tmp_path: Pa
 
 
 def test_a_run_with_another_baseline_has_another_folder(tmp_path: Path) -> None:
-    """Checks that the folder of the results depends on the code of the baseline, and not on the baseline's path."""
+    """The name of the folder of the results depends on the code of the baseline, and not on the baseline's path."""
     folders = []
     for name, text in (("one", ""), ("two", ""), ("three", "changed = True")):
         (tmp_path / name / "service").mkdir(parents=True)

@@ -14,7 +14,7 @@ BIAS = GENERATOR.normal(size=5)
 
 
 def test_the_reach_over_the_rows_of_an_embedding_is_exact() -> None:
-    rows = GENERATOR.normal(size=(9000, 4))  # 9000 rows need several batches
+    rows = GENERATOR.normal(size=(9000, 4))  # 9000 rows are computed in several batches
     reached = rows @ WEIGHT.T + BIAS
     reach = Rows(rows).reach(WEIGHT, BIAS)
     np.testing.assert_allclose(reach.low, reached.min(axis=0))
@@ -71,7 +71,7 @@ def test_the_reach_over_a_box_and_after_a_layer_norm_holds_for_cancelling_terms(
 
 
 def test_normalised_rows_of_equal_entries_include_their_rounding() -> None:
-    """Uses a row of equal entries. Its exact LayerNorm is 0. In float64, its result is not 0: it is the rounding error
+    """Uses a row of equal entries. The exact LayerNorm of this row is 0. In float64, the result is the rounding error
     of the mean, divided by sqrt(1e-5)."""
     rough = Rows.normalised(np.full((1, 23), 1e12 / 3), np.ones(23), np.zeros(23), 1e-5)
     within(rough.reach(np.eye(23), np.zeros(23)), [Fraction(0)] * 23)

@@ -1,5 +1,5 @@
-"""Tests the theorem: at every token, the distance of any two states in the box is multiplied by at most the certified
-factor."""
+"""Tests the theorem: every token multiplies the distance of any two states by at most the certified factor, if both
+states are in the box of reachable states."""
 
 from __future__ import annotations
 
@@ -170,7 +170,8 @@ def test_the_output_gate_alone_can_attain_an_lstm_s_factor() -> None:
     near h = 0."""
     layer = one_unit("lstm", [0, 0, 0, 0], [0, 1e-3, 0, 8], [40, 0, 40, 0])
     edge = float(layer.bound.reach[1][0])
-    assert edge == pytest.approx(2, rel=1e-3)  # the edge of the box is i g / (1 - f), with i = g = 1 and f = 1/2
+    # The edge of the box for c is i g / (1 - f), with i = g = 1 and f = 1/2.
+    assert edge == pytest.approx(2, rel=1e-3)
     ratio = largest_ratio(layer, [0.001, edge], [-0.001, edge])
     assert 0.99 * layer.bound.factor < ratio <= layer.bound.factor
 
@@ -238,7 +239,7 @@ def test_an_unstable_model_is_not_contractive() -> None:
     for _ in range(50):
         (_, _, first), (_, _, second) = reference.step(token, first), reference.step(token, second)
     parted = np.abs(first["layers.1.h"] - second["layers.1.h"])
-    assert parted.min() > 2, "two states with the distance 1 must have a larger distance after the token"
+    assert parted.min() > 2, "two states that differ by 1 in each unit must differ by more than 2 after 50 tokens"
 
 
 def test_a_gate_cap_is_a_sufficient_proof() -> None:
@@ -273,8 +274,8 @@ def test_a_cap_is_rounded_to_float32(cap: float) -> None:
 
 
 def test_cancelling_terms_do_not_hide_an_open_gate() -> None:
-    """Uses a gate whose input is the sum 1e20 + 30 - 1e20. Its exact value is 30, so the gate is nearly open.
-    Floating-point arithmetic gives 0."""
+    """Uses a gate whose input is the sum 1e20 + 30 - 1e20. The exact value of this sum is 30, so the gate is nearly
+    open. Floating-point arithmetic gives 0 for the sum."""
     model = architecture("gated", hidden=3, embedding=3, vocabulary_size=2)
     weights = {name: np.zeros_like(tensor) for name, tensor in random_weights(model, seed=0).items()}
     weights["embedding.weight"][1] = (1e10, 30, 1e10)
@@ -290,7 +291,8 @@ def test_a_model_with_gates_that_may_stay_open_is_not_contractive() -> None:
 
 
 def test_an_lstm_s_certificate_contains_the_weights_of_its_norm() -> None:
-    """Checks that the factor holds in the norm that the manifest describes with its weights."""
+    """Checks that the text and the weights of the norm in the manifest describe the norm in which the factor was
+    proved."""
     model = architecture("lstm", hidden=48, embedding=48)
     weights = random_weights(model, seed=4, recurrent=0.2)
     (stated,), (bound,) = contraction(model, weights).layers, layer_bounds(model, weights)
@@ -358,7 +360,8 @@ def test_no_rule_certifies_an_lstm_with_a_nearly_open_forget_gate() -> None:
     model = architecture("lstm")
     weights = random_weights(model, seed=0, recurrent=0.0, driven=0.0)
     weights["layers.0.cell.bias_hh_l0"][:] = 0
-    weights["layers.0.cell.bias_ih_l0"][model.hidden : 2 * model.hidden] = 21  # the forget gate is about 1 - 8e-10
+    # This bias makes the forget gate about 1 - 8e-10.
+    weights["layers.0.cell.bias_ih_l0"][model.hidden : 2 * model.hidden] = 21
     (bound,) = layer_bounds(model, weights)
     assert {proof.rule for proof in bound.proofs} >= {"miller_hardt_inf", "lstm_elementwise"}
     assert all(proof.factor is not None and proof.factor >= 1 for proof in bound.proofs)

@@ -127,7 +127,9 @@ def test_every_float32_history_stays_below_the_curve_with_the_worst_case_roundin
         hidden, states[0] = exact.advance(column, states[0])
         found, states[1] = rounded.advance(column, states[1])
         worst = max(worst, float(np.linalg.norm(found - hidden, axis=1).max()))
-    assert rounding / 2 / 10_000 < worst <= rounding / 2, "the worst-case rounding covers two runs"
+    assert rounding / 2 / 10_000 < worst <= rounding / 2, (
+        "half of the worst-case rounding must bound the rounding of one run"
+    )
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -262,9 +264,13 @@ def test_the_head_diameter_is_the_largest_distance_of_two_rows() -> None:
     assert exact <= head_diameter(rows) <= exact * (1 + 1e-6)
     outlier = np.concatenate([rows, rows[:1] * 2])
     exact_outlier = float(np.linalg.norm(rows - outlier[-1], axis=1).max())
-    assert exact_outlier <= head_diameter(outlier) <= exact_outlier * (1 + 1e-6), "all pairs fit into one block"
+    assert exact_outlier <= head_diameter(outlier) <= exact_outlier * (1 + 1e-6), (
+        "for a small vocabulary, the result must be the exact maximum over all pairs of rows"
+    )
     many = np.tile(rows, (6, 1))
-    assert exact <= head_diameter(many) <= 2 * exact, "a large vocabulary uses another bound"
+    assert exact <= head_diameter(many) <= 2 * exact, (
+        "for a large vocabulary, the result must be at most twice the largest distance"
+    )
 
 
 def test_two_tokens_attain_the_bound_of_total_variation() -> None:
@@ -318,6 +324,6 @@ def test_the_certificate_covers_units_and_front() -> None:
     certificate = certify(model, random_weights(model, seed=0), 12, None)
     reach = FRONT["blocks"] * (FRONT["kernel_size"] - 1)
     assert len(set(certificate.state_error[:reach])) == 1, (
-        "the curve is constant while the front still reads tokens before the window"
+        "the curve must be constant while the convolution blocks still read tokens before the window"
     )
     assert certificate.state_error[-1] < certificate.state_error[0]

@@ -1,5 +1,5 @@
-"""Tests the theorem: the change of a feed-forward layer's output and its deviation from a linear map are within their
-bounds."""
+"""Tests the theorem: the change of a feed-forward layer's output is within its bound, and so is the difference between
+this change and that of the linear approximation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests the theorem: linear functions of a LayerNorm's output change by at most their bounds if the LayerNorm's input
-changes by at most its bound."""
+"""Tests the theorem: if a LayerNorm's input changes by at most a given bound, linear functions of its output change by
+at most the computed bounds."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_the_change_of_each_input_of_the_next_layer_is_within_its_bound(
 def test_a_function_s_change_is_within_its_gradient_and_second_order(
     seed: int, hidden: int, units: int, size: float, epsilon: float, offset: float
 ) -> None:
-    """Checks both bounds of the second-order part of the change (`pull` and `turned`). The test gives them the exact
-    bounds of the first-order part and of the change in the direction of x."""
+    """Checks both bounds of the second-order part of the change (`pull` and `turned`). These methods are given the
+    exact bounds of the first-order part and of the change in the direction of x."""
     generator = np.random.default_rng(seed)
     source = Linear(generator.normal(size=(hidden, units)))
     x = generator.normal(size=(1, hidden)) + offset
@@ -111,7 +111,7 @@ def test_a_function_s_change_is_within_its_gradient_and_second_order(
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 1.0, 5.0])
 def test_a_move_perpendicular_to_x_attains_the_bound(share: float) -> None:
-    """The perturbation has no first-order part, so its effect attains the bound."""
+    """Uses a perturbation that has no first-order part, so the change of the output attains the bound."""
     generator = np.random.default_rng(0)
     lead, across = unit(generator.normal(size=(2, 8)))
     across = unit(across - lead * (lead @ across))
@@ -146,7 +146,7 @@ def test_a_direction_is_unbounded_if_x_may_reach_the_origin() -> None:
     norm = Normalised(x, 1e-5, np.array([1e3]))
     assert norm.turned(g, ONE, np.array([1.0]), np.array([1e3]))[0] == np.inf
     _, left = norm.pull(g, ONE)
-    assert np.isfinite(left[0]), "the change is still bounded, because the length of a normalised vector is"
+    assert np.isfinite(left[0]), "the change must be bounded, because the length of a normalised vector is bounded"
 
 
 def test_a_large_mean_adds_only_its_rounding() -> None:

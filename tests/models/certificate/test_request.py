@@ -1,5 +1,5 @@
 """Tests the theorem of the radius. Let `hidden` be the network's output vector after some past tokens and then the
-window. For any past tokens, it differs from its value after the window alone by at most the radius."""
+window. For any past tokens, `hidden` differs from its value after the window alone by at most the radius."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the cost model: the parts of a cost, and the costs of windows, fleets and machines."""
+"""Tests of the simulation's costs: the costs per batch and per step, and the costs of windows, fleets and machines."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_a_replica_is_planned_with_the_given_load() -> None:
 def test_all_commands_of_a_round_wait_for_one_write() -> None:
     slow = replace(ROUND, write_s={**ROUND.write_s, "always": (5e-3,)})
     taken_s = response_times(slow, 2000.0, 1.0, 10_000, 0)
-    # The store works in rounds. A round lasts as long as one write to the disk and the commands that arrive during the
-    # round.
+    # The store works in rounds. A round lasts as long as one write to the disk and the execution of the commands that
+    # arrive during one round.
     round_s = 5e-3 / (1 - 2000 * 70e-6)
     # On average, a command waits for the rest of the current round, which is half a round, and then for its own round.
     assert np.median(taken_s) == pytest.approx(1.5 * round_s, rel=0.05)

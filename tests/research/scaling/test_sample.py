@@ -16,7 +16,7 @@ LOST_S, UNTIL_S = 6.0, 16.0
 
 @pytest.fixture(scope="module")
 def whole() -> Fleet:
-    """Simulates ten thousand sessions on ten replicas, every session for itself. One replica is lost."""
+    """Simulates each of ten thousand sessions on ten replicas. One replica is lost."""
     shape = Shape(replicas=REPLICAS, sessions=SESSIONS, rate=RATE, tokens=HELD)
     fleet = Fleet(ROUND, shape, 0)
     fleet.run(UNTIL_S, [(LOST_S, lambda: fleet.kill(1, back=False))])

@@ -239,7 +239,7 @@ def changed(**changes: Tensor | None) -> Tensors:
         ),
         (
             changed(rnn__weight_ih_l1=torch.ones(24, 5)),
-            r"rnn.weight_ih_l1 has shape \[24, 5\], expected \[24, 6\] .* over a layer of 6 units",
+            r"rnn.weight_ih_l1 has shape \[24, 5\], expected \[24, 6\] .* because the layer below has 6 units",
         ),
         (changed(rnn__bias_hh_l0=torch.ones(6)), r"rnn.bias_hh_l0 has shape \[6\], expected \[24\]"),
         (
