@@ -39,8 +39,8 @@ PIECE = 8
 """`compare_bits` splits a sequence into two pieces. The first has this number of tokens more than the reach of the
 convolution blocks, and the second has this number of tokens."""
 
-Tensors = dict[str, NDArray[Any]]
-Run = Callable[[Role, Tensors], Mapping[str, NDArray[Any]]]
+Tensors = Mapping[str, NDArray[Any]]
+Run = Callable[[Role, Tensors], Tensors]
 """A function that runs the graph of a role. Its arguments are the role and the inputs by name. It returns all outputs
 by name."""
 

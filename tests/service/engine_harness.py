@@ -53,6 +53,12 @@ def known(values: Sequence[float | None]) -> list[float]:
     return found
 
 
+def host_arrays(pool: StatePool) -> dict[str, Array]:
+    """Returns the arrays of a pool whose states are in the memory of the host."""
+    assert isinstance(pool.memory, HostMemory)
+    return pool.memory.arrays
+
+
 def byte_vocabulary() -> Vocabulary:
     """Returns a vocabulary. `<eos>` has the id 0, `<unk>` has the id 1, and a token for every byte follows."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())

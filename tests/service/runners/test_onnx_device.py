@@ -30,7 +30,7 @@ from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
 from wane.service.runners.onnx import CPU, CUDA, OnnxRunner
 from wane.service.runners.onnx_device import DeviceRunner, bucket, open_runner
-from wane.service.runners.runner import HIDDEN, NEXT
+from wane.service.runners.runner import HIDDEN, NEXT, Runner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.state.pool import RESERVED, START, ZERO, StatePool
@@ -63,14 +63,14 @@ def on_device(path: Path, device: Device = "cpu") -> tuple[Bundle, DeviceRunner]
     return bundle, DeviceRunner(bundle, device, threads=1, padded=True)
 
 
-def make_pool(bundle: Bundle, runner: DeviceRunner | OnnxRunner) -> StatePool:
+def make_pool(bundle: Bundle, runner: Runner) -> StatePool:
     manifest = bundle.manifest
     hidden = manifest.architecture.hidden
     floats = hidden + sum(int(np.prod(tensor.shape)) for tensor in manifest.state)
     return StatePool(manifest.state, hidden, 4 * SLOTS * floats, runner.memory)
 
 
-def run(works: list[Work], pool: StatePool, runner: DeviceRunner | OnnxRunner) -> list[Row]:
+def run(works: list[Work], pool: StatePool, runner: Runner) -> list[Row]:
     """Runs a batch. Fails if an item fails."""
     rows = batch.run(works, pool, runner, pool.room(len(works)))
     found = [row for row in rows if isinstance(row, Row)]
@@ -105,9 +105,10 @@ def test_slots_are_equal_to_those_of_the_host_after_runs_of_every_graph(path: Pa
     bundle, there = on_device(path, device)
     here = opened(path)[1]
     tokens = random_tokens(bundle, 5, 12)
-    pools = [make_pool(bundle, runner) for runner in (here, there)]
+    runners: list[Runner] = [here, there]
+    pools = [make_pool(bundle, runner) for runner in runners]
     found: list[list[Row]] = []
-    for pool, runner in zip(pools, (here, there), strict=True):
+    for pool, runner in zip(pools, runners, strict=True):
         slots = [pool.acquire() for _ in range(6)]
         rows = run([Work("advance", tokens[0, :1], read=ZERO, write=START)], pool, runner)
         windows = [Work("window", tokens[row, : 4 + row], write=slots[row]) for row in range(3)]

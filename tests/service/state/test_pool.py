@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.service.engine_harness import host_arrays
 from wane.models.manifest import StateTensor
 from wane.service.errors import Overloaded
 from wane.service.state.pool import RESERVED, START, ZERO, StatePool
@@ -148,7 +149,7 @@ def test_a_write_changes_the_checksum_and_the_write_count() -> None:
         (lambda pool: pool.users.__setitem__(5, 1), "both in use and free"),
         (lambda pool: pool.users.__setitem__(4, -1), "released once too often"),
         (lambda pool: pool.users.__setitem__(4, 0), "neither in use nor free"),
-        (lambda pool: pool.memory.arrays["b"].__setitem__(ZERO, 1.0), "zero state"),
+        (lambda pool: host_arrays(pool)["b"].__setitem__(ZERO, 1.0), "zero state"),
     ],
     ids=["freed twice", "no slot", "not free", "in use and free", "negative", "not in use", "zero"],
 )
