@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.service.engine_harness import host_arrays
 from tests.service.state.test_pool import SLOT_BYTES, STATE
 from wane.service.errors import Overloaded
 from wane.service.state.cache import CachedState, Fault, StateCache
