@@ -11,7 +11,8 @@ size, V the vocabulary's size and K the number of largest logits.
 
     slots                int64 (B), the slot of each item. Replaces the dimension B of every array that is in slots
     slots.<name>         float32 (N, *shape), the array of the state tensor or of `hidden`. Replaces the input <name>
-    finite               bool (B): whether every value of an item's logits, hidden and logprobs is finite
+    check                float32 (B): 0 if every value of an item's logits, hidden and logprobs is finite, and NaN
+                         otherwise
     length               float64 (B): the 2-norm of `hidden`
     few_logits, few_ids  float32 and int64 (B, min(FEW, K)): the first columns of top_logits and top_ids
     hidden               in the graph `head`: the gathered rows, float32 (B, H)
@@ -26,7 +27,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-OPSET = 20
+OPSET = 13
+"""The operator set of the graphs that read and write slots. onnxruntime had ScatterND on CUDA for it first. A release
+without it would run ScatterND on the CPU, and copy the states of all slots."""
+
 IR_VERSION = 10  # the oldest supported onnxruntime (1.20) can read this version
 
 FEW = 5
@@ -69,7 +73,7 @@ def from_slots(path: Path, names: Sequence[str]) -> bytes:
 
 
 def _summary(graph: onnx.GraphProto, checked: Sequence[str]) -> list[onnx.NodeProto]:
-    """Declares the outputs `finite` and `length`, and returns their nodes."""
+    """Declares the outputs `check` and `length`, and returns their nodes."""
     zero = _constant(graph, "zero", np.array(0, np.float32))
     axis = _constant(graph, "axis", np.array([1], np.int64))
     nodes, sums = [], []
@@ -80,15 +84,14 @@ def _summary(graph: onnx.GraphProto, checked: Sequence[str]) -> list[onnx.NodePr
             helper.make_node("ReduceSum", [f"check.{name}", axis], [f"check.{name}.sum"], keepdims=0),
         ]
         sums.append(f"check.{name}.sum")
-    nodes.append(helper.make_node("Sum", sums, ["check.sum"]))
-    nodes.append(helper.make_node("Equal", ["check.sum", zero], ["finite"]))
+    nodes.append(helper.make_node("Sum", sums, ["check"]))
     nodes += [
         helper.make_node("Cast", ["hidden"], ["length.exact"], to=TensorProto.DOUBLE),
         helper.make_node("Mul", ["length.exact", "length.exact"], ["length.squares"]),
         helper.make_node("ReduceSum", ["length.squares", axis], ["length.sum"], keepdims=0),
         helper.make_node("Sqrt", ["length.sum"], ["length"]),
     ]
-    graph.output.append(helper.make_tensor_value_info("finite", TensorProto.BOOL, ["B"]))
+    graph.output.append(helper.make_tensor_value_info("check", TensorProto.FLOAT, ["B"]))
     graph.output.append(helper.make_tensor_value_info("length", TensorProto.DOUBLE, ["B"]))
     return nodes
 

@@ -38,8 +38,8 @@ from wane.service.runners.runner import (
 
 IN_SLOTS = "slots."  # prefix of inputs: the array of all slots from which a graph gathers its input
 SLOTS = "slots"
-FINITE, LENGTH, FEW_LOGITS, FEW_IDS = "finite", "length", "few_logits", "few_ids"
-ADDED = (FINITE, LENGTH, FEW_LOGITS, FEW_IDS)
+CHECK, LENGTH, FEW_LOGITS, FEW_IDS = "check", "length", "few_logits", "few_ids"
+ADDED = (CHECK, LENGTH, FEW_LOGITS, FEW_IDS)
 
 COPIED = (*ADDED, LOG_SUM_EXP, RADIUS, "logprobs")
 """Outputs that every run copies to the host. The other outputs are copied when they are read."""
@@ -142,7 +142,7 @@ class DeviceOutputs(Outputs):
     @cached_property
     def finite(self) -> NDArray[np.bool_]:
         """See `Outputs`. The graph computes it."""
-        found: NDArray[np.bool_] = self._copied[FINITE][self.rows]
+        found: NDArray[np.bool_] = np.isfinite(self._copied[CHECK][self.rows])
         return found
 
     @cached_property

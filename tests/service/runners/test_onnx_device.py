@@ -377,4 +377,4 @@ async def test_the_copied_bytes_do_not_depend_on_the_size_of_the_states(
         counted.append(found)
     assert counted[0] == counted[1]
     few = 5 * (4 + 8)
-    assert counted[0]["step"] == (4 * 8, few + 4 + 1 + 8)
+    assert counted[0]["step"] == (4 * 8, few + 4 + 4 + 8)
