@@ -377,7 +377,7 @@ def compare_bits(architecture: Architecture, run: Run, batch: int) -> Bits:
     def pieces(role: Role) -> Tensors:
         state = zeros(batch)
         for part in (tokens[:, :half], tokens[:, half:]):
-            feeds: Tensors = {"tokens": part, "lengths": np.full(batch, part.shape[1]), **state}
+            feeds: dict[str, NDArray[Any]] = {"tokens": part, "lengths": np.full(batch, part.shape[1]), **state}
             outputs = run(role, feeds | ({"targets": part} if role == "scan" else {}))
             state = {name: outputs[f"next.{name}"] for name in shapes}
         return outputs
