@@ -39,7 +39,7 @@ PIECE = 8
 """`compare_bits` splits a sequence into two pieces. The first has this number of tokens more than the reach of the
 convolution blocks, and the second has this number of tokens."""
 
-Tensors = Mapping[str, NDArray[Any]]
+Tensors = dict[str, NDArray[Any]]
 Run = Callable[[Role, Tensors], Tensors]
 """A function that runs the graph of a role. Its arguments are the role and the inputs by name. It returns all outputs
 by name."""
@@ -377,7 +377,7 @@ def compare_bits(architecture: Architecture, run: Run, batch: int) -> Bits:
     def pieces(role: Role) -> Tensors:
         state = zeros(batch)
         for part in (tokens[:, :half], tokens[:, half:]):
-            feeds: dict[str, NDArray[Any]] = {"tokens": part, "lengths": np.full(batch, part.shape[1]), **state}
+            feeds: Tensors = {"tokens": part, "lengths": np.full(batch, part.shape[1]), **state}
             outputs = run(role, feeds | ({"targets": part} if role == "scan" else {}))
             state = {name: outputs[f"next.{name}"] for name in shapes}
         return outputs

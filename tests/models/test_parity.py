@@ -189,7 +189,7 @@ def test_the_error_names_a_graph_with_more_than_half_of_the_certified_rounding(r
     right, zeros = graphs_of(reference), reference.zero_state(len(TOKENS))
 
     def run(asked: Role, feeds: Tensors) -> Tensors:
-        outputs = dict(right(asked, feeds))
+        outputs = right(asked, feeds)
         return outputs | {"hidden": outputs["hidden"] + np.float32(1e-5)} if asked == role else outputs
 
     seen = 1e-5 * np.sqrt(model.hidden)
@@ -250,7 +250,7 @@ def test_the_error_names_a_graph_whose_bits_differ(role: Role, name: str) -> Non
     right = whole_numbers(3)
 
     def run(asked: Role, feeds: Tensors) -> Tensors:
-        outputs = dict(right(asked, feeds))
+        outputs = right(asked, feeds)
         return outputs | {name: np.nextafter(outputs[name], np.float32(200))} if asked == role else outputs
 
     assert compare_bits(MODEL, right, 3).differ is None
@@ -263,7 +263,7 @@ def test_the_error_names_a_row_whose_bits_depend_on_its_batch() -> None:
     right = whole_numbers(3)
 
     def run(asked: Role, feeds: Tensors) -> Tensors:
-        outputs = dict(right(asked, feeds))
+        outputs = right(asked, feeds)
         alone = asked == "step" and len(feeds["tokens"]) == 1
         return outputs | {"hidden": outputs["hidden"] + np.float32(1e-3)} if alone else outputs
 
