@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from wane.service.runners.runner import (
     RADIUS,
     TOP_IDS,
     Array,
+    DeviceError,
     Feeds,
     Shapes,
     Slots,
@@ -312,6 +314,8 @@ def open_runner(bundle: Bundle, device: Literal["auto", "cpu", "cuda"], threads:
     See `OnnxSessions` for the arguments. Raises DeviceError.
     """
     if device != "cpu" and CUDA in onnxruntime.get_available_providers():
+        if find_spec("onnx") is None:
+            raise DeviceError("states on a GPU need the package onnx: install it, or choose cpu")
         runner = DeviceRunner(bundle, device, threads)
         if runner.device == "cuda":
             return runner

@@ -108,7 +108,8 @@ class Runner(Protocol):
         ...
 
     def run(self, role: Role, feeds: Feeds) -> Mapping[str, Array]:
-        """Runs one graph and returns its outputs by name."""
+        """Runs one graph and returns its outputs by name. If the outputs are on a device, reading an output copies it
+        to the host. `feeds` may contain the result of `StateMemory.gather` of this runner's memory."""
         ...
 
     def memory(self, shapes: Shapes, capacity: int) -> StateMemory:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tests.models.bundles import PROVENANCE, words_tokenizer
 from tests.models.random_models import architecture, random_weights
 from tests.service.engine_harness import InOrder
+from tests.service.runners.test_onnx import NoSession
 from tests.service.shipped import PATHS, each_bundle, opened
 from wane.models.bundle import Bundle, verify_graphs
 from wane.models.export import export_bundle
@@ -28,9 +29,10 @@ from wane.service.batching.warm_up import warm_up
 from wane.service.engine.engine import Engine
 from wane.service.engine.top1_proof import MarginProof
 from wane.service.observability.metrics import Metrics
+from wane.service.runners import onnx_device
 from wane.service.runners.onnx import CPU, CUDA, OnnxRunner
 from wane.service.runners.onnx_device import DeviceRunner, bucket, open_runner
-from wane.service.runners.runner import HIDDEN, NEXT, Runner
+from wane.service.runners.runner import HIDDEN, NEXT, DeviceError, Runner
 from wane.service.sessions.stores.memory import MemoryStore
 from wane.service.settings import Settings
 from wane.service.state.pool import RESERVED, START, ZERO, StatePool
@@ -209,6 +211,14 @@ def test_the_device_path_serves_cuda_and_the_host_path_serves_the_cpu(monkeypatc
     assert type(open_runner(bundle, "cpu", 1)) is OnnxRunner
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CPU])
     assert type(open_runner(bundle, "auto", 1)) is OnnxRunner
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(onnxruntime, "InferenceSession", NoSession)
+    assert type(open_runner(bundle, "auto", 1)) is OnnxRunner  # CUDA does not start
+    with pytest.raises(DeviceError, match="did not start"):
+        open_runner(bundle, "cuda", 1)
+    monkeypatch.setattr(onnx_device, "find_spec", lambda _: None)
+    with pytest.raises(DeviceError, match="need the package onnx"):
+        open_runner(bundle, "auto", 1)
 
 
 @on_cuda
